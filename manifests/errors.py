@@ -1,0 +1,61 @@
+"""The errors that a user sees, and what each does to the exit status.
+
+    ClipmillError
+    ├── UserError      the request cannot be carried out as given      exit 2, `error:` and `hint:` lines
+    └── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
+
+Anything else that reaches the top is a bug and keeps its traceback.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+EXIT_FAILED_WORK = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class ClipmillError(Exception):
+    """Base of the errors above; catch it to catch them all."""
+
+
+class UserError(ClipmillError):
+    """A mistake in flags, files or environment that the user can mend.
+
+    Args:
+        message: what is wrong, with the offending value.
+        hint: what to do now; printed on its own line.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class FailedWork(ClipmillError):
+    """Some of the work failed; the message says how much, and where the list is."""
+
+
+def run_command(command: Callable[[], object]) -> NoReturn:
+    """Runs `command` and leaves the process with the exit status that its outcome calls for."""
+    try:
+        command()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except FailedWork as error:
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED_WORK)
+    except KeyboardInterrupt:
+        print("interrupted: what is committed stays; the same command goes on from there", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; Python would complain once more while it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(0)

@@ -1,0 +1,49 @@
+"""The tables of `<data>/manifest/`: what is wanted. This module is their one definition.
+
+    videos.parquet     one row a video; rows keep their order for ever, new videos come last
+    captions.parquet   one row a caption, ordered by caption_id; ids are dense from 0 and never change their caption
+    rejected.parquet   one row for each input row that cannot be used, with the reason
+    manifest.json      format version, counts, and rejected rows by reason, for each data set in the manifest
+
+Times are seconds from the start of the video as a player shows it. Data sets that carry labels add columns
+whose names begin with `label_` to the captions table.
+"""
+
+import pyarrow as pa
+
+MANIFEST_FORMAT = 1
+
+VIDEOS = pa.schema(
+    [
+        pa.field("video_id", pa.string(), nullable=False),  # safe for keys, unique (manifests.keys)
+        pa.field("source_id", pa.string(), nullable=False),  # the data set's own id
+        pa.field("path", pa.string(), nullable=False),  # absolute path of the source file
+        pa.field("split", pa.string(), nullable=False),  # train, val or test
+        pa.field("dataset", pa.string(), nullable=False),
+        pa.field("num_captions", pa.int32(), nullable=False),
+        # SHA-256 over this video's captions: lets a plan see changed captions without reading any.
+        pa.field("captions_sha256", pa.string(), nullable=False),
+    ]
+)
+
+CAPTIONS = pa.schema(
+    [
+        pa.field("caption_id", pa.int64(), nullable=False),
+        pa.field("video_id", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+        pa.field("begin_s", pa.float64(), nullable=False),
+        pa.field("end_s", pa.float64(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # who said it: narrator, human, ...
+    ]
+)
+
+REJECTED = pa.schema(
+    [
+        pa.field("dataset", pa.string(), nullable=False),
+        pa.field("file", pa.string(), nullable=False),  # the annotation file, or the video
+        pa.field("row", pa.int64()),  # 0-based row or entry in it, where it has rows
+        pa.field("source_id", pa.string()),
+        pa.field("reason", pa.string(), nullable=False),  # a code of manifests.adapters
+        pa.field("detail", pa.string(), nullable=False),
+    ]
+)

@@ -1,0 +1,98 @@
+"""The shard set: this text is the contract; writer, reader, verifier and index follow it.
+
+    <data>/dataset.json                                    which variant of each column is current
+    <data>/<column>/<variant>/recipe.json                  the settings that made the variant
+    <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
+    <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: little-endian u64 sample offsets, N + 1
+    <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row a sample, mmap-able
+    <data>/<column>/<variant>/commits/000003.json          the commit: what makes the shard exist
+    <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name a line, for other tools
+
+Columns are `video`, `latents`, `text`. A variant is `<slug>-<first 8 hex digits of the recipe's fingerprint>`.
+A shard's name carries the first 8 hex digits of the fingerprint of its content, so a changed shard never
+overwrites the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
+
+Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys hold no
+dot; member names stay within 100 bytes. The payload of a `.npy` member begins on a 512-byte boundary of the tar
+(its header is padded), so that fixed-size records can be gathered from one mmap.
+
+Publish order: every sample verified by the caller -> tar under a temporary name in the same folder -> read again
+and compared by offsets -> fsync -> rename -> both indexes the same way -> commit record last. A reader believes
+commits only. A commit without a shard records that all its samples failed. Tars, indexes and commits are pure
+functions of what was written: no times, hosts or paths.
+
+Index columns for every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
+`<ext>_size` (u64) and `<ext>_crc32` (u32). Columns of data add fields of their own (VIDEO_FIELDS for `video`).
+The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separated, in member order).
+"""
+
+import re
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+FORMAT_VERSION = 1
+BLOCK_BYTES = 512  # tar's unit, and the alignment of .npy payloads
+MAX_MEMBER_NAME_BYTES = 100
+COMMITS_FOLDER = "commits"
+RECIPE_FILE = "recipe.json"
+DATASET_FILE = "dataset.json"
+_STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
+
+# Flags of a packet in the packet table.
+PACKET_KEY = 1  # decoding can begin here
+PACKET_REFERENCE = 2  # other frames may need it; without this flag it can be skipped unless asked for
+
+# Fields of a `video` index row beside key and members.
+VIDEO_FIELDS = [
+    pa.field("video_id", pa.string(), nullable=False),
+    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+    pa.field("num_frames", pa.int32(), nullable=False),
+    pa.field("fps_num", pa.int32(), nullable=False),
+    pa.field("fps_den", pa.int32(), nullable=False),
+    pa.field("width", pa.int32(), nullable=False),
+    pa.field("height", pa.int32(), nullable=False),
+    pa.field("codec", pa.string(), nullable=False),  # libav's decoder name: h264, hevc, av1, vp9, mjpeg
+    pa.field("extradata", pa.binary(), nullable=False),
+    pa.field("span_fingerprint", pa.string(), nullable=False),  # of the encoder pass that made it
+    # The packet table in decode order: byte range within the mp4 payload, presentation index, flags.
+    pa.field("packet_offset", pa.list_(pa.uint32()), nullable=False),
+    pa.field("packet_size", pa.list_(pa.uint32()), nullable=False),
+    pa.field("packet_frame", pa.list_(pa.int32()), nullable=False),
+    pa.field("packet_flags", pa.list_(pa.uint8()), nullable=False),
+]
+
+
+@dataclass(frozen=True)
+class ShardName:
+    """The names of one shard's files."""
+
+    shard_id: int
+    fingerprint: str  # hex, at least 8 digits; names carry the first 8
+
+    @property
+    def stem(self) -> str:
+        return f"{self.shard_id:06d}-{self.fingerprint[:8]}"
+
+    @property
+    def tar(self) -> str:
+        return f"{self.stem}.tar"
+
+    @property
+    def energon_index(self) -> str:
+        return f"{self.stem}.tar.idx"
+
+    @property
+    def index(self) -> str:
+        return f"{self.stem}.index.arrow"
+
+
+def commit_name(shard_id: int) -> str:
+    """File name of the commit of `shard_id`."""
+    return f"{shard_id:06d}.json"
+
+
+def shard_id_of(file_name: str) -> int | None:
+    """Shard id in the name of a tar or an index, or None for a file that is neither."""
+    match = _STEM.match(file_name)
+    return int(match["shard_id"]) if match else None
