@@ -1,0 +1,74 @@
+# Everything runs in .venv, made from the locks by `make setup`. Paths are relative: the checkout may lie anywhere.
+#   make test                        what CI runs: lint, types, tests
+#   make demo                        synthetic videos -> shards -> training -> retrieval, in demo/
+#   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
+#   make test PYTHON=python3.13 VENV=.venv-313
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UV_READY := $(VENV)/.uv-ready
+UV := $(BIN)/uv
+COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
+PYTEST_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint test demo benchmarks lock clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+$(UV_READY): requirements-uv.lock
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "error: $(PYTHON) is not Python 3.11, 3.12 or 3.13" >&2; \
+		echo "hint: make setup PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.lock
+	@touch $@
+
+# The build backend comes from the lock as well, hence no build isolation.
+$(READY): $(UV_READY) requirements.lock pyproject.toml
+	$(UV) pip sync --quiet --python $(BIN)/python --require-hashes requirements.lock
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+ifdef VIDEOS
+demo: setup
+	$(BIN)/prep manifest folder "$(VIDEOS)" --data demo/videos-data
+	$(BIN)/prep chunk --len 15s --data demo/videos-data
+	$(BIN)/prep status --data demo/videos-data
+	$(BIN)/prep inspect --html demo/videos.html --data demo/videos-data
+	@echo "Your videos as chunks: demo/videos.html"
+else
+demo: setup
+	rm -rf demo/data demo/run demo/chunks.html
+	$(BIN)/prep manifest synthetic --videos 24 --minutes 1 --data demo/data
+	$(BIN)/prep chunk --len 15s --data demo/data
+	$(BIN)/prep status --data demo/data
+	$(BIN)/prep inspect --html demo/chunks.html --data demo/data
+	$(BIN)/train dual-encoder --shards demo/data --preset tiny --out demo/run
+	$(BIN)/train eval retrieval demo/run --shards demo/data
+	@echo "The chunks: demo/chunks.html    The results: demo/run/results.html"
+endif
+
+benchmarks: setup
+	$(BIN)/python -m benchmarks
+
+# After a change in pyproject.toml; pins that still fit stay. LOCK_FLAGS=--upgrade takes the newest of everything.
+lock: $(UV_READY)
+	$(COMPILE) --all-extras pyproject.toml --output-file requirements.lock
+	echo uv | $(COMPILE) - --output-file requirements-uv.lock
+
+clean:
+	rm -rf $(VENV) demo build .mypy_cache .ruff_cache .pytest_cache
