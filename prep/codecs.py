@@ -1,0 +1,196 @@
+"""The video codecs that `prep chunk` writes: encoder, defaults, and arguments for rate control and GOP.
+
+Every encoder runs on one thread and without adaptive frame placement, so that its bytes are a function of the frames and
+the settings alone. GOP layouts:
+
+    star    closed, `I b ... b P`: no b is a reference, so any frame costs at most three decodes
+    closed  closed, as the encoder likes it otherwise
+    intra   every frame is a key frame
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from manifests.errors import UserError
+
+STAR, CLOSED, INTRA = "star", "closed", "intra"
+X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
+MAX_CONSECUTIVE_B_FRAMES = 16  # libx264 and libx265; a star has keyint - 2 of them
+
+Arguments = dict[str, str | int]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One value of `--codec`.
+
+    Attributes:
+        encoder: the name that ffmpeg knows.
+        decoder: libav's decoder name, written into the index.
+        gops: GOP layouts that it can write, the default first.
+        crf_range: smallest (best) and largest value of `--crf`; for MJPEG this is the quantiser scale.
+        presets: values of `--preset`; empty where the encoder has none.
+        gop_arguments: (gop, keyint) -> ffmpeg output arguments.
+        crf_argument: name of the argument that carries `--crf`.
+    """
+
+    encoder: str
+    decoder: str
+    gops: tuple[str, ...]
+    crf_range: tuple[int, int]
+    default_crf: int
+    presets: tuple[str, ...]
+    default_preset: str
+    preset_argument: str
+    crf_argument: str
+    gop_arguments: Callable[[str, int], Arguments]
+    fixed_arguments: Mapping[str, str | int] = MappingProxyType({})
+
+
+def _h264_gop(gop: str, keyint: int) -> Arguments:
+    return {
+        # CABAC and deblocking are what H.264 decoding costs most; fastdecode leaves both out.
+        "tune": "fastdecode",
+        "bf": keyint - 2 if gop == STAR else 0 if gop == INTRA else 3,
+        "x264-params": f"{_x26x_gop(gop, keyint)}:open-gop=0"
+        + (":b-adapt=0:b-pyramid=none" if gop == STAR else ":b-pyramid=none"),
+    }
+
+
+def _hevc_gop(gop: str, keyint: int) -> Arguments:
+    b_frames = keyint - 2 if gop == STAR else 0 if gop == INTRA else 3
+    params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
+    if gop == STAR:
+        params += ":b-adapt=0"
+    return {"tune": "fastdecode", "tag:v": "hvc1", "x265-params": f"{params}:log-level=error"}
+
+
+def _x26x_gop(gop: str, keyint: int) -> str:
+    length = 1 if gop == INTRA else keyint
+    return f"keyint={length}:min-keyint={length}:scenecut=0"
+
+
+def _av1_gop(gop: str, keyint: int) -> Arguments:
+    length = 1 if gop == INTRA else keyint
+    # SVT-AV1's key frames are closed; lp=1 is one thread.
+    return {"g": length, "svtav1-params": "lp=1:scd=0"}
+
+
+def _vp9_gop(gop: str, keyint: int) -> Arguments:
+    length = 1 if gop == INTRA else keyint
+    return {"g": length, "keyint_min": length, "deadline": "good", "row-mt": 0}
+
+
+def _mjpeg_gop(gop: str, keyint: int) -> Arguments:
+    return {"huffman": "optimal"}
+
+
+def _nvenc_gop(gop: str, keyint: int) -> Arguments:
+    length = 1 if gop == INTRA else keyint
+    return {"g": length, "bf": 0, "forced-idr": 1, "no-scenecut": 1, "strict_gop": 1, "rc": "vbr"}
+
+
+_NVENC_PRESETS = tuple(f"p{level}" for level in range(1, 8))
+
+CODECS: dict[str, Codec] = {
+    "h264": Codec(
+        encoder="libx264",
+        decoder="h264",
+        gops=(STAR, CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=23,
+        presets=X26X_PRESETS,
+        default_preset="veryfast",
+        preset_argument="preset",
+        crf_argument="crf",
+        gop_arguments=_h264_gop,
+    ),
+    "hevc": Codec(
+        encoder="libx265",
+        decoder="hevc",
+        gops=(STAR, CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=26,
+        presets=X26X_PRESETS,
+        default_preset="veryfast",
+        preset_argument="preset",
+        crf_argument="crf",
+        gop_arguments=_hevc_gop,
+    ),
+    "av1": Codec(
+        encoder="libsvtav1",
+        decoder="av1",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 63),
+        default_crf=35,
+        presets=tuple(str(level) for level in range(14)),
+        default_preset="9",
+        preset_argument="preset",
+        crf_argument="crf",
+        gop_arguments=_av1_gop,
+    ),
+    "vp9": Codec(
+        encoder="libvpx-vp9",
+        decoder="vp9",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 63),
+        default_crf=33,
+        presets=tuple(str(level) for level in range(9)),
+        default_preset="5",
+        preset_argument="cpu-used",
+        crf_argument="crf",
+        gop_arguments=_vp9_gop,
+        # Hidden alternate references would make packets without a frame of their own.
+        fixed_arguments=MappingProxyType({"auto-alt-ref": 0, "lag-in-frames": 0}),
+    ),
+    "mjpeg": Codec(
+        encoder="mjpeg",
+        decoder="mjpeg",
+        gops=(INTRA,),
+        crf_range=(2, 31),
+        default_crf=10,
+        presets=(),
+        default_preset="",
+        preset_argument="",
+        crf_argument="q:v",
+        gop_arguments=_mjpeg_gop,
+    ),
+    "h264_nvenc": Codec(
+        encoder="h264_nvenc",
+        decoder="h264",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=26,
+        presets=_NVENC_PRESETS,
+        default_preset="p4",
+        preset_argument="preset",
+        crf_argument="cq",
+        gop_arguments=_nvenc_gop,
+    ),
+    "hevc_nvenc": Codec(
+        encoder="hevc_nvenc",
+        decoder="hevc",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=28,
+        presets=_NVENC_PRESETS,
+        default_preset="p4",
+        preset_argument="preset",
+        crf_argument="cq",
+        gop_arguments=_nvenc_gop,
+        fixed_arguments=MappingProxyType({"tag:v": "hvc1"}),
+    ),
+}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec that `--codec` asks for.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise UserError(f'unknown codec "{name}"', hint=f"--codec is one of {', '.join(CODECS)}") from None

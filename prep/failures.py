@@ -1,0 +1,46 @@
+"""Every way in which a chunk can fail, by name; which of them may pass when tried again; and the exception that carries one."""
+
+from enum import StrEnum
+
+
+class FailureCode(StrEnum):
+    """Written into commits, lists and the console; `prep retry --only CODE` takes them."""
+
+    SOURCE_MISSING = "source_missing"
+    SOURCE_UNREADABLE = "source_unreadable"  # no container that we read: text, a playlist, zero bytes, no permission
+    SOURCE_TRUNCATED = "source_truncated"  # the header promises more than the file holds
+    SOURCE_CHANGED = "source_changed"  # between the plan and the work
+    NO_VIDEO = "no_video"
+    ZERO_DURATION = "zero_duration"
+    DECODE_ERRORS = "decode_errors"  # the source's frames are damaged
+    FRAMES_DIFFER = "frames_differ"  # the chunk is not the frames that were planned
+    ENCODE_FAILED = "encode_failed"
+    FFMPEG_DIFFERS = "ffmpeg_differs"  # a node has another ffmpeg than the one that was planned with
+    TIMEOUT = "timeout"
+    OUT_OF_MEMORY = "out_of_memory"
+    DISK_FULL = "disk_full"
+    IO_ERROR = "io_error"
+    WORKER_LOST = "worker_lost"
+
+
+# What another try may cure without anybody mending anything. The others wait for `prep retry` or a mended source.
+TRANSIENT = frozenset(
+    {
+        FailureCode.SOURCE_CHANGED,
+        FailureCode.TIMEOUT,
+        FailureCode.OUT_OF_MEMORY,
+        FailureCode.DISK_FULL,
+        FailureCode.IO_ERROR,
+        FailureCode.WORKER_LOST,
+        FailureCode.FFMPEG_DIFFERS,
+    }
+)
+
+
+class SourceFailure(Exception):
+    """A part of the work failed for a named reason; the rest goes on."""
+
+    def __init__(self, code: FailureCode, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
