@@ -3,7 +3,7 @@
     <data>/dataset.json                                    which variant of each column is current
     <data>/<column>/<variant>/recipe.json                  the settings that made the variant
     <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
-    <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: little-endian u64 sample offsets, N + 1
+    <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
     <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row a sample, mmap-able
     <data>/<column>/<variant>/commits/000003.json          the commit: what makes the shard exist
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name a line, for other tools
@@ -13,13 +13,13 @@ A shard's name carries the first 8 hex digits of the fingerprint of its content,
 overwrites the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
 
 Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys hold no
-dot; member names stay within 100 bytes. The payload of a `.npy` member begins on a 512-byte boundary of the tar
-(its header is padded), so that fixed-size records can be gathered from one mmap.
+dot; member names stay within 100 bytes. The array of a `.npy` member begins on a 512-byte boundary of the tar
+(its npy header is padded), so that fixed-size records can be gathered from one mmap.
 
 Publish order: every sample verified by the caller -> tar under a temporary name in the same folder -> read again
 and compared by offsets -> fsync -> rename -> both indexes the same way -> commit record last. A reader believes
 commits only. A commit without a shard records that all its samples failed. Tars, indexes and commits are pure
-functions of what was written: no times, hosts or paths.
+functions of what was written: no times, hosts or paths. A commit carries the SHA-256 of its own canonical JSON.
 
 Index columns for every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Columns of data add fields of their own (VIDEO_FIELDS for `video`).
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 FORMAT_VERSION = 1
-BLOCK_BYTES = 512  # tar's unit, and the alignment of .npy payloads
+BLOCK_BYTES = 512  # tar's unit, and the alignment of the arrays of .npy members
 MAX_MEMBER_NAME_BYTES = 100
 COMMITS_FOLDER = "commits"
 RECIPE_FILE = "recipe.json"

@@ -1,0 +1,139 @@
+"""Commit records: what makes a shard exist. Small JSON files that check themselves and say nothing of time or host."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manifests.errors import UserError
+from manifests.publish import publish_json
+from shards.damage import DamagedCommit
+from shards.format import COMMITS_FOLDER, FORMAT_VERSION, commit_name, shard_id_of
+
+_COMMIT_FILE = re.compile(r"(\d{6,})\.json")
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The two files that a commit answers for; names are relative to the variant's folder."""
+
+    tar: str
+    tar_bytes: int
+    tar_sha256: str
+    index: str
+    index_bytes: int
+    index_sha256: str
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part of the shard that could not be made."""
+
+    video_id: str
+    key: str | None  # first chunk of the failed part; None when the whole video failed
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One shard of one column, made as `plan_fingerprint` asked; `files` is None when every sample failed."""
+
+    column: str
+    shard_id: int
+    split: str
+    plan_fingerprint: str
+    files: ShardFiles | None
+    failures: tuple[Failure, ...]
+
+
+class Commits(NamedTuple):
+    """All commit records of a variant."""
+
+    commits: dict[int, Commit]  # by shard id, ascending
+    damaged: tuple[DamagedCommit, ...]
+
+
+def commit_path(variant_dir: Path, shard_id: int) -> Path:
+    """Where the commit of `shard_id` lies."""
+    return variant_dir / COMMITS_FOLDER / commit_name(shard_id)
+
+
+def write_commit(variant_dir: Path, commit: Commit) -> None:
+    """Publishes `commit`; from here on readers see the shard."""
+    path = commit_path(variant_dir, commit.shard_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
+    publish_json(path, {**record, "sha256": _digest(record)})
+
+
+def read_commit(path: Path) -> Commit:
+    """Reads one commit record.
+
+    Raises:
+        DamagedCommit: the file is damaged, or no commit of this program.
+        UserError: the record is whole, but of another version of the format.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+        checksum = record.pop("sha256")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCommit(path, f"not a commit record ({error})") from error
+    if checksum != _digest(record):
+        raise DamagedCommit(path, "its checksum does not fit its content")
+    if (version := record.pop("clipmill_format", None)) != FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format {version!r}, this program reads format {FORMAT_VERSION}",
+            hint="use the version of clipmill that made the data",
+        )
+    try:
+        files = record["files"]
+        commit = Commit(
+            **{
+                **record,
+                "files": None if files is None else ShardFiles(**files),
+                "failures": tuple(Failure(**failure) for failure in record["failures"]),
+            }
+        )
+    except (KeyError, TypeError) as error:
+        raise DamagedCommit(path, f"not a commit record ({error})") from error
+    if commit_name(commit.shard_id) != path.name:
+        raise DamagedCommit(path, f"it is the record of shard {commit.shard_id}")
+    if commit.files is not None:
+        for name in (commit.files.tar, commit.files.index):
+            if Path(name).name != name or shard_id_of(name) != commit.shard_id:
+                raise DamagedCommit(path, f"{name!r} is no file of shard {commit.shard_id}")
+    return commit
+
+
+def read_commits(variant_dir: Path) -> Commits:
+    """Reads every commit record of a variant; files with other names than a commit's are passed over.
+
+    Raises:
+        UserError: a record is whole, but of another version of the format.
+    """
+    commits: dict[int, Commit] = {}
+    damaged = []
+    try:
+        paths = sorted((variant_dir / COMMITS_FOLDER).iterdir(), key=lambda path: (len(path.name), path.name))
+    except FileNotFoundError:
+        return Commits({}, ())
+    for path in paths:
+        if not _COMMIT_FILE.fullmatch(path.name):
+            continue
+        try:
+            commit = read_commit(path)
+        except DamagedCommit as error:
+            damaged.append(error)
+        else:
+            commits[commit.shard_id] = commit
+    return Commits(commits, tuple(damaged))
+
+
+def _digest(record: dict[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()

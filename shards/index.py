@@ -1,0 +1,133 @@
+"""The index of a shard: an Arrow IPC file with one row a sample, made by the writer and mapped by readers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shards.damage import DamagedIndex
+from shards.format import BLOCK_BYTES, FORMAT_VERSION
+
+_FORMAT_KEY = b"clipmill_format"
+_EXTENSIONS_KEY = b"extensions"
+_ROWS_PER_BATCH = 64  # Python rows waiting for conversion; packet tables are far smaller in Arrow
+
+
+def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa.Schema:
+    """Schema of the index of a column whose samples have `extensions`, in member order, and `fields`.
+
+    Raises:
+        ValueError: two columns would have the same name.
+    """
+    columns = [pa.field("key", pa.string(), nullable=False)]
+    for extension in extensions:
+        columns.append(pa.field(f"{extension}_offset", pa.uint64(), nullable=False))
+        columns.append(pa.field(f"{extension}_size", pa.uint64(), nullable=False))
+        columns.append(pa.field(f"{extension}_crc32", pa.uint32(), nullable=False))
+    columns.extend(fields)
+    names = [column.name for column in columns]
+    if len(set(names)) != len(names):
+        raise ValueError(f"the index would have two columns of one name: {sorted(names)}")
+    metadata = {_FORMAT_KEY: str(FORMAT_VERSION).encode(), _EXTENSIONS_KEY: ",".join(extensions).encode()}
+    return pa.schema(columns, metadata=metadata)
+
+
+class IndexBuilder:
+    """Collects rows and keeps them as Arrow batches."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._names = set(schema.names)
+        self._waiting: list[dict[str, Any]] = []
+        self._batches: list[pa.RecordBatch] = []
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Adds one row.
+
+        Raises:
+            ValueError: the row's names are not the schema's, or a required value is missing.
+        """
+        if set(row) != self._names:
+            raise ValueError(f"index row has the wrong columns: {sorted(set(row) ^ self._names)}")
+        for field in self._schema:
+            if row[field.name] is None and not field.nullable:
+                raise ValueError(f"index row of {row['key']!r}: {field.name} is missing")
+        self._waiting.append(row)
+        if len(self._waiting) >= _ROWS_PER_BATCH:
+            self._convert()
+
+    def table(self) -> pa.Table:
+        """All rows, in one chunk a column."""
+        self._convert()
+        return pa.Table.from_batches(self._batches, schema=self._schema).combine_chunks()
+
+    def _convert(self) -> None:
+        if self._waiting:
+            self._batches.append(pa.RecordBatch.from_pylist(self._waiting, schema=self._schema))
+            self._waiting = []
+
+
+def index_bytes(table: pa.Table) -> bytes:
+    """The index file of `table`; equal tables give equal bytes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def open_index(path: Path) -> pa.Table:
+    """Maps the index at `path`; its columns are views of the file, one chunk each.
+
+    Raises:
+        DamagedIndex: the file is not an index of this format, or its structure is broken. Changed values in an
+            intact structure are found by the checksum of the commit only (shards.verify).
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            table = pa.ipc.open_file(mapped).read_all()
+        table.validate(full=True)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DamagedIndex(path, f"not a readable Arrow file ({error})") from error
+    metadata = table.schema.metadata or {}
+    version = metadata.get(_FORMAT_KEY)
+    if version != str(FORMAT_VERSION).encode():
+        raise DamagedIndex(path, f"format {version!r}, expected {FORMAT_VERSION}")
+    extensions = extensions_of(table)
+    own = 1 + 3 * len(extensions)
+    wanted = index_schema(extensions, fields=list(table.schema)[own:])
+    if not table.schema.equals(wanted):
+        raise DamagedIndex(path, f"columns {table.schema.names} do not fit extensions {','.join(extensions)}")
+    if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
+        raise DamagedIndex(path, "expected one batch with at least one row")
+    return table
+
+
+def extensions_of(table: pa.Table) -> tuple[str, ...]:
+    """Extensions of the members of every sample, in member order."""
+    return tuple((table.schema.metadata or {}).get(_EXTENSIONS_KEY, b"").decode().split(","))
+
+
+def member_columns(table: pa.Table, kind: str) -> np.ndarray:
+    """One value a member, [rows, extensions] in tar order; `kind` is offset, size or crc32."""
+    columns = [table.column(f"{extension}_{kind}").to_numpy() for extension in extensions_of(table)]
+    return np.stack(columns, axis=1)
+
+
+def energon_index_bytes(table: pa.Table) -> bytes:
+    """Megatron-Energon's `.tar.idx`: u64 offsets of the first header of each sample, then where the last one ends.
+
+    Source: its `TarIndexWriter`, which appends tarfile's offset after the last member as the last entry.
+    """
+    offsets = member_columns(table, "offset")
+    end = padded(int(offsets[-1, -1]) + int(member_columns(table, "size")[-1, -1]))
+    return np.append(offsets[:, 0] - np.uint64(BLOCK_BYTES), np.uint64(end)).astype("<u8").tobytes()
+
+
+def padded(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole tar blocks."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

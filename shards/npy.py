@@ -1,0 +1,40 @@
+"""Arrays as `.npy` members whose data can be gathered from a memory map of the tar."""
+
+import struct
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from shards.format import BLOCK_BYTES
+
+_MAGIC = b"\x93NUMPY\x01\x00"
+_PREFIX_BYTES = len(_MAGIC) + 2
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """`array` as a version 1.0 npy file whose header is padded to a multiple of 512 bytes.
+
+    A tar's payloads begin on 512-byte boundaries, so the array's data do too.
+
+    Raises:
+        ValueError: the array holds Python objects, which only a pickle could carry.
+    """
+    if array.dtype.hasobject:
+        raise ValueError(f"an array of {array.dtype} holds Python objects; shards carry no pickles")
+    array = np.asarray(array, order="C")
+    text = repr(npy_format.header_data_from_array_1_0(array)).encode("latin1")
+    header_bytes = _PREFIX_BYTES + len(text) + 1
+    text += b" " * (-header_bytes % BLOCK_BYTES) + b"\n"
+    return _MAGIC + struct.pack("<H", len(text)) + text + array.tobytes()
+
+
+def data_offset(payload: bytes) -> int:
+    """Where the array's data begin in a version 1.0 npy payload.
+
+    Raises:
+        ValueError: `payload` is not a version 1.0 npy file.
+    """
+    if payload[: len(_MAGIC)] != _MAGIC or len(payload) < _PREFIX_BYTES:
+        raise ValueError("not a version 1.0 npy file")
+    (text_bytes,) = struct.unpack_from("<H", payload, len(_MAGIC))
+    return _PREFIX_BYTES + int(text_bytes)

@@ -1,0 +1,214 @@
+"""Reading a variant: its committed shards, any member of any sample, and the place of a key."""
+
+import json
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from shards.commits import Commit, ShardFiles, read_commits
+from shards.damage import DamagedCommit, DamagedTar
+from shards.dataset import current_variant, list_variants, variant_dir
+from shards.format import RECIPE_FILE
+from shards.index import extensions_of, open_index
+
+_MAX_OPEN_TARS = 128
+_RECIPE_HINT = "the command that made the data writes it; run that again"
+
+
+class _OpenTar:
+    """A descriptor that closes with its last user, so that a file can be dropped while another thread reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        # Missing when os.open failed.
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class _OpenTars:
+    """The tars read last, at most `_MAX_OPEN_TARS` of them."""
+
+    def __init__(self) -> None:
+        self._tars: OrderedDict[Path, _OpenTar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> _OpenTar:
+        with self._lock:
+            tar = self._tars.get(path)
+            if tar is None:
+                tar = self._tars[path] = _OpenTar(path)
+                if len(self._tars) > _MAX_OPEN_TARS:
+                    self._tars.popitem(last=False)
+            else:
+                self._tars.move_to_end(path)
+            return tar
+
+
+class CommittedShard:
+    """One shard that a commit vouches for. Safe to use from many threads."""
+
+    def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, open_tars: _OpenTars) -> None:
+        self.commit = commit
+        self.shard_id = commit.shard_id
+        self.split = commit.split
+        self.num_samples = files.num_samples
+        self.tar_path = variant_directory / files.tar
+        self.index_path = variant_directory / files.index
+        self._open_tars = open_tars
+
+    @cached_property
+    def index(self) -> pa.Table:
+        """The index, mapped on first use; columns as in `shards.format`.
+
+        Raises:
+            DamagedIndex: the file is no index of this format.
+        """
+        return open_index(self.index_path)
+
+    @cached_property
+    def extensions(self) -> tuple[str, ...]:
+        """Extensions of every sample's members, in order."""
+        return extensions_of(self.index)
+
+    def member_range(self, row: int, extension: str) -> tuple[int, int]:
+        """(offset, size) in bytes of a member's payload in the tar."""
+        offset = self.index.column(f"{extension}_offset")[row].as_py()
+        return offset, self.index.column(f"{extension}_size")[row].as_py()
+
+    def read(self, row: int, extension: str) -> bytes:
+        """The payload of one member; its checksum is not compared (shards.verify does)."""
+        return self.read_range(*self.member_range(row, extension))
+
+    def read_range(self, offset: int, size: int) -> bytes:
+        """`size` bytes of the tar from `offset`.
+
+        Raises:
+            DamagedTar: the tar ends before.
+        """
+        tar = self._open_tars.get(self.tar_path)
+        pieces = []
+        while size > 0:
+            piece = os.pread(tar.descriptor, size, offset)
+            if not piece:
+                raise DamagedTar(self.tar_path, f"it ends at or before byte {offset}, its index says otherwise")
+            pieces.append(piece)
+            offset += len(piece)
+            size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class Variant:
+    """One variant of one column, as its commits have it when it is opened."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        found = read_commits(directory)
+        self.commits: dict[int, Commit] = found.commits
+        self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards cannot be read
+        open_tars = _OpenTars()
+        self._shards = [
+            CommittedShard(directory, commit=commit, files=commit.files, open_tars=open_tars)
+            for commit in self.commits.values()
+            if commit.files is not None
+        ]
+        self._lock = threading.Lock()
+        self._lookup: KeyLookup | None = None
+
+    @classmethod
+    def open(cls, data_dir: Path, *, column: str = "video", variant: str | None = None) -> "Variant":
+        """Opens a variant of `column`: the current one, unless `variant` names another.
+
+        Raises:
+            UserError: there is no such variant, or nothing is committed in it.
+        """
+        command = "chunk" if column == "video" else column
+        hint = f"run prep {command} --data {data_dir}"
+        name = variant or current_variant(data_dir, column)
+        if name is None:
+            raise UserError(f"{data_dir} holds no {column} shards", hint=hint)
+        directory = variant_dir(data_dir, column, name)
+        if not directory.is_dir():
+            there = ", ".join(list_variants(data_dir, column)) or "none"
+            raise UserError(f"{data_dir} has no variant {name!r} of {column}", hint=f"there are: {there}; or {hint}")
+        opened = cls(directory)
+        if not opened.commits and not opened.damaged:
+            raise UserError(f"no shard of {directory} is committed", hint=hint)
+        return opened
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The settings that made the variant.
+
+        Raises:
+            UserError: recipe.json is missing or damaged.
+        """
+        path = self.directory / RECIPE_FILE
+        try:
+            recipe = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path} cannot be read: {error}", hint="the command that made the data writes it"
+            ) from error
+        if not isinstance(recipe, dict):
+            raise UserError(f"{path} is not a recipe", hint="the command that made the data writes it")
+        return recipe
+
+    def shards(self, split: str | None = None) -> list[CommittedShard]:
+        """Committed shards in order of their ids, of one split or of all."""
+        return [shard for shard in self._shards if split is None or shard.split == split]
+
+    def find(self, key: str) -> tuple[CommittedShard, int]:
+        """Shard and row of the sample `key`. The first call reads the keys of all shards.
+
+        Raises:
+            KeyError: no committed shard has it.
+        """
+        with self._lock:
+            if self._lookup is None:
+                self._lookup = KeyLookup(self._shards)
+        return self._lookup.find(key)
+
+    def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
+        """Samples in order, as WebDataset has them: `__key__`, and a payload for each extension."""
+        for shard in self.shards(split):
+            for row, key in enumerate(shard.index.column("key")):
+                members = {extension: shard.read(row, extension) for extension in shard.extensions}
+                yield {"__key__": key.as_py(), **members}
+
+
+class KeyLookup:
+    """Sorted keys of many shards in one Arrow array: a million keys take their own bytes, not a million objects."""
+
+    def __init__(self, shards: list[CommittedShard]) -> None:
+        self._shards = shards
+        keys = pa.chunked_array([shard.index.column("key").chunk(0) for shard in shards], type=pa.string())
+        order = pc.sort_indices(keys)
+        self._keys = keys.cast(pa.large_string()).combine_chunks().take(order)
+        self._positions = order.to_numpy()
+        self._first_rows = [0]
+        for shard in shards:
+            self._first_rows.append(self._first_rows[-1] + shard.index.num_rows)
+
+    def find(self, key: str) -> tuple[CommittedShard, int]:
+        """Shard and row of `key`, by bisection; KeyError where there is none."""
+        low = bisect_left(self._keys, key, key=_text)
+        if low == len(self._keys) or self._keys[low].as_py() != key:
+            raise KeyError(key)
+        position = int(self._positions[low])
+        number = bisect_right(self._first_rows, position) - 1
+        return self._shards[number], position - self._first_rows[number]
+
+
+def _text(scalar: pa.Scalar) -> str:
+    return str(scalar.as_py())

@@ -1,0 +1,48 @@
+"""One pass over a tar: SHA-256 of the file and CRC-32 of each member, in constant memory."""
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass found."""
+
+    size_bytes: int
+    sha256: str
+    crc32s: tuple[int | None, ...]  # one for each range; None where the file ends before the range does
+
+
+def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
+    """Reads the file once, with the CRC-32 of each (offset, size) of `ranges`, which ascend and do not overlap."""
+    digest = hashlib.sha256()
+    crc32s: list[int | None] = []
+    position = 0
+    with path.open("rb", buffering=0) as file:
+        for offset, size in ranges:
+            position += _take(file, offset - position, digest=digest)[0]
+            num_read, crc32 = _take(file, size, digest=digest, with_crc32=True)
+            crc32s.append(crc32 if position == offset and num_read == size else None)
+            position += num_read
+        while num_read := _take(file, _PIECE_BYTES, digest=digest)[0]:
+            position += num_read
+    return Scan(size_bytes=position, sha256=digest.hexdigest(), crc32s=tuple(crc32s))
+
+
+def _take(file: BinaryIO, size: int, *, digest: "hashlib._Hash", with_crc32: bool = False) -> tuple[int, int]:
+    remaining, crc32 = size, 0
+    while remaining > 0:
+        piece = file.read(min(remaining, _PIECE_BYTES))
+        if not piece:
+            break
+        digest.update(piece)
+        if with_crc32:
+            crc32 = zlib.crc32(piece, crc32)
+        remaining -= len(piece)
+    return size - remaining, crc32

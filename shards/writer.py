@@ -1,0 +1,195 @@
+"""Writing a shard: samples stream into a temporary tar, and three files appear at once when all is well."""
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import tarfile
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+
+from manifests.publish import TEMPORARY_PREFIX, published, sync
+from shards.commits import ShardFiles
+from shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName
+from shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
+from shards.npy import data_offset
+from shards.scan import Scan, scan
+
+_KEY = re.compile(r"[A-Za-z0-9_-]+")
+# Lower case, because WebDataset readers lower it.
+_EXTENSION = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
+_FINGERPRINT = re.compile(r"[0-9a-f]{8,}")
+_WRITE_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One group of members in a tar, and its row in the index."""
+
+    key: str
+    members: dict[str, bytes]  # extension -> payload, in member order
+    fields: dict[str, Any]  # the index columns of the data column
+
+
+class ShardWriter:
+    """Writes one shard; a context manager that leaves nothing behind unless `publish` ends well.
+
+    Memory holds one sample and the index, never the tar.
+
+    Args:
+        variant_dir: the variant's folder; made when missing.
+        shard_id: number of the shard.
+        extensions: members of every sample, in order.
+        fields: index columns of the data column (`shards.format.VIDEO_FIELDS` for `video`).
+    """
+
+    def __init__(
+        self, variant_dir: Path, *, shard_id: int, extensions: Sequence[str], fields: Sequence[pa.Field]
+    ) -> None:
+        for extension in extensions:
+            if not _EXTENSION.fullmatch(extension):
+                raise ValueError(f"{extension!r} is no extension of a member: lower-case letters, digits, _ and dots")
+        if not extensions:
+            raise ValueError("a sample needs at least one member")
+        self._directory = variant_dir
+        self._shard_id = shard_id
+        self._extensions = tuple(extensions)
+        self._index = IndexBuilder(index_schema(self._extensions, fields=fields))
+        self._fields = {field.name for field in fields}
+        self._keys: set[str] = set()
+        self._end = 0
+
+    def __enter__(self) -> Self:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._temporary = self._directory / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{self._shard_id:06d}.tar"
+        self._file = self._temporary.open("xb", buffering=_WRITE_BUFFER_BYTES)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            # Closing flushes, which fails once more when the disk is full; the file goes away in any case.
+            with suppress(OSError):
+                self._file.close()
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples added so far."""
+        return len(self._keys)
+
+    @property
+    def payload_offset(self) -> int:
+        """Offset in the tar at which the next sample's first payload would begin."""
+        return self._end + BLOCK_BYTES
+
+    def add(self, sample: Sample) -> None:
+        """Appends a sample to the tar.
+
+        Raises:
+            ValueError: the sample breaks a rule of the format; nothing was written.
+            OSError: the disk is full, or fails.
+        """
+        self._check(sample)
+        row: dict[str, Any] = {"key": sample.key, **sample.fields}
+        end = self._end
+        for extension, payload in sample.members.items():
+            row[f"{extension}_offset"] = end + BLOCK_BYTES
+            row[f"{extension}_size"] = len(payload)
+            row[f"{extension}_crc32"] = zlib.crc32(payload)
+            end += BLOCK_BYTES + padded(len(payload))
+        self._index.append(row)
+        self._keys.add(sample.key)
+        self._end = end
+        for extension, payload in sample.members.items():
+            self._file.write(_header(f"{sample.key}.{extension}", size_bytes=len(payload)))
+            self._file.write(payload)
+            self._file.write(bytes(-len(payload) % BLOCK_BYTES))
+
+    def publish(self, fingerprint: str) -> ShardFiles:
+        """Checks the tar by reading it again, then gives tar and indexes their names.
+
+        Args:
+            fingerprint: of the shard's content, hex; its first 8 digits stand in the names.
+
+        Raises:
+            ValueError: the shard is empty, or `fingerprint` is no fingerprint.
+            OSError: the disk is full or fails, or the bytes read are not those written.
+        """
+        if not self._keys:
+            raise ValueError(f"shard {self._shard_id} has no samples; an empty shard must not exist")
+        if not _FINGERPRINT.fullmatch(fingerprint):
+            raise ValueError(f"{fingerprint!r} is no fingerprint: at least 8 hex digits")
+        name = ShardName(self._shard_id, fingerprint)
+        self._file.write(bytes(-(self._end + 2 * BLOCK_BYTES) % tarfile.RECORDSIZE + 2 * BLOCK_BYTES))
+        self._file.close()
+        table = self._index.table()
+        found = self._read_again(table)
+        index = index_bytes(table)
+        with (
+            published(self._directory / name.index) as index_temporary,
+            published(self._directory / name.energon_index) as energon_temporary,
+        ):
+            # All three are whole and on the disk before the first takes its name, so that a full disk leaves none.
+            _write_and_read_again(index_temporary, index)
+            _write_and_read_again(energon_temporary, energon_index_bytes(table))
+            for temporary in (self._temporary, index_temporary, energon_temporary):
+                sync(temporary)
+            self._temporary.replace(self._directory / name.tar)
+            sync(self._directory)
+        return ShardFiles(
+            tar=name.tar,
+            tar_bytes=found.size_bytes,
+            tar_sha256=found.sha256,
+            index=name.index,
+            index_bytes=len(index),
+            index_sha256=hashlib.sha256(index).hexdigest(),
+            num_samples=len(self._keys),
+        )
+
+    def _check(self, sample: Sample) -> None:
+        if not _KEY.fullmatch(sample.key):
+            raise ValueError(f"{sample.key!r} is no key: letters, digits, _ and - only, no dot")
+        if sample.key in self._keys:
+            raise ValueError(f"key {sample.key!r} is in shard {self._shard_id} already")
+        if tuple(sample.members) != self._extensions:
+            raise ValueError(f"{sample.key}: members {list(sample.members)}, expected {list(self._extensions)}")
+        if set(sample.fields) != self._fields:
+            raise ValueError(f"{sample.key}: fields {sorted(sample.fields)}, expected {sorted(self._fields)}")
+        for extension, payload in sample.members.items():
+            if len(name := f"{sample.key}.{extension}") > MAX_MEMBER_NAME_BYTES:
+                raise ValueError(f"member name {name!r} is longer than {MAX_MEMBER_NAME_BYTES} bytes")
+            if extension.endswith("npy") and data_offset(payload) % BLOCK_BYTES:
+                raise ValueError(f"{name}: its array does not begin on a block; make it by shards.npy.npy_bytes")
+
+    def _read_again(self, table: pa.Table) -> Scan:
+        offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
+        found = scan(self._temporary, ranges=zip(offsets, sizes, strict=True))
+        wanted = member_columns(table, "crc32").ravel().tolist()
+        for number, (crc32, crc32_wanted) in enumerate(zip(found.crc32s, wanted, strict=True)):
+            if crc32 != crc32_wanted:
+                key = table.column("key")[number // len(self._extensions)].as_py()
+                raise OSError(errno.EIO, f"{key}: bytes read are not those written", os.fspath(self._temporary))
+        return found
+
+
+def _header(name: str, *, size_bytes: int) -> bytes:
+    info = tarfile.TarInfo(name)  # mtime, uid and gid 0, no owner names, mode 0644, a regular file
+    info.size = size_bytes
+    return info.tobuf(format=tarfile.USTAR_FORMAT, encoding="ascii", errors="strict")
+
+
+def _write_and_read_again(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    if path.read_bytes() != content:
+        raise OSError(errno.EIO, "bytes read are not those written", os.fspath(path))
