@@ -1,0 +1,1 @@
+"""From shards to batches: sample order, clip arithmetic, decoding, cropping, loading."""

@@ -1,0 +1,1 @@
+"""What a finished run is worth: protocols and their numbers."""

@@ -1,0 +1,1 @@
+"""The networks, and the one door of attention."""

@@ -1,0 +1,72 @@
+"""Two towers and one temperature: clips and captions meet in one space."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from train.models.attention import Attend
+from train.models.text import TextTower, TextTowerSize
+from train.models.transformer import TransformerSize
+from train.models.video_vit import VideoViT, VideoViTSize
+
+INITIAL_TEMPERATURE = 0.07  # CLIP, section 2.5
+MAX_LOG_SCALE = math.log(100)  # CLIP: logits are never scaled by more than 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualEncoderSize:
+    """Sizes of both towers and of the space they share."""
+
+    video: VideoViTSize
+    text: TextTowerSize
+    embedding_width: int
+
+
+SIZES = {
+    "tiny": DualEncoderSize(
+        video=VideoViTSize(trunk=TransformerSize(width=128, depth=4, num_heads=4), patch_px=16),
+        text=TextTowerSize(trunk=TransformerSize(width=128, depth=2, num_heads=4)),
+        embedding_width=128,
+    ),
+    "s16": DualEncoderSize(
+        video=VideoViTSize(trunk=TransformerSize(width=384, depth=12, num_heads=6), patch_px=16),
+        text=TextTowerSize(trunk=TransformerSize(width=384, depth=12, num_heads=6)),
+        embedding_width=384,
+    ),
+    "b16": DualEncoderSize(
+        video=VideoViTSize(trunk=TransformerSize(width=768, depth=12, num_heads=12), patch_px=16),
+        text=TextTowerSize(trunk=TransformerSize(width=512, depth=12, num_heads=8)),
+        embedding_width=512,
+    ),
+}
+
+
+class DualEncoder(nn.Module):
+    """A video tower, a text tower and the log of the logits' scale (1 / temperature)."""
+
+    def __init__(self, size: DualEncoderSize, *, image_px: int, num_frames: int, attend: Attend) -> None:
+        super().__init__()
+        self.video = VideoViT(
+            size.video, image_px=image_px, num_frames=num_frames, embedding_width=size.embedding_width, attend=attend
+        )
+        self.text = TextTower(size.text, embedding_width=size.embedding_width, attend=attend)
+        self.logit_scale = nn.Parameter(torch.tensor(-math.log(INITIAL_TEMPERATURE)))
+
+    def forward(self, video_BCTHW: torch.Tensor, tokens_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of clips and of captions, each [B, E] and of unit length."""
+        return self.embed_video(video_BCTHW), self.embed_text(tokens_BL)
+
+    def embed_video(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Clips [B, 3, T, H, W] to [B, E] of unit length."""
+        return nn.functional.normalize(self.video(video_BCTHW), dim=-1)
+
+    def embed_text(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, L] to [B, E] of unit length."""
+        return nn.functional.normalize(self.text(tokens_BL), dim=-1)
+
+    @torch.no_grad()
+    def clamp_scale(self) -> None:
+        """Holds the scale at or below 100, as CLIP does after every step."""
+        self.logit_scale.clamp_(0, MAX_LOG_SCALE)
