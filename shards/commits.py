@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manifests.errors import UserError
-from manifests.publish import publish_json
+from manifests.publish import publish_bytes
 from shards.damage import DamagedCommit
 from shards.format import COMMITS_FOLDER, FORMAT_VERSION, commit_name, shard_id_of
 
@@ -17,7 +17,7 @@ _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The two files that a commit answers for; names are relative to the variant's folder."""
+    """The two files that a commit answers for, by their names in the variant's folder; Energon's index follows."""
 
     tar: str
     tar_bytes: int
@@ -26,6 +26,10 @@ class ShardFiles:
     index_bytes: int
     index_sha256: str
     num_samples: int
+
+    @property
+    def energon_index(self) -> str:
+        return f"{self.tar}.idx"
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,9 @@ def write_commit(variant_dir: Path, commit: Commit) -> None:
     path = commit_path(variant_dir, commit.shard_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
-    publish_json(path, {**record, "sha256": _digest(record)})
+    # ASCII escapes, because a message may quote a path whose bytes are no UTF-8.
+    text = json.dumps({**record, "sha256": _digest(record)}, indent=1, sort_keys=True, ensure_ascii=True)
+    publish_bytes(path, f"{text}\n".encode())
 
 
 def read_commit(path: Path) -> Commit:

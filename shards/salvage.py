@@ -1,0 +1,103 @@
+"""What can still be used of a damaged or outdated shard: samples that are provably as they were written."""
+
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from shards.commits import Commit, ShardFiles
+from shards.damage import DamagedIndex
+from shards.index import extensions_of, member_columns, open_index
+from shards.scan import scan
+
+
+@dataclass(frozen=True)
+class SalvagedSample:
+    """A sample whose bytes are those that were committed."""
+
+    key: str
+    members: dict[str, bytes]  # extension -> payload, in member order
+    fields: dict[str, Any] | None  # the data column's own index columns; None when the index is lost
+
+
+def readable_rows(variant_dir: Path, commit: Commit) -> Iterator[SalvagedSample]:
+    """Yields the intact samples of a shard in order, one in memory at a time.
+
+    With the committed index at hand, a sample is intact when the CRC-32 of each of its members fits. Without it,
+    only a tar whose SHA-256 is the committed one can be believed. Damage, missing files and read errors end or
+    shorten the result; they raise nothing.
+    """
+    if commit.files is None:
+        return
+    tar = variant_dir / commit.files.tar
+    table = _committed_index(variant_dir, files=commit.files)
+    if table is not None:
+        yield from _rows_of_index(tar, table=table)
+    elif _has_sha256(tar, sha256=commit.files.tar_sha256):
+        yield from _rows_of_tar(tar)
+
+
+def _has_sha256(path: Path, *, sha256: str) -> bool:
+    try:
+        return scan(path).sha256 == sha256
+    except OSError:
+        return False
+
+
+def _committed_index(variant_dir: Path, *, files: ShardFiles) -> pa.Table | None:
+    path = variant_dir / files.index
+    if not _has_sha256(path, sha256=files.index_sha256):
+        return None
+    try:
+        return open_index(path)
+    except (DamagedIndex, OSError):
+        return None
+
+
+def _rows_of_index(tar: Path, *, table: pa.Table) -> Iterator[SalvagedSample]:
+    extensions = extensions_of(table)
+    kinds = (member_columns(table, kind).tolist() for kind in ("offset", "size", "crc32"))
+    own_fields = table.column_names[1 + 3 * len(extensions) :]
+    try:
+        file = tar.open("rb", buffering=0)
+    except OSError:
+        return
+    with file:
+        for row, ranges in enumerate(zip(*kinds, strict=True)):
+            members: dict[str, bytes] = {}
+            for extension, offset, size, crc32 in zip(extensions, *ranges, strict=True):
+                payload = _read(file.fileno(), offset=offset, size=size)
+                if len(payload) != size or zlib.crc32(payload) != crc32:
+                    break
+                members[extension] = payload
+            else:
+                fields = {name: table.column(name)[row].as_py() for name in own_fields}
+                yield SalvagedSample(table.column("key")[row].as_py(), members, fields)
+
+
+def _rows_of_tar(path: Path) -> Iterator[SalvagedSample]:
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for key, group in groupby(tar, key=lambda info: info.name.partition(".")[0]):
+                members = {}
+                for info in group:
+                    file = tar.extractfile(info)
+                    if file is not None:
+                        members[info.name.partition(".")[2]] = file.read()
+                tar.members.clear()  # type: ignore[attr-defined]
+                yield SalvagedSample(key, members, None)
+    except (tarfile.TarError, OSError):
+        return
+
+
+def _read(descriptor: int, *, offset: int, size: int) -> bytes:
+    try:
+        return os.pread(descriptor, size, offset)
+    except OSError:
+        return b""

@@ -1,0 +1,224 @@
+"""Is a shard what its commit says? A deep check that reads every byte, and a quick one that asks the file system."""
+
+import os
+import tarfile
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from shards.commits import Commit, ShardFiles, commit_path
+from shards.damage import DamagedCommit, DamagedIndex
+from shards.index import energon_index_bytes, extensions_of, member_columns, open_index
+from shards.scan import scan
+
+
+class Code(StrEnum):
+    """What can be wrong with a shard."""
+
+    TAR_MISSING = "tar_missing"
+    TAR_SIZE = "tar_size"
+    TAR_CHECKSUM = "tar_checksum"
+    TAR_ENTRIES_DIFFER = "tar_entries_differ"
+    INDEX_MISSING = "index_missing"
+    INDEX_SIZE = "index_size"
+    INDEX_CHECKSUM = "index_checksum"
+    INDEX_FORMAT = "index_format"
+    MEMBER_CHECKSUM = "member_checksum"
+    MEMBER_ORDER = "member_order"
+    ENERGON_INDEX = "energon_index"
+    COMMIT_DAMAGED = "commit_damaged"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding; `key` names the sample where it is about one."""
+
+    shard_id: int
+    key: str | None
+    code: Code
+    message: str
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a commit says of one file, and the codes for what can be wrong with it."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    missing: Code
+    other_size: Code
+    other_content: Code
+
+
+def damaged_commit(error: DamagedCommit) -> Problem:
+    """The problem that a damaged commit record is."""
+    return Problem(int(error.path.stem), None, Code.COMMIT_DAMAGED, str(error))
+
+
+def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
+    """Reads the shard whole and compares it with its commit; an empty list means that all of it is right.
+
+    Damage to payloads and headers is told by key. What no key can be given for (padding, a tar whose index is
+    damaged too) is told of the whole tar.
+    """
+    if commit.files is None:
+        return []
+    try:
+        index_problems, table = _check_index(variant_dir, shard_id=commit.shard_id, files=commit.files)
+        tar_problems = _check_tar(variant_dir, shard_id=commit.shard_id, files=commit.files, table=table)
+    except OSError as error:
+        return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
+    return index_problems + tar_problems
+
+
+def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
+    """Compares presence and sizes by a few system calls; reads a file only when it is newer than the commit.
+
+    A newer file that turns out right (a copied data set has many) makes the commit's file as new as itself, so
+    that it is read once.
+    """
+    if commit.files is None:
+        return []
+    record = commit_path(variant_dir, commit.shard_id)
+    problems = []
+    try:
+        newest_ns = committed_ns = record.stat().st_mtime_ns
+        for file in _files(commit.files):
+            problem, changed_ns = _check_state(variant_dir, shard_id=commit.shard_id, file=file)
+            if problem is None and changed_ns > committed_ns:
+                newest_ns = max(newest_ns, changed_ns)
+                if scan(variant_dir / file.name).sha256 != file.sha256:
+                    message = f"{file.name} was changed after its commit"
+                    problem = Problem(commit.shard_id, None, file.other_content, message)
+            if problem is not None:
+                problems.append(problem)
+        energon_index = variant_dir / commit.files.energon_index
+        if not energon_index.is_file() or energon_index.stat().st_size != 8 * (commit.files.num_samples + 1):
+            message = f"{energon_index.name} is missing or has the wrong size"
+            problems.append(Problem(commit.shard_id, None, Code.ENERGON_INDEX, message))
+    except OSError as error:
+        return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
+    if not problems and newest_ns > committed_ns:
+        # On a read-only copy the files are read again each time.
+        with suppress(OSError):
+            os.utime(record, ns=(newest_ns, newest_ns))
+    return problems
+
+
+def _files(files: ShardFiles) -> tuple[_File, _File]:
+    tar_codes = (Code.TAR_MISSING, Code.TAR_SIZE, Code.TAR_CHECKSUM)
+    index_codes = (Code.INDEX_MISSING, Code.INDEX_SIZE, Code.INDEX_CHECKSUM)
+    return (
+        _File(files.tar, files.tar_bytes, files.tar_sha256, *tar_codes),
+        _File(files.index, files.index_bytes, files.index_sha256, *index_codes),
+    )
+
+
+def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Problem | None, int]:
+    """Presence and size, and the time of the last change in ns."""
+    try:
+        state = (variant_dir / file.name).stat()
+    except FileNotFoundError:
+        return Problem(shard_id, None, file.missing, f"{file.name} is missing"), 0
+    if state.st_size != file.size_bytes:
+        message = f"{file.name} has {state.st_size} bytes, its commit says {file.size_bytes}"
+        return Problem(shard_id, None, file.other_size, message), state.st_mtime_ns
+    return None, state.st_mtime_ns
+
+
+def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tuple[list[Problem], pa.Table | None]:
+    """Problems of both indexes, and our index where it is the committed one."""
+    index = _files(files)[1]
+    path = variant_dir / index.name
+    problem, _ = _check_state(variant_dir, shard_id=shard_id, file=index)
+    if problem is not None:
+        return [problem], None
+    if scan(path).sha256 != index.sha256:
+        return [Problem(shard_id, None, Code.INDEX_CHECKSUM, f"{path.name} is not the committed one")], None
+    try:
+        table = open_index(path)
+    except DamagedIndex as error:
+        return [Problem(shard_id, None, Code.INDEX_FORMAT, str(error))], None
+    num_keys = len(set(table.column("key").to_pylist()))
+    if not num_keys == table.num_rows == files.num_samples:
+        message = f"{path.name} has {table.num_rows} rows, {num_keys} keys; its commit says {files.num_samples} samples"
+        return [Problem(shard_id, None, Code.INDEX_FORMAT, message)], None
+    energon_index = variant_dir / files.energon_index
+    if not energon_index.is_file() or energon_index.read_bytes() != energon_index_bytes(table):
+        message = f"{energon_index.name} is missing or does not fit the index"
+        return [Problem(shard_id, None, Code.ENERGON_INDEX, message)], table
+    return [], table
+
+
+def _check_tar(variant_dir: Path, *, shard_id: int, files: ShardFiles, table: pa.Table | None) -> list[Problem]:
+    tar = _files(files)[0]
+    path = variant_dir / tar.name
+    problem, _ = _check_state(variant_dir, shard_id=shard_id, file=tar)
+    problems = [] if problem is None else [problem]
+    if problem is not None and problem.code == Code.TAR_MISSING:
+        return problems
+    if table is not None and (key := _first_out_of_order(table)) is not None:
+        problems.append(Problem(shard_id, key, Code.MEMBER_ORDER, f"{key}: its members do not follow in order"))
+        table = None
+    if table is None:
+        found = scan(path)
+    else:
+        offsets, sizes, crc32s = (member_columns(table, kind) for kind in ("offset", "size", "crc32"))
+        found = scan(path, ranges=zip(offsets.ravel().tolist(), sizes.ravel().tolist(), strict=True))
+        is_wrong = np.array(
+            [crc32 != wanted for crc32, wanted in zip(found.crc32s, crc32s.ravel().tolist(), strict=True)]
+        ).reshape(crc32s.shape)
+        for row in np.flatnonzero(is_wrong.any(axis=1)).tolist():
+            key = table.column("key")[row].as_py()
+            names = ", ".join(
+                extension for extension, wrong in zip(extensions_of(table), is_wrong[row], strict=True) if wrong
+            )
+            problems.append(Problem(shard_id, key, Code.MEMBER_CHECKSUM, f"{key}: damaged or cut off: {names}"))
+        problems += _check_entries(path, shard_id=shard_id, table=table)
+    if not problems and found.sha256 != tar.sha256:
+        where = "its content" if table is None else "its padding (every header and payload is right)"
+        problems.append(Problem(shard_id, None, Code.TAR_CHECKSUM, f"{tar.name}: {where} is not the committed one"))
+    return problems
+
+
+def _first_out_of_order(table: pa.Table) -> str | None:
+    offsets = member_columns(table, "offset").ravel()
+    ends = offsets + member_columns(table, "size").ravel()
+    wrong = np.flatnonzero(offsets[1:] < ends[:-1])
+    if not len(wrong):
+        return None
+    key: str = table.column("key")[(int(wrong[0]) + 1) // len(extensions_of(table))].as_py()
+    return key
+
+
+def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Problem]:
+    """Walks the tar's own headers and tells of the first that the index does not know."""
+    keys = table.column("key").to_pylist()
+    names = (f"{key}.{extension}" for key in keys for extension in extensions_of(table))
+    offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))
+    num_right = 0
+    reason = "its header is damaged"
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for info, wanted in zip_longest(tar, zip(names, offsets, sizes, strict=True)):
+                if info is None:
+                    break
+                tar.members.clear()  # type: ignore[attr-defined]
+                if wanted is None or (info.name, info.offset_data, info.size) != wanted or not info.isreg():
+                    reason = f"the tar has {info.name!r} of {info.size} bytes there"
+                    break
+                num_right += 1
+            else:
+                return []
+    except tarfile.TarError as error:
+        reason = str(error)
+    key = keys[num_right // len(extensions_of(table))] if num_right < len(offsets) else None
+    message = f"{path.name}: entry {num_right} ({key or 'after the last sample'}): {reason}"
+    return [Problem(shard_id, key, Code.TAR_ENTRIES_DIFFER, message)]
