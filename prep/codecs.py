@@ -8,9 +8,8 @@ the settings alone. GOP layouts:
     intra   every frame is a key frame
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from manifests.errors import UserError
 
@@ -45,7 +44,7 @@ class Codec:
     preset_argument: str
     crf_argument: str
     gop_arguments: Callable[[str, int], Arguments]
-    fixed_arguments: Mapping[str, str | int] = MappingProxyType({})
+    fixed_arguments: tuple[tuple[str, str | int], ...] = ()
 
 
 def _h264_gop(gop: str, keyint: int) -> Arguments:
@@ -53,6 +52,7 @@ def _h264_gop(gop: str, keyint: int) -> Arguments:
         # CABAC and deblocking are what H.264 decoding costs most; fastdecode leaves both out.
         "tune": "fastdecode",
         "bf": keyint - 2 if gop == STAR else 0 if gop == INTRA else 3,
+        "forced-idr": 1,
         "x264-params": f"{_x26x_gop(gop, keyint)}:open-gop=0"
         + (":b-adapt=0:b-pyramid=none" if gop == STAR else ":b-pyramid=none"),
     }
@@ -63,7 +63,7 @@ def _hevc_gop(gop: str, keyint: int) -> Arguments:
     params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
     if gop == STAR:
         params += ":b-adapt=0"
-    return {"tune": "fastdecode", "tag:v": "hvc1", "x265-params": f"{params}:log-level=error"}
+    return {"tune": "fastdecode", "tag:v": "hvc1", "forced-idr": 1, "x265-params": f"{params}:log-level=error"}
 
 
 def _x26x_gop(gop: str, keyint: int) -> str:
@@ -142,7 +142,7 @@ CODECS: dict[str, Codec] = {
         crf_argument="crf",
         gop_arguments=_vp9_gop,
         # Hidden alternate references would make packets without a frame of their own.
-        fixed_arguments=MappingProxyType({"auto-alt-ref": 0, "lag-in-frames": 0}),
+        fixed_arguments=(("auto-alt-ref", 0), ("lag-in-frames", 0)),
     ),
     "mjpeg": Codec(
         encoder="mjpeg",
@@ -179,7 +179,7 @@ CODECS: dict[str, Codec] = {
         preset_argument="preset",
         crf_argument="cq",
         gop_arguments=_nvenc_gop,
-        fixed_arguments=MappingProxyType({"tag:v": "hvc1"}),
+        fixed_arguments=(("tag:v", "hvc1"),),
     ),
 }
 

@@ -1,0 +1,198 @@
+"""The one door to the ffmpeg program: which one it is, what it can do, and running it so that nothing is left behind.
+
+The program is `$CLIPMILL_FFMPEG`, else the `ffmpeg` on PATH, else the one that the imageio-ffmpeg wheel ships.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from manifests.errors import UserError
+from prep.codecs import CODECS
+
+PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
+MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which proves the time of every frame
+_POLL_S = 0.1
+_KILL_GRACE_S = 2.0
+_STDERR_TAIL_BYTES = 4000
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Ffmpeg:
+    """A program that was found to work."""
+
+    path: str
+    version: str  # "9.0.2", or what the build calls itself
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        return_code: exit status; negative for a signal.
+        stderr_tail: the end of what it wrote to standard error.
+        timed_out: it was killed because it exceeded its wall-clock limit.
+        cpu_s: user and system seconds of the process.
+    """
+
+    return_code: int
+    stderr_tail: str
+    timed_out: bool
+    cpu_s: float
+
+
+def find_ffmpeg() -> Ffmpeg:
+    """Finds the program, in the order that the module's text gives.
+
+    Raises:
+        UserError: there is none, or the one that was named does not work or is too old.
+    """
+    named = os.environ.get(PROGRAM_VARIABLE)
+    if named:
+        return _checked(named, where=f"${PROGRAM_VARIABLE}")
+    on_path = shutil.which("ffmpeg")
+    if on_path:
+        return _checked(on_path, where="PATH")
+    try:
+        import imageio_ffmpeg
+    except ImportError:
+        raise UserError(
+            "there is no ffmpeg program",
+            hint=f"install clipmill[prep], which ships one, or name one with {PROGRAM_VARIABLE}",
+        ) from None
+    return _checked(imageio_ffmpeg.get_ffmpeg_exe(), where="the imageio-ffmpeg package")
+
+
+@cache
+def _checked(path: str, *, where: str) -> Ffmpeg:
+    try:
+        text = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(
+            f'the ffmpeg program "{path}" ({where}) does not run: {error}', hint=f"name a working one with {PROGRAM_VARIABLE}"
+        ) from None
+    words = text.split()
+    version = words[2] if words[:2] == ["ffmpeg", "version"] and len(words) > 2 else "?"
+    digits = version.lstrip("n").split("-")[0].split(".")
+    # Builds from git call themselves N-12345-g...: too new to have a number.
+    if digits[0].isdigit() and tuple(int(digit) for digit in digits[:2] if digit.isdigit()) < MIN_VERSION:
+        raise UserError(
+            f'the ffmpeg program "{path}" ({where}) has version {version}, {".".join(map(str, MIN_VERSION))} is needed',
+            hint=f"name a newer one with {PROGRAM_VARIABLE}, or take ffmpeg off PATH to use the one that clipmill[prep] ships",
+        )
+    return Ffmpeg(path=path, version=version)
+
+
+@cache
+def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
+    """Makes sure that `ffmpeg` can write `codec_name`, by writing four frames of it.
+
+    Raises:
+        UserError: the program lacks the encoder, or the encoder lacks its hardware.
+    """
+    encoder = CODECS[codec_name].encoder
+    listed = subprocess.run([ffmpeg.path, "-hide_banner", "-encoders"], capture_output=True, text=True, check=True).stdout
+    asked = f'"{encoder}" (asked for by --codec {codec_name})'
+    if not any(line.split()[1:2] == [encoder] for line in listed.splitlines()):
+        raise UserError(
+            f"ffmpeg {ffmpeg.version} has no encoder {asked}",
+            hint=f"use --codec h264, or name an ffmpeg built with it in {PROGRAM_VARIABLE}",
+        )
+    trial = [ffmpeg.path, "-v", "error", "-nostdin", "-f", "lavfi", "-i", "color=size=256x256:rate=30", "-frames:v", "4"]
+    tried = subprocess.run([*trial, "-c:v", encoder, "-f", "null", "-"], capture_output=True, text=True)
+    if tried.returncode:
+        last_line = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(
+            f"the encoder {asked} does not work on this machine: {last_line}",
+            hint="use --codec h264, or a machine that has its hardware",
+        )
+
+
+def run(
+    arguments: Sequence[str], *, folder: Path, limit_s: float, on_poll: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Runs ffmpeg to its end, or to `limit_s` seconds of wall-clock time.
+
+    The process has its own group, which is killed as a whole when the limit is passed or this call is left by an exception;
+    when the calling process itself is killed, the kernel ends ffmpeg with it.
+
+    Args:
+        arguments: program and arguments.
+        folder: working directory; also takes the standard error while it runs.
+        limit_s: wall-clock limit in seconds.
+        on_poll: called about ten times a second, for progress.
+    """
+    log_path = folder / "stderr.txt"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            list(arguments),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            process_group=0,
+            preexec_fn=_die_with_parent,
+        )
+        begin_s, timed_out = time.monotonic(), False
+        try:
+            while (waited := _wait(process, _POLL_S)) is None:
+                on_poll()
+                if time.monotonic() - begin_s > limit_s:
+                    timed_out = True
+                    break
+        finally:
+            if process.returncode is None:
+                waited = _kill_group(process)
+    assert waited is not None
+    return_code, cpu_s = waited
+    return Outcome(return_code=return_code, stderr_tail=_tail(log_path), timed_out=timed_out, cpu_s=cpu_s)
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[int, float] | None:
+    """Waits up to `seconds`; (return code, CPU seconds) when the process has ended."""
+    deadline_s = time.monotonic() + seconds
+    pause_s = 0.002
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage.ru_utime + usage.ru_stime
+        if time.monotonic() >= deadline_s:
+            return None
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.02)
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:
+    for kill_signal in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kill_signal)
+        except ProcessLookupError:
+            pass
+        if (waited := _wait(process, _KILL_GRACE_S)) is not None:
+            return waited
+    return -signal.SIGKILL, 0.0
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _STDERR_TAIL_BYTES))
+        return file.read().decode("utf-8", "replace").strip()
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+
+
+def _die_with_parent() -> None:
+    """Between fork and exec: asks the kernel (Linux) to kill this child when its parent dies. Calls nothing that takes a lock."""
+    if _libc is not None and hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
