@@ -1,0 +1,111 @@
+"""A folder of videos, with an optional table of captions (CSV with a header, or JSON lines).
+
+Every video file is a video; its id is the relative path without the extension. The table's columns are `video`
+(relative path, file name, or either without the extension) and `text`, and where wanted `begin_s`, `end_s`
+(without times a caption holds for the whole video: 0 to +inf), `source` and `split` (of the video). A video
+without a split is in the one that a folder above it is named after, else in train.
+"""
+
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+
+from manifests.adapters.reading import Reading, ReadingBuilder
+from manifests.adapters.reasons import Reason
+from manifests.adapters.splits import split_named, split_of_folders
+from manifests.adapters.tables import Row, read_csv, read_json_lines, seconds
+from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup, find_video_files
+from manifests.errors import UserError
+
+DEFAULT_SOURCE = "human"
+
+
+def read_folder(
+    directory: Path, *, captions: Path | None = None, dataset: str = "folder", skip: Path | None = None
+) -> Reading:
+    """Reads a folder of videos; `skip` is a folder inside it to pass over (the data folder).
+
+    Raises:
+        UserError: there are no videos, or the table of captions cannot be read.
+    """
+    builder = ReadingBuilder(dataset)
+    numbers: dict[str, int | None] = {}
+    files = find_video_files(directory, skip=skip)
+    for file in files:
+        if file.path.stat().st_size == 0:
+            detail = "it has no bytes"
+            numbers[file.relative] = builder.reject(
+                Reason.EMPTY_FILE, file=str(file.path), source_id=file.source_id, detail=detail
+            )
+            continue
+        numbers[file.relative] = builder.add_video(
+            file.source_id, path=file.path, split=split_of_folders(file.relative)
+        )
+    if captions is not None:
+        _add_captions(builder, captions, lookup=VideoLookup(files), numbers=numbers)
+    return builder.build()
+
+
+def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, numbers: dict[str, int | None]) -> None:
+    splits_given: dict[int, str] = {}
+    for row in _rows(table):
+        name = row.values.get("video")
+        if row.fault is not None:
+            builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, detail=row.fault)
+            continue
+        if not isinstance(name, str) or not name.strip():
+            builder.reject(Reason.EMPTY_ID, file=str(table), row=row.number, detail="it names no video")
+            continue
+        try:
+            file = lookup.find(name)
+            begin_s = seconds(row.values.get("begin_s"), default=0.0)
+            end_s = seconds(row.values.get("end_s"), default=inf)
+        except Ambiguous as error:
+            builder.reject(Reason.AMBIGUOUS_VIDEO, file=str(table), row=row.number, source_id=name, detail=str(error))
+            continue
+        except ValueError as error:
+            builder.reject(Reason.BAD_TIME, file=str(table), row=row.number, source_id=name, detail=str(error))
+            continue
+        video = _number(file, numbers)
+        if video is None:
+            builder.lose_captions(name, file=table)
+            continue
+        fault = _apply_split(builder, video, row.values.get("split"), given=splits_given)
+        if fault is not None:
+            builder.reject(Reason.BAD_SPLIT, file=str(table), row=row.number, source_id=name, detail=fault)
+            continue
+        builder.add_caption(
+            video,
+            text=row.values.get("text"),
+            begin_s=begin_s,
+            end_s=end_s,
+            source=str(row.values.get("source") or DEFAULT_SOURCE),
+            file=table,
+            row=row.number,
+        )
+
+
+def _rows(table: Path) -> Iterator[Row]:
+    suffix = table.suffix.lower()
+    if suffix == ".csv":
+        return read_csv(table, required=["video", "text"])
+    if suffix in {".jsonl", ".ndjson"}:
+        return read_json_lines(table)
+    raise UserError(f"{table} is neither .csv nor .jsonl", hint="name the table of captions *.csv or *.jsonl")
+
+
+def _number(file: VideoFile | None, numbers: dict[str, int | None]) -> int | None:
+    return None if file is None else numbers[file.relative]
+
+
+def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> str | None:
+    """Sets the split that a row gives to its video; says what is wrong with it, if anything."""
+    if value is None or value == "":
+        return None
+    split = split_named(str(value))
+    if split is None:
+        return f"split {value!r} is not train, val or test"
+    if given.setdefault(video, split) != split:
+        return f"split {split!r}, but an earlier row says {given[video]!r}"
+    builder.set_split(video, split)
+    return None

@@ -1,0 +1,238 @@
+"""What an adapter hands over, and the builder that collects it without keeping a Python object a row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from manifests.adapters.reasons import Reason
+from manifests.keys import safe_video_id
+from manifests.schema import CAPTIONS, REJECTED, VIDEOS
+
+ROWS_PER_CHUNK = 65_536
+WHOLE_VIDEO = (0.0, inf)
+_VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_id", "path", "split", "dataset")])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One data set, read.
+
+    Attributes:
+        videos: schema.VIDEOS without what depends on captions (num_captions, captions_sha256).
+        captions: schema.CAPTIONS without caption_id, plus label_ columns; video_id's dictionary is videos.video_id.
+        rejected: schema.REJECTED.
+        num_captions_lost: captions of videos that have no file.
+    """
+
+    videos: pa.Table
+    captions: pa.Table
+    rejected: pa.Table
+    num_captions_lost: int
+
+
+class ReadingBuilder:
+    """Collects videos, captions and rejected rows of one data set; `build` makes the Reading."""
+
+    def __init__(self, dataset: str, *, labels: Mapping[str, pa.DataType] | None = None) -> None:
+        self._dataset = dataset
+        self._labels = dict(labels or {})
+        self._video_ids: dict[str, int] = {}
+        self._videos: dict[str, list[str]] = {name: [] for name in _VIDEO_FIELDS.names}
+        self._sources: dict[str, int] = {}
+        schema = pa.schema([("video", pa.int32()), ("begin_s", pa.float64()), ("end_s", pa.float64())])
+        schema = schema.append(pa.field("text", pa.string())).append(pa.field("source", pa.int32()))
+        for name, kind in self._labels.items():
+            schema = schema.append(pa.field(name, kind))
+        self._captions = _Rows(schema)
+        self._bulk: list[pa.RecordBatch] = []
+        self._num_bulk_rows = 0
+        self._rejected = _Rows(REJECTED)
+        self._lost: dict[tuple[str, str], int] = {}
+
+    def add_video(self, source_id: str, *, path: Path, split: str) -> int | None:
+        """Adds a video and returns its number; None, and a rejected row, when its id is taken or unusable."""
+        file = printable(str(path))
+        if not encodable(str(path)):
+            return self.reject(Reason.BAD_NAME, file=file, source_id=source_id, detail="its path is not UTF-8")
+        video_id = safe_video_id(source_id)
+        if video_id in self._video_ids:
+            first = self._videos["path"][self._video_ids[video_id]]
+            return self.reject(Reason.DUPLICATE_ID, file=file, source_id=source_id, detail=f"{first} has this id")
+        for name, value in zip(
+            _VIDEO_FIELDS.names, (video_id, source_id, str(path), split, self._dataset), strict=True
+        ):
+            self._videos[name].append(value)
+        self._video_ids[video_id] = len(self._video_ids)
+        return self._video_ids[video_id]
+
+    def split_of(self, video: int) -> str:
+        """Split of the video with this number."""
+        return self._videos["split"][video]
+
+    def set_split(self, video: int, split: str) -> None:
+        """Changes the split of the video with this number."""
+        self._videos["split"][video] = split
+
+    def add_caption(
+        self,
+        video: int,
+        *,
+        text: object,
+        source: str,
+        file: Path,
+        row: int | None,
+        begin_s: float = 0.0,
+        end_s: float = inf,
+        labels: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Adds one caption, or a rejected row when its text or times cannot be used."""
+        reason, detail = _caption_fault(text, begin_s, end_s)
+        if reason is not None:
+            source_id = self._videos["source_id"][video]
+            self.reject(reason, file=str(file), row=row, source_id=source_id, detail=detail)
+            return
+        values = {name: (labels or {}).get(name) for name in self._labels}
+        code = self._source_code(source)
+        self._captions.append(video=video, begin_s=begin_s, end_s=end_s, text=str(text).strip(), source=code, **values)
+
+    def add_captions(self, video: int, *, texts: pa.Array, source: str, begin_s: np.ndarray, end_s: np.ndarray) -> None:
+        """Adds many captions of one video that the caller has checked; texts string[N], times float64[N]."""
+        num_rows = len(texts)
+        arrays = [
+            pa.array(np.full(num_rows, video, np.int32)),
+            pa.array(begin_s),
+            pa.array(end_s),
+            texts,
+            pa.array(np.full(num_rows, self._source_code(source), np.int32)),
+            *(pa.nulls(num_rows, kind) for kind in self._labels.values()),
+        ]
+        self._bulk.append(pa.RecordBatch.from_arrays(arrays, schema=self._captions.schema))
+        self._num_bulk_rows += num_rows
+        if self._num_bulk_rows >= ROWS_PER_CHUNK:
+            self._gather_bulk()
+
+    def reject(
+        self, reason: Reason, *, file: str, row: int | None = None, source_id: str | None = None, detail: str
+    ) -> None:
+        """Lists a row that cannot be used."""
+        self._rejected.append(
+            dataset=self._dataset,
+            file=printable(file),
+            row=row,
+            source_id=None if source_id is None else printable(source_id),
+            reason=reason.value,
+            detail=printable(detail),
+        )
+
+    def lose_captions(self, source_id: str, *, file: Path, num_captions: int = 1) -> None:
+        """Counts captions of a video that has no file; the video becomes one rejected row."""
+        key = (source_id, str(file))
+        self._lost[key] = self._lost.get(key, 0) + num_captions
+
+    def build(self) -> Reading:
+        """The Reading of everything added so far."""
+        for (source_id, file), num_lost in self._lost.items():
+            detail = f"no video file for it; captions lost: {num_lost}"
+            self.reject(Reason.MISSING_FILE, file=file, source_id=source_id, detail=detail)
+        self._gather_bulk()
+        videos = pa.table(self._videos, schema=_VIDEO_FIELDS)
+        return Reading(
+            videos=videos,
+            captions=self._caption_table(videos["video_id"].combine_chunks()),
+            rejected=self._rejected.table(),
+            num_captions_lost=sum(self._lost.values()),
+        )
+
+    def _source_code(self, source: str) -> int:
+        return self._sources.setdefault(source, len(self._sources))
+
+    def _gather_bulk(self) -> None:
+        if self._bulk:
+            self._captions.chunks.append(pa.concat_batches(self._bulk))
+            self._bulk, self._num_bulk_rows = [], 0
+
+    def _caption_table(self, video_ids: pa.Array) -> pa.Table:
+        rows = self._captions.table()
+        sources = pa.array(list(self._sources), pa.string())
+        columns = {
+            "video_id": _coded(rows["video"], video_ids),
+            "begin_s": rows["begin_s"],
+            "end_s": rows["end_s"],
+            "text": rows["text"],
+            "source": _coded(rows["source"], sources),
+        }
+        schema = pa.schema([CAPTIONS.field(name) for name in columns])
+        for name, kind in self._labels.items():
+            columns[name] = rows[name]
+            schema = schema.append(pa.field(name, kind))
+        return pa.table(columns, schema=schema)
+
+
+class _Rows:
+    """Rows of one schema, turned into Arrow every ROWS_PER_CHUNK."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+        self.chunks: list[pa.RecordBatch] = []
+        self._open: dict[str, list[Any]] = {name: [] for name in schema.names}
+
+    def append(self, **values: Any) -> None:
+        for name, column in self._open.items():
+            column.append(values[name])
+        if len(column) >= ROWS_PER_CHUNK:
+            self._close()
+
+    def table(self) -> pa.Table:
+        self._close()
+        return pa.Table.from_batches(self.chunks, schema=self.schema)
+
+    def _close(self) -> None:
+        arrays = [pa.array(self._open[field.name], field.type) for field in self.schema]
+        if len(arrays[0]):
+            self.chunks.append(pa.RecordBatch.from_arrays(arrays, schema=self.schema))
+            self._open = {name: [] for name in self.schema.names}
+
+
+def encodable(text: str) -> bool:
+    """Whether `text` can be stored as UTF-8 (no lone surrogates, which file names and JSON may hold)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    """`text` with what cannot be stored as UTF-8 written as escapes."""
+    return text if encodable(text) else text.encode("utf-8", "backslashreplace").decode()
+
+
+def interval_fault(begin_s: float, end_s: float) -> str | None:
+    """What is wrong with a caption's times, or None. An end of +inf means the end of the video."""
+    if not isfinite(begin_s) or begin_s < 0:
+        return f"begin_s is {begin_s}: must be a number of seconds, 0 or more"
+    if not end_s > begin_s:
+        return f"end_s is {end_s}: must be after begin_s, {begin_s}"
+    return None
+
+
+def _caption_fault(text: object, begin_s: float, end_s: float) -> tuple[Reason | None, str]:
+    if not isinstance(text, str):
+        return Reason.MALFORMED_ROW, f"its text is {text!r:.80}, not a string"
+    if not encodable(text):
+        return Reason.MALFORMED_ROW, f"its text is not Unicode: {text!r:.80}"
+    if not text.strip():
+        return Reason.EMPTY_CAPTION, "its text is empty"
+    fault = interval_fault(begin_s, end_s)
+    return (Reason.BAD_TIME, fault) if fault else (None, "")
+
+
+def _coded(codes: pa.ChunkedArray, values: pa.Array) -> pa.ChunkedArray:
+    kind = pa.dictionary(pa.int32(), pa.string())
+    chunks: Sequence[pa.Array] = [pa.DictionaryArray.from_arrays(chunk, values) for chunk in codes.chunks]
+    return pa.chunked_array(chunks, type=kind)

@@ -1,0 +1,30 @@
+"""The three splits and the names that data sets give them."""
+
+import re
+
+TRAIN = "train"
+VAL = "val"
+TEST = "test"
+_NAMES = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("val", "valid", "validate", "validation"), VAL),
+    **dict.fromkeys(("test", "testing"), TEST),
+}
+_WORD = re.compile(r"[a-z]+")
+
+
+def split_named(name: str) -> str | None:
+    """The split that a data set calls `name` (`validation` is `val`), or None."""
+    return _NAMES.get(name.strip().lower())
+
+
+def split_in_file_name(file_name: str) -> str:
+    """The split that a file name speaks of as a word of its own (`EPIC_100_validation.csv`), or train."""
+    words = _WORD.findall(file_name.lower())
+    return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
+
+
+def split_of_folders(relative_path: str) -> str:
+    """The split that the innermost of a path's folders is named after (`val/a/b.mp4`), or train."""
+    folders = relative_path.split("/")[:-1]
+    return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)

@@ -1,0 +1,99 @@
+"""Rows of CSV and JSON-lines files, each with its number; bad rows are yielded as faults, never skipped."""
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table; `fault` says why it has no values."""
+
+    number: int  # 0-based, without the header
+    values: dict[str, Any]
+    fault: str | None = None
+
+
+def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
+    """Rows of a CSV with a header.
+
+    Raises:
+        UserError: the file cannot be read as text, or lacks a required column.
+    """
+    lines = text_lines(path)
+    reader = csv.reader(lines)
+    try:
+        header = next(reader, [])
+        missing = [name for name in required if name not in header]
+        if missing:
+            raise UserError(
+                f"{path} has no column {', '.join(missing)} (its columns: {', '.join(header) or 'none'})",
+                hint=f"line 1 must name the columns; needed: {', '.join(required)}",
+            )
+        for number, cells in enumerate(cells for cells in reader if cells):
+            if len(cells) != len(header):
+                yield Row(number, {}, f"{len(cells)} cells under {len(header)} columns")
+            else:
+                yield Row(number, dict(zip(header, cells, strict=True)))
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}", hint="the file must be CSV") from error
+
+
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """Rows of a file with one JSON object a line.
+
+    Raises:
+        UserError: the file cannot be read as text.
+    """
+    for number, line in enumerate(line for line in text_lines(path) if line.strip()):
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield Row(number, {}, f"not JSON: {error}")
+            continue
+        if isinstance(values, dict):
+            yield Row(number, values)
+        else:
+            yield Row(number, {}, f"not a JSON object: {line.strip():.80}")
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """Lines of a UTF-8 file, with or without a byte order mark.
+
+    Raises:
+        UserError: the file is missing or not UTF-8; the message has the line.
+    """
+    line_number = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for line_number, line in enumerate(file, start=1):
+                if "\0" in line:
+                    raise UserError(f"{path}, line {line_number}: a NUL byte; is it a text file?")
+                yield line
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, after line {line_number}: not UTF-8 ({error.reason})") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The UserError for an annotation file that cannot be opened."""
+    return UserError(f"cannot read {path}: {error.strerror or error}", hint="check the path of the annotation file")
+
+
+def seconds(value: object, *, default: float) -> float:
+    """A cell as seconds; an empty one is `default`.
+
+    Raises:
+        ValueError: it is not a number.
+    """
+    if value is None or value == "":
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is not a number of seconds")
+    return float(value)

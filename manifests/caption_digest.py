@@ -1,0 +1,98 @@
+"""One SHA-256 a video over its captions, so that a plan sees changed captions without reading any."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_ROWS_AT_ONCE = 131_072
+
+
+def captions_sha256(
+    captions: pa.Table, *, caption_ids: np.ndarray, video_rows: np.ndarray, num_videos: int
+) -> list[str]:
+    """Digest of each video's captions, ordered by begin, end and id: ids, times, texts, sources and labels.
+
+    Args:
+        captions: the columns after caption_id, N rows.
+        caption_ids: int64[N].
+        video_rows: int[N], the video of each caption, in [0, num_videos).
+
+    Returns:
+        num_videos hex digests; that of a video without captions is the digest of nothing.
+    """
+    order = np.lexsort((caption_ids, captions["end_s"].to_numpy(), captions["begin_s"].to_numpy(), video_rows))
+    bounds = np.searchsorted(video_rows[order], np.arange(num_videos + 1))
+    digests = [hashlib.sha256(b"").hexdigest()] * num_videos
+    columns = captions.drop_columns(["video_id"])
+    for first, last in _windows(bounds):
+        rows = order[bounds[first] : bounds[last]]
+        part = columns.take(pa.array(rows)).combine_chunks()
+        streams = [_Stream.fixed(caption_ids[rows])]
+        for name in part.column_names:
+            streams += _streams(part[name].chunk(0))
+        local = bounds[first : last + 1] - bounds[first]
+        for video in np.flatnonzero(np.diff(local)):
+            begin, end = int(local[video]), int(local[video + 1])
+            sha256 = hashlib.sha256((end - begin).to_bytes(8, "little"))
+            for stream in streams:
+                sha256.update(stream.rows(begin, end))
+            digests[first + int(video)] = sha256.hexdigest()
+    return digests
+
+
+def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
+    """Ranges of videos that hold captions, of about _ROWS_AT_ONCE captions each."""
+    windows = []
+    first, num_videos = 0, len(bounds) - 1
+    while first < num_videos and bounds[first] < bounds[-1]:
+        last = int(np.searchsorted(bounds, bounds[first] + _ROWS_AT_ONCE, side="right")) - 1
+        last = min(max(last, first + 1), num_videos)
+        windows.append((first, last))
+        first = last
+    return windows
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Bytes in row order: those of rows a..b are data[offsets[a]:offsets[b]], or a fixed number each."""
+
+    data: memoryview
+    offsets: np.ndarray | None = None
+    row_bytes: int = 0
+
+    @staticmethod
+    def fixed(values: np.ndarray) -> "_Stream":
+        values = np.ascontiguousarray(values)
+        return _Stream(memoryview(values.view(np.uint8)), row_bytes=values.itemsize)
+
+    def rows(self, begin: int, end: int) -> memoryview:
+        if self.offsets is None:
+            return self.data[begin * self.row_bytes : end * self.row_bytes]
+        return self.data[int(self.offsets[begin]) : int(self.offsets[end])]
+
+
+def _streams(array: pa.Array) -> list[_Stream]:
+    """The content of a column as streams: lengths, then bytes, so that no two contents look alike."""
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
+    streams = []
+    if array.null_count:
+        streams.append(_Stream.fixed(array.is_null().to_numpy(zero_copy_only=False)))
+    if pa.types.is_list(array.type):
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        values = np.ascontiguousarray(array.flatten().to_numpy(zero_copy_only=False))
+        offsets = np.concatenate(([0], np.cumsum(lengths))) * values.itemsize
+        return [*streams, _Stream.fixed(lengths), _Stream(memoryview(values.view(np.uint8)), offsets=offsets)]
+    if pa.types.is_string(array.type):
+        array = pc.fill_null(array, "")
+        _, offset_buffer, data = array.buffers()
+        offsets = np.frombuffer(offset_buffer, np.int32)[array.offset : array.offset + len(array) + 1]
+        return [
+            *streams,
+            _Stream.fixed(np.diff(offsets)),
+            _Stream(memoryview(data if data is not None else b""), offsets=offsets),
+        ]
+    return [*streams, _Stream.fixed(pc.fill_null(array, 0).to_numpy(zero_copy_only=False))]

@@ -1,0 +1,118 @@
+"""Writing captions.parquet: the captions of one data set woven by id into those of the others, in a stream."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from manifests.errors import UserError
+from manifests.publish import published
+from manifests.schema import CAPTIONS
+
+LABEL_PREFIX = "label_"
+# Row groups are cut here whatever was merged, so that equal tables are equal bytes.
+ROWS_PER_GROUP = 131_072
+
+
+def write_caption_table(
+    path: Path, *, captions: pa.Table, ids: np.ndarray, kept_video_ids: pa.Array, metadata: dict[bytes, bytes]
+) -> None:
+    """Publishes `path`: what it held of the videos `kept_video_ids`, and `captions` with `ids`, ordered by id.
+
+    Raises:
+        UserError: a label column is there already with another type.
+    """
+    kept = _kept_batches(path, kept_video_ids) if len(kept_video_ids) else iter(())
+    schema = _stored_schema(path if len(kept_video_ids) else None, captions.schema)
+    with (
+        published(path) as temporary,
+        pq.ParquetWriter(
+            temporary,
+            schema.with_metadata(metadata),
+            compression="zstd",
+            use_dictionary=[name for name in schema.names if name not in {"caption_id", "begin_s", "end_s", "text"}],
+        ) as writer,
+    ):
+        for table in _regrouped(_woven(kept, captions=captions, ids=ids, schema=schema)):
+            writer.write_table(table, row_group_size=ROWS_PER_GROUP)
+
+
+def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
+    """Columns of the file: those of CAPTIONS, then the labels of both tables; dictionaries as plain strings."""
+    labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
+    labels = {name: field.with_type(_plain(field.type)) for name, field in labels.items()}
+    if old_path is not None and old_path.exists():
+        for field in pq.read_schema(old_path):
+            if field.name.startswith(LABEL_PREFIX) and labels.setdefault(field.name, field).type != field.type:
+                raise UserError(
+                    f"column {field.name} is {field.type} in this manifest and {labels[field.name].type} in the new "
+                    "data set",
+                    hint="give the new data set a data folder of its own (--data)",
+                )
+    fields = [field.with_type(_plain(field.type)) for field in CAPTIONS]
+    return pa.schema(fields + [labels[name].with_nullable(True) for name in sorted(labels)])
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _kept_batches(path: Path, kept_video_ids: pa.Array) -> Iterator[pa.Table]:
+    if not path.exists():
+        return
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
+            table = pa.Table.from_batches([batch]).replace_schema_metadata()
+            table = table.filter(pc.is_in(table["video_id"], value_set=kept_video_ids))
+            if table.num_rows:
+                yield table
+
+
+def _woven(kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, schema: pa.Schema) -> Iterator[pa.Table]:
+    order = np.argsort(ids)
+    ids_in_order = ids[order]
+    done = 0
+
+    def fresh(end: int) -> Iterator[pa.Table]:
+        for begin in range(done, end, ROWS_PER_GROUP):
+            rows = order[begin : min(begin + ROWS_PER_GROUP, end)]
+            part = captions.take(pa.array(rows)).append_column("caption_id", pa.array(ids[rows]))
+            yield _with_columns(part, schema)
+
+    for table in kept:
+        table = _with_columns(table, schema)
+        last_id = table["caption_id"][-1].as_py()
+        end = int(np.searchsorted(ids_in_order, last_id))
+        if end > done:
+            table = pa.concat_tables([table, *fresh(end)]).sort_by("caption_id")
+            done = end
+        yield table
+    yield from fresh(len(order))
+
+
+def _with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    columns = [
+        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _regrouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of exactly ROWS_PER_GROUP, the last one shorter."""
+    waiting: list[pa.Table] = []
+    num_waiting = 0
+    for table in tables:
+        waiting.append(table)
+        num_waiting += table.num_rows
+        if num_waiting >= ROWS_PER_GROUP:
+            joined = pa.concat_tables(waiting)
+            full = num_waiting // ROWS_PER_GROUP * ROWS_PER_GROUP
+            for begin in range(0, full, ROWS_PER_GROUP):
+                yield joined.slice(begin, ROWS_PER_GROUP).combine_chunks()
+            waiting, num_waiting = [joined.slice(full)], num_waiting - full
+    if num_waiting:
+        yield pa.concat_tables(waiting).combine_chunks()

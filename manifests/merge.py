@@ -1,0 +1,73 @@
+"""How one data set's rows join a manifest: pure functions of tables."""
+
+import hashlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.adapters.reasons import Reason
+from manifests.schema import REJECTED, VIDEOS
+
+
+def without_taken_ids(
+    dataset: str, videos: pa.Table, captions: pa.Table, rejected: pa.Table, *, taken_ids: pa.ChunkedArray
+) -> tuple[pa.Table, pa.Table, pa.Table]:
+    """(videos, captions, rejected) without the videos whose id is among `taken_ids`; those become rejected rows."""
+    is_taken = pc.is_in(videos["video_id"], value_set=taken_ids.combine_chunks())
+    if not pc.any(is_taken).as_py():
+        return videos, captions, rejected
+    refused, videos = videos.filter(is_taken), videos.filter(pc.invert(is_taken))
+    owner = rows_of(captions["video_id"], refused["video_id"])
+    num_lost = np.bincount(owner[owner >= 0], minlength=refused.num_rows)
+    rows = pa.table(
+        {
+            "dataset": [dataset] * refused.num_rows,
+            "file": refused["path"],
+            "row": pa.nulls(refused.num_rows, pa.int64()),
+            "source_id": refused["source_id"],
+            "reason": [Reason.DUPLICATE_ID.value] * refused.num_rows,
+            "detail": [f"another data set has a video with this id; captions lost: {count}" for count in num_lost],
+        },
+        schema=REJECTED,
+    )
+    return videos, captions.filter(pa.array(owner < 0)), pa.concat_tables([rejected, rows])
+
+
+def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
+    """For each element of a dictionary-encoded column its row in `values`, or -1; int32[N]."""
+    column = column.unify_dictionaries()
+    if column.num_chunks == 0:
+        return np.empty(0, np.int32)
+    row_of_code = pc.index_in(column.chunk(0).dictionary, value_set=values.combine_chunks())
+    row_of_code = row_of_code.fill_null(-1).to_numpy(zero_copy_only=False)
+    return np.concatenate([row_of_code[chunk.indices.to_numpy(zero_copy_only=False)] for chunk in column.chunks])
+
+
+def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, digests: list[str]) -> pa.Table:
+    """schema.VIDEOS rows of one data set."""
+    columns = {name: videos[name] for name in ("video_id", "source_id", "path", "split")}
+    columns["dataset"] = pa.array([dataset] * videos.num_rows, pa.string())
+    columns["num_captions"] = pa.array(num_captions.astype(np.int32))
+    columns["captions_sha256"] = pa.array(digests, pa.string())
+    return pa.table(columns, schema=VIDEOS)
+
+
+def in_old_places(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
+    """`old` with the videos of `dataset` replaced by `new`: known ones in their old place, others at the end."""
+    place = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
+    place = np.where(np.isnan(place.astype(float)), old.num_rows + np.arange(new.num_rows), place)
+    is_other = pc.not_equal(old["dataset"], dataset)
+    other_place = np.flatnonzero(is_other.to_numpy(zero_copy_only=False))
+    order = np.argsort(np.concatenate([other_place, place]), kind="stable")
+    return pa.concat_tables([old.filter(is_other), new]).take(pa.array(order)).combine_chunks()
+
+
+def fingerprint(*tables: pa.Table) -> str:
+    """Hash of tables of strings and integers: the mark that the files of one write share."""
+    sha256 = hashlib.sha256()
+    for table in tables:
+        for column in table.itercolumns():
+            for scalar_batch in column.chunks:
+                sha256.update("\0".join(map(repr, scalar_batch.to_pylist())).encode())
+    return sha256.hexdigest()
