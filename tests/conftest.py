@@ -1,0 +1,31 @@
+"""What every test shares: the root of the checkout, its files, and freedom from the user's own settings."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Root folder of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def repository_files() -> list[Path]:
+    """Every file that git tracks or would track, relative to the root."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    return sorted(path for path in map(Path, filter(None, listed)) if (ROOT / path).is_file())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings_of_the_user() -> Iterator[None]:
+    """A test that names no data folder must not find the user's."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("CLIPMILL_DATA", raising=False)
+        yield

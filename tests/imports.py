@@ -1,0 +1,53 @@
+"""Reads what a Python file imports, wherever in the file it does so."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+_CALLS_THAT_IMPORT = {"import_module", "__import__", "importorskip"}
+
+
+def imported_names(path: Path) -> set[str]:
+    """Dotted names that `path` imports: at the top, in functions, by `importlib`, or as attributes of a package.
+
+    `from a import b` gives both `a` and `a.b`, because b may be a module; `import a` followed by `a.b.c` gives `a.b`
+    and `a.b.c`, because a package may load its parts by itself.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    names = set(_statements(tree)) | set(_calls(tree))
+    return names | set(_attributes(tree, roots={name.partition(".")[0] for name in names}))
+
+
+def reaches(names: set[str], module: str) -> bool:
+    """Whether any of `names` is `module` or lies in it."""
+    return any(name == module or name.startswith(f"{module}.") for name in names)
+
+
+def _statements(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise AssertionError(f"line {node.lineno}: a relative import cannot be checked; write it in full")
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _calls(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in _CALLS_THAT_IMPORT:
+                yield str(node.args[0].value)
+
+
+def _attributes(tree: ast.AST, *, roots: set[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        value: ast.AST = node
+        while isinstance(value, ast.Attribute):
+            parts.append(value.attr)
+            value = value.value
+        if parts and isinstance(value, ast.Name) and value.id in roots:
+            yield ".".join([value.id, *reversed(parts)])

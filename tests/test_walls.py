@@ -1,0 +1,136 @@
+"""Who may see whom. docs/architecture.md says why; this file holds it.
+
+    prep ──────────┐            ┌────────── train
+                   ▼            ▼
+                  shards ──► manifests
+"""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.imports import imported_names, reaches
+
+PACKAGES = ("manifests", "shards", "prep", "train")
+
+# Which of the other packages a package may import.
+BELOW = {
+    "manifests": set(),
+    "shards": {"manifests"},
+    "prep": {"manifests", "shards"},
+    "train": {"manifests", "shards"},
+}
+# What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
+OUTSIDE = {
+    "manifests": {"ijson", "numpy", "pyarrow"},
+    "shards": {"numpy", "pyarrow", "webdataset"},
+}
+MODULES_OF_DISTRIBUTION = {
+    "ffmpeg-python": "ffmpeg",
+    "imageio-ffmpeg": "imageio_ffmpeg",
+    "open-clip-torch": "open_clip",
+    "pyyaml": "yaml",
+}
+# Each heavy dependency has one door: the files of `prep` or `train` that may import it.
+DOORS = {
+    "ray": {"prep/engines/on_ray.py"},
+    "imageio_ffmpeg": {"prep/ffmpeg.py"},
+    "ffmpeg": {"prep/encode_command.py"},
+    "xformers": {"train/models/attention.py"},
+    "torch.distributed": {"train/distributed.py"},
+}
+# Only the runner starts programs: it alone has the time limit and ends the whole process group.
+MAY_START_PROGRAMS = {"prep/ffmpeg.py"}
+
+
+def python_files(repository: Path, package: str) -> list[Path]:
+    return sorted((repository / package).rglob("*.py"))
+
+
+def files_that_import(repository: Path, module: str, *, packages: tuple[str, ...] = PACKAGES) -> set[str]:
+    return {
+        path.relative_to(repository).as_posix()
+        for package in packages
+        for path in python_files(repository, package)
+        if reaches(imported_names(path), module)
+    }
+
+
+def modules_from_outside(repository: Path, package: str) -> set[str]:
+    if package in OUTSIDE:
+        return OUTSIDE[package]
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    requirements = project["dependencies"] + project["optional-dependencies"][package]
+    distributions = {requirement.split(";")[0].rstrip("0123456789.,<>=~! ") for requirement in requirements}
+    return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_its_machine_has(repository: Path, package: str) -> None:
+    allowed = sys.stdlib_module_names | modules_from_outside(repository, package) | BELOW[package] | {package}
+    for path in python_files(repository, package):
+        roots = {name.partition(".")[0] for name in imported_names(path)}
+        assert roots <= allowed, f"{path.relative_to(repository)} imports {sorted(roots - allowed)}"
+
+
+@pytest.mark.parametrize("module", DOORS)
+def test_a_heavy_dependency_has_one_door(repository: Path, module: str) -> None:
+    assert files_that_import(repository, module) <= DOORS[module]
+
+
+def test_torch_stays_in_train(repository: Path) -> None:
+    assert files_that_import(repository, "torch", packages=("manifests", "shards", "prep")) == set()
+
+
+def test_only_the_runner_starts_programs(repository: Path) -> None:
+    for module in ("subprocess", "os.system", "os.popen", "os.posix_spawn", "asyncio.subprocess", "pty"):
+        assert files_that_import(repository, module) <= MAY_START_PROGRAMS, module
+
+
+def test_only_the_plain_unpickler_knows_pickle(repository: Path) -> None:
+    for module in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
+        found = files_that_import(repository, module)
+        assert all(Path(path).name.startswith("plain_pickle") for path in found), f"{module}: {found}"
+
+
+@pytest.mark.parametrize("program", ["prep", "train"])
+def test_help_loads_neither_torch_nor_ray(repository: Path, program: str) -> None:
+    script = (
+        "import sys\n"
+        f"from {program}.cli import main\n"
+        f"sys.argv = ['{program}', '--help']\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as exit:\n"
+        "    assert not exit.code, exit.code\n"
+        "heavy = {'torch', 'ray', 'open_clip', 'xformers', 'av', 'imageio_ffmpeg'} & set(sys.modules)\n"
+        "print('heavy:', sorted(heavy), file=sys.stderr)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.endswith("heavy: []\n"), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        ("prep", ["torch", "torchvision", "xformers", "open_clip", "train"]),
+        ("train", ["ray", "ffmpeg", "imageio_ffmpeg", "prep"]),
+    ],
+)
+def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
+    repository: Path, package: str, absent: list[str]
+) -> None:
+    files = [path.relative_to(repository) for path in python_files(repository, package)]
+    modules = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
+    script = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({absent!r}))\n"  # None in sys.modules: the import fails
+        f"for module in {modules!r}:\n"
+        "    importlib.import_module(module)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
