@@ -15,7 +15,8 @@ MAX_README_LINES = 60
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "misc", "tools", "util", "utils"}
 LOCKS = ("requirements.lock", "requirements-uv.lock")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
-REGISTRY = re.compile(r"pypi[.]org|pythonhosted|--(extra-)?index-url|--find-links|://\S*/simple\b")
+# Brackets keep these lines from finding themselves.
+REGISTRY = re.compile(r"pypi[.]org|python[h]osted|--(extra-)?[i]ndex-url|--[f]ind-links|://\S*/simple\b")
 MACHINE_PATH = re.compile(r"(?<![\w.$}{-])/(work|root|home|opt|mnt|tmp|Users)/\w")
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 

@@ -1,8 +1,8 @@
 """Who may see whom. docs/architecture.md says why; this file holds it.
 
-    prep ──────────┐            ┌────────── train
-                   ▼            ▼
-                  shards ──► manifests
+prep ──────────┐            ┌────────── train
+               ▼            ▼
+              shards ──► manifests
 """
 
 import subprocess
@@ -38,7 +38,7 @@ MODULES_OF_DISTRIBUTION = {
 DOORS = {
     "ray": {"prep/engines/on_ray.py"},
     "imageio_ffmpeg": {"prep/ffmpeg.py"},
-    "ffmpeg": {"prep/encode_command.py"},
+    "ffmpeg": {"prep/encode.py"},
     "xformers": {"train/models/attention.py"},
     "torch.distributed": {"train/distributed.py"},
 }
