@@ -16,7 +16,7 @@ NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "misc", "tools", "util"
 LOCKS = ("requirements.lock", "requirements-uv.lock")
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 # Brackets keep these lines from finding themselves.
-REGISTRY = re.compile(r"pypi[.]org|python[h]osted|--(extra-)?[i]ndex-url|--[f]ind-links|://\S*/simple\b")
+REGISTRY = re.compile(r"pypi[.]org|python[h]osted|--(extra-)?[i]ndex-url|--[f]ind-links|://\S*[/]simple\b")
 MACHINE_PATH = re.compile(r"(?<![\w.$}{-])/(work|root|home|opt|mnt|tmp|Users)/\w")
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 
