@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from shards.dataset import current_variant, list_variants, set_current_variant, variant_dir
+
+
+def test_each_column_has_its_own_current_variant(tmp_path: Path) -> None:
+    assert current_variant(tmp_path, "video") is None
+    set_current_variant(tmp_path, "video", "h264-11111111")
+    set_current_variant(tmp_path, "text", "clip-22222222")
+    set_current_variant(tmp_path, "video", "hevc-33333333")
+    assert current_variant(tmp_path, "video") == "hevc-33333333"
+    assert current_variant(tmp_path, "text") == "clip-22222222"
+    assert current_variant(tmp_path, "latents") is None
+
+
+def test_setting_the_same_variant_again_writes_nothing(tmp_path: Path) -> None:
+    set_current_variant(tmp_path, "video", "h264-11111111")
+    (tmp_path / "dataset.json").chmod(0o400)
+    before = (tmp_path / "dataset.json").stat()
+    set_current_variant(tmp_path, "video", "h264-11111111")
+    after = (tmp_path / "dataset.json").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_variants_on_the_disk_are_listed(tmp_path: Path) -> None:
+    assert list_variants(tmp_path, "video") == []
+    for name in ("b-22222222", "a-11111111", ".tmp-x"):
+        variant_dir(tmp_path, "video", "x").parent.joinpath(name).mkdir(parents=True)
+    (tmp_path / "video" / "notes.txt").write_text("")
+    assert list_variants(tmp_path, "video") == ["a-11111111", "b-22222222"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../elsewhere", "/etc", "a/b", ".tmp-1"])
+def test_a_variant_is_a_plain_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="not the name"):
+        variant_dir(tmp_path, "video", name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"columns": 3}', '{"columns": {"video": "x"}}', '{"clipmill_format": 9, "columns": {}}'],
+)
+def test_a_dataset_file_of_another_kind_is_a_users_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "dataset.json").write_text(content)
+    with pytest.raises(UserError, match=r"dataset\.json") as raised:
+        current_variant(tmp_path, "video")
+    assert raised.value.hint
