@@ -66,7 +66,7 @@ class _Stream:
     @staticmethod
     def fixed(values: np.ndarray) -> "_Stream":
         values = np.ascontiguousarray(values)
-        return _Stream(memoryview(values.view(np.uint8)), row_bytes=values.itemsize)
+        return _Stream(values.view(np.uint8).data, row_bytes=values.itemsize)
 
     def rows(self, begin: int, end: int) -> memoryview:
         if self.offsets is None:
@@ -85,7 +85,7 @@ def _streams(array: pa.Array) -> list[_Stream]:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         values = np.ascontiguousarray(array.flatten().to_numpy(zero_copy_only=False))
         offsets = np.concatenate(([0], np.cumsum(lengths))) * values.itemsize
-        return [*streams, _Stream.fixed(lengths), _Stream(memoryview(values.view(np.uint8)), offsets=offsets)]
+        return [*streams, _Stream.fixed(lengths), _Stream(values.view(np.uint8).data, offsets=offsets)]
     if pa.types.is_string(array.type):
         array = pc.fill_null(array, "")
         _, offset_buffer, data = array.buffers()

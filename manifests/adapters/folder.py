@@ -32,18 +32,17 @@ def read_folder(
     numbers: dict[str, int | None] = {}
     files = find_video_files(directory, skip=skip)
     for file in files:
-        if file.path.stat().st_size == 0:
-            detail = "it has no bytes"
-            numbers[file.relative] = builder.reject(
-                Reason.EMPTY_FILE, file=str(file.path), source_id=file.source_id, detail=detail
-            )
-            continue
-        numbers[file.relative] = builder.add_video(
-            file.source_id, path=file.path, split=split_of_folders(file.relative)
-        )
+        numbers[file.relative] = _add_video(builder, file)
     if captions is not None:
         _add_captions(builder, captions, lookup=VideoLookup(files), numbers=numbers)
     return builder.build()
+
+
+def _add_video(builder: ReadingBuilder, file: VideoFile) -> int | None:
+    if file.path.stat().st_size == 0:
+        builder.reject(Reason.EMPTY_FILE, file=str(file.path), source_id=file.source_id, detail="it has no bytes")
+        return None
+    return builder.add_video(file.source_id, path=file.path, split=split_of_folders(file.relative))
 
 
 def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, numbers: dict[str, int | None]) -> None:

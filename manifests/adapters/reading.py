@@ -58,11 +58,13 @@ class ReadingBuilder:
         """Adds a video and returns its number; None, and a rejected row, when its id is taken or unusable."""
         file = printable(str(path))
         if not encodable(str(path)):
-            return self.reject(Reason.BAD_NAME, file=file, source_id=source_id, detail="its path is not UTF-8")
+            self.reject(Reason.BAD_NAME, file=file, source_id=source_id, detail="its path is not UTF-8")
+            return None
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
-            return self.reject(Reason.DUPLICATE_ID, file=file, source_id=source_id, detail=f"{first} has this id")
+            self.reject(Reason.DUPLICATE_ID, file=file, source_id=source_id, detail=f"{first} has this id")
+            return None
         for name, value in zip(
             _VIDEO_FIELDS.names, (video_id, source_id, str(path), split, self._dataset), strict=True
         ):

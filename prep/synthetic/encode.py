@@ -1,0 +1,69 @@
+"""Writing pictures as a video file, in this process (PyAV)."""
+
+import struct
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+# Times are given in quarters of a frame, so that variable rates stay exact in the container's time base.
+TICKS_PER_FRAME = 4
+_UNITY, _UNITY_W = 1 << 16, 1 << 30
+
+
+def encode_video(
+    path: Path,
+    *,
+    pictures: Iterable[np.ndarray],
+    ticks: Iterable[int],
+    fps: Fraction,
+    width: int,
+    height: int,
+    picture_format: str,
+    codec: str = "libx264",
+    pixel_format: str = "yuv420p",
+    options: Mapping[str, str] | None = None,
+) -> None:
+    """Writes one video track.
+
+    Args:
+        pictures: arrays in `picture_format` (a name of FFmpeg's: gray, yuv420p, ...), one a frame.
+        ticks: presentation time of each in units of 1 / (TICKS_PER_FRAME x fps) seconds, rising.
+    """
+    import av
+
+    # One thread: the bytes must not depend on the machine.
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=fps, options={"threads": "1", **(options or {})})
+        if not isinstance(stream, av.VideoStream):
+            raise ValueError(f"{codec!r} is no codec for video")
+        stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
+        time_base = 1 / (fps * TICKS_PER_FRAME)
+        stream.time_base = stream.codec_context.time_base = time_base
+        for picture, tick in zip(pictures, ticks, strict=True):
+            frame = av.VideoFrame.from_ndarray(picture, format=picture_format)
+            frame.pts, frame.time_base = tick, time_base
+            container.mux(stream.encode(frame.reformat(format=pixel_format)))
+        container.mux(stream.encode(None))
+
+
+def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
+    """Sets the display matrix of an MP4's first track: players turn its pictures clockwise by `degrees`.
+
+    The muxer has no option for this, so the matrix is written into the track header box (ISO 14496-12, 8.3.2).
+
+    Args:
+        width: of the pictures as they are coded; height likewise.
+    """
+    matrices = {
+        90: (0, _UNITY, 0, -_UNITY, 0, 0, height * _UNITY, 0, _UNITY_W),
+        180: (-_UNITY, 0, 0, 0, -_UNITY, 0, width * _UNITY, height * _UNITY, _UNITY_W),
+        270: (0, -_UNITY, 0, _UNITY, 0, 0, 0, width * _UNITY, _UNITY_W),
+    }
+    content = bytearray(path.read_bytes())
+    box = content.index(b"tkhd") - 4
+    if content[box + 8] != 0:
+        raise ValueError(f"{path}: the track header has version {content[box + 8]}, expected 0")
+    struct.pack_into(">9i", content, box + 48, *matrices[degrees])
+    path.write_bytes(content)

@@ -1,0 +1,89 @@
+"""Videos whose pixels say which frame they are, in the awkward forms that real files come in."""
+
+from fractions import Fraction
+from itertools import accumulate, cycle, islice
+from pathlib import Path
+
+import numpy as np
+
+from manifests.publish import published
+from prep.synthetic.encode import TICKS_PER_FRAME, encode_video, set_rotation
+from prep.synthetic.frame_code import draw_frame_number
+
+# Durations of a variable-rate video's frames, in ticks, repeated; their mean is TICKS_PER_FRAME.
+VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)
+
+
+def write_frame_number_video(
+    path: Path,
+    *,
+    num_frames: int,
+    fps: Fraction,
+    width: int,
+    height: int,
+    codec: str = "libx264",
+    pixel_format: str = "yuv420p",
+    start_offset_s: float = 0.0,
+    variable_rate: bool = False,
+    rotation_degrees: int = 0,
+    open_gop: bool = False,
+    gop: int = 250,
+    first_number: int = 0,
+) -> None:
+    """Writes a video whose n-th frame reads `first_number` + n (`read_frame_number`); it is published whole.
+
+    Args:
+        width: as a player shows it, that is after rotation; height likewise. Odd sizes need a pixel format
+            without subsampled chroma (yuv444p), or a codec that takes them (mpeg4, mjpeg).
+        start_offset_s: presentation time of the first frame, rounded to a quarter of a frame.
+        variable_rate: frames last as in VARIABLE_DURATIONS; the mean rate is `fps`.
+        rotation_degrees: 0, 90, 180 or 270 clockwise, by the display matrix; pictures are coded turned back.
+        open_gop: key frames may be followed by frames that need the group before (libx264 and libx265).
+    """
+    turned = rotation_degrees in {90, 270}
+    coded_width, coded_height = (height, width) if turned else (width, height)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with published(path) as temporary:
+        encode_video(
+            temporary,
+            pictures=(
+                np.ascontiguousarray(
+                    np.rot90(draw_frame_number(first_number + n, width=width, height=height), rotation_degrees // 90)
+                )
+                for n in range(num_frames)
+            ),
+            ticks=_ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate),
+            fps=fps,
+            width=coded_width,
+            height=coded_height,
+            picture_format="gray",
+            codec=codec,
+            pixel_format=pixel_format,
+            options=_encoder_options(codec, gop=gop, open_gop=open_gop),
+        )
+        if rotation_degrees:
+            set_rotation(temporary, degrees=rotation_degrees, width=coded_width, height=coded_height)
+
+
+def frame_times_s(
+    num_frames: int, *, fps: Fraction, start_offset_s: float = 0.0, variable_rate: bool = False
+) -> np.ndarray:
+    """Presentation time of each frame in the file, float64[num_frames]; subtract the first for the time shown."""
+    ticks = _ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate)
+    return np.array([float(tick / (fps * TICKS_PER_FRAME)) for tick in ticks])
+
+
+def _ticks(num_frames: int, *, fps: Fraction, start_offset_s: float, variable_rate: bool) -> list[int]:
+    durations = VARIABLE_DURATIONS if variable_rate else (TICKS_PER_FRAME,)
+    first = round(Fraction(start_offset_s) * fps * TICKS_PER_FRAME)
+    return list(islice(accumulate(cycle(durations), initial=first), num_frames))
+
+
+def _encoder_options(codec: str, *, gop: int, open_gop: bool) -> dict[str, str]:
+    options = {"g": str(gop)}
+    if codec in {"libx264", "libx265"}:
+        parameters = f"open-gop={int(open_gop)}:scenecut=0:bframes=2"
+        if codec == "libx265":
+            parameters += ":log-level=error"
+        options |= {"preset": "veryfast", "crf": "20", f"{codec.removeprefix('lib')}-params": parameters}
+    return options

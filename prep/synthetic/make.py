@@ -1,0 +1,133 @@
+"""Making a synthetic data set: the files, and the reading that goes into the manifest."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+
+from manifests.adapters.reading import Reading, ReadingBuilder
+from manifests.adapters.splits import TRAIN, VAL
+from manifests.publish import published
+from prep.synthetic.encode import TICKS_PER_FRAME, encode_video
+from prep.synthetic.frame_numbers import write_frame_number_video
+from prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
+
+# Part of every file's name: raise it when the same settings make other pictures.
+GENERATION = 1
+# Real collections mix rates.
+FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
+VIDEOS_PER_VAL = 5  # every fifth video is held out
+FRAME_NUMBER_CAPTION_S = 5.0
+
+
+class Mode(StrEnum):
+    """What the videos show."""
+
+    SHAPES = "shapes"
+    FRAME_NUMBERS = "frame-numbers"
+
+
+@dataclass(frozen=True)
+class SyntheticVideo:
+    """One video to make; its name says all that its pixels depend on."""
+
+    mode: Mode
+    number: int
+    seed: int
+    duration_s: float
+
+    @property
+    def source_id(self) -> str:
+        settings = f"{GENERATION} {self.mode.value} {self.seed} {self.duration_s}"
+        return f"{self.mode.value}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}-{self.number:05d}"
+
+    @property
+    def fps(self) -> Fraction:
+        return FRAME_RATES[self.number % len(FRAME_RATES)]
+
+    @property
+    def num_frames(self) -> int:
+        return max(1, round(self.duration_s * self.fps))
+
+    @property
+    def split(self) -> str:
+        return VAL if self.number % VIDEOS_PER_VAL == VIDEOS_PER_VAL - 1 else TRAIN
+
+    def captions(self) -> list[tuple[float, float, str]]:
+        """(begin_s, end_s, text) of what it shows, in order, without gaps."""
+        if self.mode is Mode.SHAPES:
+            return [(scene.begin_s, scene.end_s, scene.text) for scene in self._scenes()]
+        captions = []
+        begin_s = 0.0
+        while begin_s < self.duration_s:
+            end_s = min(begin_s + FRAME_NUMBER_CAPTION_S, self.duration_s)
+            first, last = (int(time_s * self.fps) for time_s in (begin_s, end_s))
+            captions.append((begin_s, end_s, f"frame numbers from {first} to {max(first, last - 1)}"))
+            begin_s = end_s
+        return captions
+
+    def write(self, path: Path) -> None:
+        """Encodes the video and publishes it as `path`."""
+        if self.mode is Mode.FRAME_NUMBERS:
+            write_frame_number_video(path, num_frames=self.num_frames, fps=self.fps, width=WIDTH, height=HEIGHT)
+            return
+        with published(path) as temporary:
+            encode_video(
+                temporary,
+                pictures=draw_scenes(
+                    self._scenes(), fps=self.fps, num_frames=self.num_frames, seed=self.seed * 100_003 + self.number
+                ),
+                ticks=range(0, self.num_frames * TICKS_PER_FRAME, TICKS_PER_FRAME),
+                fps=self.fps,
+                width=WIDTH,
+                height=HEIGHT,
+                picture_format="yuv420p",
+                options={"preset": "superfast", "crf": "23"},
+            )
+
+    def _scenes(self) -> list[Scene]:
+        number = self.number // VIDEOS_PER_VAL if self.split == VAL else self.number
+        return plan_scenes(duration_s=self.duration_s, seed=self.seed, split=self.split, number=number)
+
+
+def make_synthetic(
+    directory: Path,
+    *,
+    num_videos: int,
+    minutes: float,
+    seed: int = 0,
+    mode: Mode = Mode.SHAPES,
+    dataset: str = "synthetic",
+    on_video: Callable[[int], None] = lambda num_done: None,
+) -> Reading:
+    """Makes the videos that are not there yet, and reads them all as a data set.
+
+    Args:
+        directory: where the files go; it is made if need be.
+        minutes: length of each video.
+        on_video: called with the number of videos that are there, after each one.
+    """
+    directory = directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    videos = [SyntheticVideo(mode, number, seed, minutes * 60) for number in range(num_videos)]
+    paths = [directory / f"{video.source_id}.mp4" for video in videos]
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        # A file under its own name is whole and of these settings: both are what publishing and the name promise.
+        made = [pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()]
+        num_done = num_videos - len(made)
+        for future in as_completed(made):
+            future.result()
+            num_done += 1
+            on_video(num_done)
+    builder = ReadingBuilder(dataset)
+    for video, path in zip(videos, paths, strict=True):
+        number = builder.add_video(video.source_id, path=path, split=video.split)
+        if number is None:
+            continue
+        for row, (begin_s, end_s, text) in enumerate(video.captions()):
+            builder.add_caption(number, text=text, begin_s=begin_s, end_s=end_s, source="synthetic", file=path, row=row)
+    return builder.build()
