@@ -57,10 +57,11 @@ def test_a_record_that_is_whole_but_not_of_this_shard_is_refused(tmp_path: Path,
     match change:
         case "shard id":
             record["shard_id"] = 5
+            record["files"] = None
         case "tar of another shard":
             record["files"]["tar"] = "000004-0123abcd.tar"
         case "tar elsewhere":
-            record["files"]["tar"] = "../000003-0123abcd.tar"
+            record["files"]["tar"] = "000003-0123abcd/../../000003-0123abcd.tar"
         case _:
             del record["split"]
     path.write_text(_signed(record))

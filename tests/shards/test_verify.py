@@ -1,11 +1,15 @@
+import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from shards.commits import Commit, Failure, commit_path, read_commits, write_commit
-from shards.index import open_index
+from shards.index import index_bytes, open_index
 from shards.verify import Code, damaged_commit, quick_check, verify_shard
 from shards.writer import Sample
 
@@ -111,6 +115,29 @@ def test_damage_to_the_indexes_is_told(tmp_path: Path, commit: Commit, flip: Fli
 def test_a_wrong_energon_index_is_told(tmp_path: Path, commit: Commit, flip: Flip) -> None:
     flip(_path(tmp_path, commit, "idx"), 9)
     assert _codes(tmp_path, commit) == [(Code.ENERGON_INDEX, None)]
+
+
+def _commit_index_of(directory: Path, commit: Commit, rows: list[dict[str, Any]]) -> Commit:
+    """A commit whose index was made, with fitting checksums, by a program that broke the rules."""
+    assert commit.files is not None
+    path = _path(directory, commit, "index")
+    content = index_bytes(pa.Table.from_pylist(rows, schema=open_index(path).schema))
+    path.write_bytes(content)
+    files = replace(commit.files, index_bytes=len(content), index_sha256=hashlib.sha256(content).hexdigest())
+    return replace(commit, files=files)
+
+
+def test_an_index_with_a_key_twice_or_a_row_too_few_is_told(tmp_path: Path, commit: Commit) -> None:
+    rows = open_index(_path(tmp_path, commit, "index")).to_pylist()
+    for wrong in (rows[:-1], [*rows[:-1], {**rows[-1], "key": KEYS[0]}]):
+        assert _codes(tmp_path, _commit_index_of(tmp_path, commit, wrong)) == [(Code.INDEX_FORMAT, None)]
+
+
+def test_samples_that_do_not_follow_in_order_are_told(tmp_path: Path, commit: Commit) -> None:
+    rows = open_index(_path(tmp_path, commit, "index")).to_pylist()
+    swapped = [*rows[:4], rows[5], rows[4], *rows[6:]]
+    found = _codes(tmp_path, _commit_index_of(tmp_path, commit, swapped))
+    assert (Code.MEMBER_ORDER, KEYS[4]) in found
 
 
 def test_files_of_another_shard_under_this_name_are_told(
