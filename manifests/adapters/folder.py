@@ -14,7 +14,7 @@ from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_named, split_of_folders
 from manifests.adapters.tables import Row, read_csv, read_json_lines, seconds
-from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup, find_video_files
+from manifests.adapters.video_files import Ambiguous, VideoLookup, find_video_files
 from manifests.errors import UserError
 
 DEFAULT_SOURCE = "human"
@@ -32,17 +32,11 @@ def read_folder(
     numbers: dict[str, int | None] = {}
     files = find_video_files(directory, skip=skip)
     for file in files:
-        numbers[file.relative] = _add_video(builder, file)
+        split = split_of_folders(file.relative)
+        numbers[file.relative] = builder.add_video(file.source_id, path=file.path, split=split)
     if captions is not None:
         _add_captions(builder, captions, lookup=VideoLookup(files), numbers=numbers)
     return builder.build()
-
-
-def _add_video(builder: ReadingBuilder, file: VideoFile) -> int | None:
-    if file.path.stat().st_size == 0:
-        builder.reject(Reason.EMPTY_FILE, file=str(file.path), source_id=file.source_id, detail="it has no bytes")
-        return None
-    return builder.add_video(file.source_id, path=file.path, split=split_of_folders(file.relative))
 
 
 def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, numbers: dict[str, int | None]) -> None:
@@ -65,9 +59,12 @@ def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, 
         except ValueError as error:
             builder.reject(Reason.BAD_TIME, file=str(table), row=row.number, source_id=name, detail=str(error))
             continue
-        video = _number(file, numbers)
-        if video is None:
+        if file is None:
             builder.lose_captions(name, file=table)
+            continue
+        video = numbers[file.relative]
+        if video is None:
+            builder.lose_captions(name, file=table, why="its video was rejected")
             continue
         fault = _apply_split(builder, video, row.values.get("split"), given=splits_given)
         if fault is not None:
@@ -91,10 +88,6 @@ def _rows(table: Path) -> Iterator[Row]:
     if suffix in {".jsonl", ".ndjson"}:
         return read_json_lines(table)
     raise UserError(f"{table} is neither .csv nor .jsonl", hint="name the table of captions *.csv or *.jsonl")
-
-
-def _number(file: VideoFile | None, numbers: dict[str, int | None]) -> int | None:
-    return None if file is None else numbers[file.relative]
 
 
 def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> str | None:

@@ -26,7 +26,7 @@ class Reading:
         videos: schema.VIDEOS without what depends on captions (num_captions, captions_sha256).
         captions: schema.CAPTIONS without caption_id, plus label_ columns; video_id's dictionary is videos.video_id.
         rejected: schema.REJECTED.
-        num_captions_lost: captions of videos that have no file.
+        num_captions_lost: captions of videos that cannot be had.
     """
 
     videos: pa.Table
@@ -52,13 +52,16 @@ class ReadingBuilder:
         self._bulk: list[pa.RecordBatch] = []
         self._num_bulk_rows = 0
         self._rejected = _Rows(REJECTED)
-        self._lost: dict[tuple[str, str], int] = {}
+        self._lost: dict[tuple[str, str, Reason, str], int] = {}
 
     def add_video(self, source_id: str, *, path: Path, split: str) -> int | None:
         """Adds a video and returns its number; None, and a rejected row, when its id is taken or unusable."""
         file = printable(str(path))
         if not encodable(str(path)):
             self.reject(Reason.BAD_NAME, file=file, source_id=source_id, detail="its path is not UTF-8")
+            return None
+        if path.stat().st_size == 0:
+            self.reject(Reason.EMPTY_FILE, file=file, source_id=source_id, detail="it has no bytes")
             return None
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
@@ -71,6 +74,10 @@ class ReadingBuilder:
             self._videos[name].append(value)
         self._video_ids[video_id] = len(self._video_ids)
         return self._video_ids[video_id]
+
+    def source_id_of(self, video: int) -> str:
+        """The data set's own id of the video with this number."""
+        return self._videos["source_id"][video]
 
     def split_of(self, video: int) -> str:
         """Split of the video with this number."""
@@ -131,16 +138,23 @@ class ReadingBuilder:
             detail=printable(detail),
         )
 
-    def lose_captions(self, source_id: str, *, file: Path, num_captions: int = 1) -> None:
-        """Counts captions of a video that has no file; the video becomes one rejected row."""
-        key = (source_id, str(file))
+    def lose_captions(
+        self,
+        source_id: str,
+        *,
+        file: Path,
+        num_captions: int = 1,
+        reason: Reason = Reason.MISSING_FILE,
+        why: str = "no video file for it",
+    ) -> None:
+        """Counts captions of a video that cannot be had; the video becomes one rejected row."""
+        key = (source_id, str(file), reason, why)
         self._lost[key] = self._lost.get(key, 0) + num_captions
 
     def build(self) -> Reading:
         """The Reading of everything added so far."""
-        for (source_id, file), num_lost in self._lost.items():
-            detail = f"no video file for it; captions lost: {num_lost}"
-            self.reject(Reason.MISSING_FILE, file=file, source_id=source_id, detail=detail)
+        for (source_id, file, reason, why), num_lost in self._lost.items():
+            self.reject(reason, file=file, source_id=source_id, detail=f"{why}; captions lost: {num_lost}")
         self._gather_bulk()
         videos = pa.table(self._videos, schema=_VIDEO_FIELDS)
         return Reading(

@@ -1,0 +1,152 @@
+"""Reading a large JSON file one entry at a time.
+
+The standard library's decoder does the parsing, on a window of the file that always holds the entry it is at:
+as fast as reading the whole file, with the memory of its largest entry.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from manifests.adapters.tables import unreadable
+from manifests.errors import UserError
+
+_WINDOW_CHARS = 1 << 22
+# A decoder that stops this close to the window's end may only have met the end; further away it met a mistake.
+_NEAR_END_CHARS = 64
+_decode = json.JSONDecoder().raw_decode
+
+
+def array_items(path: Path) -> Iterator[Any]:
+    """Items of a file that holds one JSON array.
+
+    Raises:
+        UserError: the file cannot be read, or is not a JSON array; the message has the line.
+    """
+    window = _Window(path)
+    window.expect("[", what="a list")
+    while window.goes_on("]"):
+        yield window.value()
+    window.expect_end()
+
+
+def object_items(path: Path, *, inside: str) -> Iterator[tuple[str, Any]]:
+    """Pairs (key, value) of a file that holds one JSON object; the value of `inside` is opened, not yielded whole.
+
+    A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", gives version, a, b.
+
+    Raises:
+        UserError: the file cannot be read, or is not a JSON object; the message has the line.
+    """
+    window = _Window(path)
+    window.expect("{", what="an object")
+    while window.goes_on("}"):
+        key = window.key()
+        if key == inside and window.peek() == "{":
+            window.expect("{", what="an object")
+            while window.goes_on("}"):
+                yield window.key(), window.value()
+        else:
+            yield key, window.value()
+    window.expect_end()
+
+
+class _Window:
+    """The part of the file that is being parsed: `_text` from `_at` on is still to come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._text, self._at, self._line = "", 0, 1
+        self._at_file_end = False
+        self._opened = ""
+        try:
+            self._file = path.open(encoding="utf-8-sig")
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def peek(self) -> str:
+        """The next character that is no white space; empty at the end of the file."""
+        while True:
+            text, at, end = self._text, self._at, len(self._text)
+            while at < end and text[at] in " \t\r\n":
+                at += 1
+            self._at = at
+            if at < end or not self._grow():
+                return text[at : at + 1]
+
+    def expect(self, character: str, *, what: str) -> None:
+        """Steps over an opening bracket or a colon."""
+        if self.peek() != character:
+            raise self._error(f"expected {what}")
+        self._at += 1
+        self._opened = character
+
+    def goes_on(self, closing: str) -> bool:
+        """Steps over the comma before the next entry; False, past the closing bracket, when there is none."""
+        character = self.peek()
+        first, self._opened = self._opened, ""
+        if character == closing:
+            self._at += 1
+            return False
+        if first:
+            return True
+        if character != ",":
+            raise self._error(f"expected , or {closing}")
+        self._at += 1
+        return True
+
+    def key(self) -> str:
+        """The key of an entry, with its colon."""
+        key = self.value() if self.peek() == '"' else None
+        if key is None:
+            raise self._error("expected a key in quotes")
+        self.expect(":", what="a colon")
+        self._opened = ""
+        return str(key)
+
+    def value(self) -> Any:
+        """The next value."""
+        self.peek()
+        while True:
+            try:
+                value, end = _decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                met_end = error.pos >= len(self._text) - _NEAR_END_CHARS or error.msg.startswith("Unterminated")
+                if not (met_end and self._grow()):
+                    self._at = min(error.pos, len(self._text))
+                    raise self._error(error.msg) from error
+            except RecursionError as error:
+                raise self._error("nested too deeply") from error
+            else:
+                # A number at the window's end may go on behind it.
+                if end < len(self._text) or not self._grow():
+                    self._at = end
+                    return value
+
+    def expect_end(self) -> None:
+        """Raises UserError when anything but white space is left."""
+        if self.peek():
+            raise self._error("expected the end of the file")
+        self._file.close()
+
+    def _grow(self) -> bool:
+        """Reads on; at least as much as is waiting, so that a long entry is not parsed too often."""
+        if self._at_file_end:
+            return False
+        try:
+            more = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._at))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self._path}, after line {self._line}: not UTF-8 ({error.reason})") from error
+        self._line += self._text.count("\n", 0, self._at)
+        self._text, self._at = self._text[self._at :] + more, 0
+        self._at_file_end = not more
+        return bool(more)
+
+    def _error(self, message: str) -> UserError:
+        line = self._line + self._text.count("\n", 0, self._at)
+        here = self._text[self._at : self._at + 20]
+        return UserError(
+            f"{self._path}, line {line}: {message}, found {here!r}" if here else f"{self._path} ends early: {message}",
+            hint="the file must be whole and of JSON",
+        )

@@ -1,0 +1,52 @@
+"""Reading pickles that hold plain containers only; a pickle that asks for anything else is refused, not run."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from manifests.adapters.tables import unreadable
+from manifests.errors import UserError
+
+# Old protocols spell an empty set as a call of its class.
+_PLAIN = {
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("__builtin__", "set"): set,
+    ("__builtin__", "frozenset"): frozenset,
+}
+
+
+def load_plain_pickle(path: Path) -> Any:
+    """The value in a pickle of lists, tuples, dicts, sets, strings, bytes, numbers, booleans and None.
+
+    Raises:
+        UserError: the file cannot be read, is no pickle, or names a class or function.
+    """
+    try:
+        with path.open("rb") as file:
+            return _PlainUnpickler(file).load()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except _NotPlain as error:
+        raise UserError(
+            f"{path} asks for {error}, which is refused: loading it could run code",
+            hint="save it again with lists, tuples, strings and numbers only",
+        ) from error
+    # What a damaged pickle raises is not limited to UnpicklingError (Python's documentation of pickle.load).
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is no whole pickle: {error or type(error).__name__}") from error
+
+
+class _NotPlain(Exception):
+    """The pickle names something that is no plain container."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _PLAIN[module, name]
+        except KeyError:
+            raise _NotPlain(f"{module}.{name}") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _NotPlain(f"the outside object {pid!r:.40}")

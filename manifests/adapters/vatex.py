@@ -1,0 +1,50 @@
+"""VATEX (Wang et al. 2019): clips of 10 s, each with ten English captions that hold for the whole clip.
+
+An annotation file is a list of {"videoID": "<id>_<begin>_<end>", "enCap": [...], "chCap": [...]}; the videos are
+files `<videoID>.<ending>`. The English captions are read, the Chinese ones are not. The split is the one that
+the annotation file's name speaks of.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from manifests.adapters.json_stream import array_items
+from manifests.adapters.reading import Reading, ReadingBuilder
+from manifests.adapters.reasons import Reason
+from manifests.adapters.splits import split_in_file_name
+from manifests.adapters.video_files import VideoLookup, find_video_files
+from manifests.adapters.wanted import WantedVideos
+
+SOURCE = "human-en"
+
+
+def read_vatex(
+    directory: Path, *, annotations: Sequence[Path], dataset: str = "vatex", skip: Path | None = None
+) -> Reading:
+    """Reads VATEX.
+
+    Raises:
+        UserError: there are no videos, or an annotation file cannot be read.
+    """
+    builder = ReadingBuilder(dataset)
+    wanted = WantedVideos(builder, VideoLookup(find_video_files(directory, skip=skip)))
+    for path in annotations:
+        split = split_in_file_name(path.name)
+        for row, entry in enumerate(array_items(path)):
+            _add_entry(builder, wanted, entry, path=path, row=row, split=split)
+    return builder.build()
+
+
+def _add_entry(
+    builder: ReadingBuilder, wanted: WantedVideos, entry: object, *, path: Path, row: int, split: str
+) -> None:
+    texts = entry.get("enCap", []) if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(texts, list):
+        detail = "not an object with the list enCap"
+        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
+        return
+    video = wanted.number(entry.get("videoID"), split=split, file=path, row=row, num_captions=len(texts))
+    if video is None:
+        return
+    for text in texts:
+        builder.add_caption(video, text=text, source=SOURCE, file=path, row=row)
