@@ -226,7 +226,7 @@ def check_source_times(times_s: list[Fraction], *, span: Span, fps: Fraction, so
     Raises:
         SourceFailure: source_truncated, or frames_differ.
     """
-    slack_frames = max(2, math.ceil(source_frame_s * fps) + 1)
+    slack_frames = max(2, math.ceil(source_frame_s * fps) + 1) if span.is_last else 0
     if len(times_s) < span.num_frames - slack_frames or not times_s:
         raise SourceFailure(
             FailureCode.SOURCE_TRUNCATED,

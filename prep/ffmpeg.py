@@ -140,7 +140,7 @@ def run(
             stdout=subprocess.DEVNULL,
             stderr=log,
             process_group=0,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         begin_s, timed_out = time.monotonic(), False
         try:
@@ -192,7 +192,7 @@ def _tail(path: Path) -> str:
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
-def _die_with_parent() -> None:
-    """Between fork and exec: asks the kernel (Linux) to kill this child when its parent dies. Calls nothing that takes a lock."""
+def die_with_parent() -> None:
+    """Asks the kernel (Linux) to kill this process when its parent dies. Takes no lock: it may run between fork and exec."""
     if _libc is not None and hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -87,7 +87,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
         raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the chunk cannot be read back: {error}") from None
 
 
-def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], codec: str, content: bytes) -> None:
+def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], codec: str, size_bytes: int) -> None:
     """Compares a chunk with what was planned.
 
     Raises:
@@ -100,16 +100,16 @@ def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], co
         (sorted(facts.packet_frame), list(range(num_frames)), "presentation order"),
         (facts.packet_flags[:1], [PACKET_KEY | PACKET_REFERENCE], "first packet's flags"),
         (facts.packet_frame[:1], [0], "first packet's frame"),
-        (_inside(facts, content), True, "packet ranges within the file"),
+        (_inside(facts, size_bytes), True, "packet ranges within the file"),
     ]
     for found, planned, what in differences:
         if found != planned:
             raise SourceFailure(FailureCode.FRAMES_DIFFER, f"{what}: found {_short(found)}, planned {_short(planned)}")
 
 
-def _inside(facts: ChunkFacts, content: bytes) -> bool:
+def _inside(facts: ChunkFacts, size_bytes: int) -> bool:
     ends = (offset + size for offset, size in zip(facts.packet_offset, facts.packet_size, strict=True))
-    return min(facts.packet_offset, default=0) > 0 and max(ends, default=0) <= len(content)
+    return min(facts.packet_offset, default=0) > 0 and max(ends, default=0) <= size_bytes
 
 
 def _short(value: object) -> str:

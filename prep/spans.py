@@ -8,6 +8,8 @@ move: span `s` begins with chunk `s * span_chunks` whatever the video's length.
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Span:
@@ -17,11 +19,13 @@ class Span:
         index: of the span in its video.
         first_frame: of its first chunk, in output frames from the start of the video.
         chunk_frames: frames of each chunk, in order.
+        is_last: whether the video ends with it.
     """
 
     index: int
     first_frame: int
     chunk_frames: tuple[int, ...]
+    is_last: bool
 
     @property
     def num_frames(self) -> int:
@@ -35,9 +39,16 @@ class Span:
         return starts
 
 
-def num_output_frames(end_s: float, fps: Fraction) -> int:
-    """Output frames of a video that ends at `end_s` seconds; any video has one at least."""
-    return max(1, round(Fraction(end_s).limit_denominator(10**9) * fps))
+def num_output_frames(end_s: np.ndarray, *, fps: Fraction) -> np.ndarray:
+    """Output frames of videos that end at `end_s` seconds: int64, same shape; any video has one at least."""
+    return np.maximum(1, np.rint(end_s * float(fps))).astype(np.int64)
+
+
+def num_chunks_of(num_frames: np.ndarray, *, chunk_frames: int, tail: str) -> np.ndarray:
+    """How many chunks `chunks_of` makes of each of many videos: int64, same shape as `num_frames`."""
+    full, rest = np.divmod(num_frames, chunk_frames)
+    has_tail = {"keep": rest > 0, "drop": np.zeros_like(rest, bool), "merge": (rest > 0) & (full == 0)}
+    return full + has_tail[tail]
 
 
 def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
@@ -58,11 +69,6 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
     return chunks
 
 
-def num_spans(num_chunks: int, *, span_chunks: int) -> int:
-    """Spans of a video with `num_chunks` chunks."""
-    return -(-num_chunks // span_chunks)
-
-
 def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
     """Span `index` of a video whose chunks have the frames `chunks`."""
     begin = index * span_chunks
@@ -70,4 +76,5 @@ def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
         index=index,
         first_frame=sum(chunks[:begin]),
         chunk_frames=tuple(chunks[begin : begin + span_chunks]),
+        is_last=begin + span_chunks >= len(chunks),
     )

@@ -1,0 +1,159 @@
+"""`prep chunk`, `prep plan` and `prep retry`: the `video` column."""
+
+import json as json_module
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import FailedWork, UserError
+from prep.options import Data, Json
+from prep.recipe import Recipe
+
+Settings = Annotated[Recipe, Parameter(name="*")]
+EngineName = Annotated[
+    Literal["ray", "processes"], Parameter(help="ray (this machine or a cluster), or processes (this machine).")
+]
+Address = Annotated[str | None, Parameter(help="Ray cluster to use, auto or host:port; by default one is started here.")]
+Workers = Annotated[int | None, Parameter(help="Shards made at a time; by default one a core.")]
+MaxFailures = Annotated[
+    str, Parameter(help="Videos that may fail before the exit status says so: a number, or a share such as 1%.")
+]
+
+
+def chunk(
+    recipe: Settings = Recipe(),  # noqa: B008 - frozen
+    *,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: Workers = None,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Cut the videos of the manifest into re-encoded chunks, in shards that WebDataset reads.
+
+    Run it again at any time: only what is new, changed, missing or damaged is made. Other settings make another
+    variant beside the old one.
+
+    Example: prep chunk --len 15s --crf 21
+    """
+    _run(recipe, data, engine, address, workers, max_failures, json, retry_codes=frozenset())
+
+
+def plan(
+    recipe: Settings = Recipe(),  # noqa: B008 - frozen
+    *,
+    data: Data = Path("data"),
+    explain: Annotated[str | None, Parameter(help="A chunk's key or a video's id: why it would be made again.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what `prep chunk` with the same settings would do, why, and what it would cost; do nothing.
+
+    Example: prep plan --bitrate 800k
+    """
+    from prep.data_folder import require_data_folder
+    from prep.ffmpeg import find_ffmpeg
+    from prep.plan_text import explanation, plan_report
+    from prep.planning import make_plan
+    from prep.progress import ProbeProgress
+    from prep.recipe import resolve
+
+    data_dir = require_data_folder(data)
+    resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
+    planned = make_plan(data_dir, resolved, on_probe=ProbeProgress())
+    report = plan_report(planned) if explain is None else explanation(planned, explain)
+    print(json_module.dumps(report.values, indent=1) if json else report.text)
+
+
+def retry(
+    *,
+    only: Annotated[list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")] = None,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: Workers = None,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Try again what failed in the current variant, for example after mending a source.
+
+    Example: prep retry --only timeout
+    """
+    from prep.data_folder import COLUMN, require_data_folder
+    from prep.failures import FailureCode
+    from prep.recipe import recipe_from_dict
+    from shards.reader import Variant
+
+    codes = frozenset(only or FailureCode)
+    if unknown := sorted(codes - set(FailureCode)):
+        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"codes are {', '.join(FailureCode)}")
+    stored = Variant.open(require_data_folder(data), column=COLUMN).recipe
+    _run(recipe_from_dict(stored), data, engine, address, workers, max_failures, json, retry_codes=codes)
+
+
+def _run(
+    recipe: Recipe,
+    data: Path,
+    engine: str,
+    address: str | None,
+    workers: int | None,
+    max_failures: str,
+    json: bool,
+    *,
+    retry_codes: frozenset[str],
+) -> None:
+    from prep.data_folder import require_data_folder, writing
+    from prep.engines import Engine
+    from prep.ffmpeg import find_ffmpeg, require_encoder
+    from prep.plan_text import summary_text, summary_values
+    from prep.planning import make_plan
+    from prep.progress import ProbeProgress
+    from prep.recipe import resolve
+    from prep.run import FAILURES_FILE, execute
+
+    budget = parse_budget(max_failures)
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers {workers} makes nothing", hint="give 1 or more, or leave it out for one a core")
+    if address is not None and engine != "ray":
+        raise UserError(f"--address {address} needs Ray", hint="leave out --engine processes, or the address")
+    data_dir = require_data_folder(data)
+    ffmpeg = find_ffmpeg()
+    require_encoder(ffmpeg, recipe.codec)
+    chosen: Engine
+    if engine == "ray":
+        from prep.engines.ray import RayEngine
+
+        chosen = RayEngine(num_workers=workers, address=address)
+    else:
+        from prep.engines.processes import ProcessEngine
+
+        chosen = ProcessEngine(num_workers=workers or len(os.sched_getaffinity(0)))
+    with writing(data_dir):
+        resolved = resolve(recipe, ffmpeg_version=ffmpeg.version)
+        planned = make_plan(data_dir, resolved, retry_codes=retry_codes, on_probe=ProbeProgress())
+        summary = execute(planned, chosen)
+    print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
+    if summary.num_failed_videos > budget(planned.plan.num_videos):
+        listed = planned.variant_dir / FAILURES_FILE
+        raise FailedWork(f"{summary.num_failed_videos} of {planned.plan.num_videos} videos have failures, listed in {listed}")
+    if summary.failures:
+        print(f"{summary.num_failed_videos} videos failed, within --max-failures {max_failures}", file=sys.stderr)
+
+
+def parse_budget(text: str) -> Any:
+    """A function from the number of videos to the number of them that may fail.
+
+    Raises:
+        UserError: `text` is neither a number nor a share.
+    """
+    share = text.removesuffix("%")
+    try:
+        value = float(share) if share != text else int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= (100 if share != text else float("inf")):
+        raise UserError(f'--max-failures "{text}" is not a budget', hint="give a number of videos, or a share such as 1%")
+    return (lambda num_videos: int(num_videos * value / 100)) if share != text else (lambda num_videos: value)

@@ -1,0 +1,41 @@
+"""The `prep` command."""
+
+import sys
+
+from cyclopts import App, CycloptsError
+
+from manifests.errors import UserError, run_command
+from prep import chunk_commands, set_commands
+from prep.manifest_commands import app as manifest_app
+
+app = App(
+    name="prep",
+    help="Turn long videos into training shards, once; again only what a change changes.",
+    help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
+    version_flags=["--version"],
+)
+app.command(manifest_app)
+app.command(chunk_commands.chunk)
+app.command(chunk_commands.plan)
+app.command(chunk_commands.retry)
+app.command(set_commands.status)
+app.command(set_commands.verify)
+app.command(set_commands.inspect)
+app.command(set_commands.gc)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    run_command(lambda: _run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> None:
+    try:
+        app(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        message = " ".join(str(error).split())
+        raise UserError(message, hint="`prep --help` and `prep COMMAND --help` list what there is") from None
+
+
+if __name__ == "__main__":
+    main()

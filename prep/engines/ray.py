@@ -1,0 +1,98 @@
+"""The Ray engine: the one file that knows Ray. Core tasks, a bounded window of them, arguments and results of kilobytes.
+
+Without an address the command starts an instance of its own on this machine and ends it; with one it joins a cluster, whose
+nodes need the same clipmill, the same ffmpeg and the data folder under the same path.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from manifests.errors import UserError
+from prep.engines import MAX_TRIES, TICK_S, Outcome, R, T
+
+_MAX_PENDING_PER_CPU = 2  # enough that no core waits; few enough that a lost driver leaves little behind
+
+
+class RayEngine:
+    """Runs tasks as Ray tasks of one CPU each.
+
+    Args:
+        num_workers: CPUs of the private instance, or most tasks at a time on a cluster; None takes all there are.
+        address: of an existing cluster (`auto`, or host:port); None starts a private instance.
+    """
+
+    def __init__(self, *, num_workers: int | None, address: str | None) -> None:
+        self._num_workers, self._address = num_workers, address
+
+    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+        """See `prep.engines.Engine`."""
+        ray = _import_ray()
+        self._init(ray)
+        try:
+            yield from self._run(ray, function, tasks)
+        finally:
+            ray.shutdown()
+
+    def _init(self, ray: Any) -> None:
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+        if self._address is None:
+            # A private instance on this machine needs no token file in the user's home folder.
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+            ray.init(address="local", num_cpus=self._num_workers, **quiet)
+            return
+        quiet.pop("include_dashboard")
+        try:
+            ray.init(address=self._address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f'no Ray cluster answers at "{self._address}": {reason}',
+                hint="start one with `ray start --head`, or leave --address out to use this machine",
+            ) from None
+
+    def _run(self, ray: Any, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+        # max_retries covers lost workers and nodes; what the function itself raises is a bug and is not tried again.
+        remote = ray.remote(function).options(num_cpus=1, max_retries=MAX_TRIES - 1, retry_exceptions=False)
+        waiting, pending = iter(tasks), dict[Any, T]()
+        while True:
+            for task in islice(waiting, max(0, self._window(ray) - len(pending))):
+                pending[remote.remote(task)] = task
+            if not pending:
+                return
+            ready, _ = ray.wait(list(pending), timeout=TICK_S)
+            if not ready:
+                yield None
+            for reference in ready:
+                task = pending.pop(reference)
+                try:
+                    yield Outcome(task, ray.get(reference))
+                except ray.exceptions.RayTaskError as error:
+                    raise error.as_instanceof_cause() from None
+                except ray.exceptions.RayError as error:
+                    yield Outcome(task, None, lost=_first_line(error))
+
+    def _window(self, ray: Any) -> int:
+        if self._address is not None and self._num_workers is not None:
+            return self._num_workers
+        return _MAX_PENDING_PER_CPU * max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _import_ray() -> Any:
+    # Read when Ray is imported: no usage statistics, no accelerator warnings.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError:
+        raise UserError(
+            "Ray is not installed", hint="install clipmill[prep], or use --engine processes"
+        ) from None
+    return ray

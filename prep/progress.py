@@ -1,0 +1,85 @@
+"""Progress of a run: a bar on a terminal, a plain line now and then elsewhere. Always on standard error."""
+
+import sys
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+_PLAIN_INTERVAL_S = 10.0
+
+
+class ChunkProgress:
+    """Chunks done, chunks per second, times real time, failures by code and time left.
+
+    Args:
+        num_chunks: that the run will make.
+        chunk_s: seconds of video in a chunk.
+    """
+
+    def __init__(self, *, num_chunks: int, chunk_s: float) -> None:
+        self._num_chunks, self._chunk_s = num_chunks, chunk_s
+        self._failures: Counter[str] = Counter()
+        self._begin_s = self._line_s = time.monotonic()
+        self._done = 0
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            columns = (TextColumn("chunks"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[rates]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar_task = self._bar.add_task("", total=num_chunks, rates="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def fail(self, code: str) -> None:
+        """Counts a failure."""
+        self._failures[code] += 1
+
+    def show(self, num_done: int) -> None:
+        """Shows that `num_done` chunks are done, those of running shards included."""
+        self._done = max(self._done, min(num_done, self._num_chunks))
+        if self._bar is not None:
+            self._bar.update(self._bar_task, completed=self._done, rates=self._rates())
+        elif (now_s := time.monotonic()) - self._line_s >= _PLAIN_INTERVAL_S:
+            self._line_s = now_s
+            print(f"chunks {self._done}/{self._num_chunks} {self._rates()}", file=sys.stderr, flush=True)
+
+    def _rates(self) -> str:
+        elapsed_s = time.monotonic() - self._begin_s
+        rate = self._done / elapsed_s if elapsed_s > 0 else 0.0
+        parts = [f"{rate:.2f} chunks/s", f"{rate * self._chunk_s:.1f}x real time"]
+        if rate > 0:
+            parts.append(f"{_clock((self._num_chunks - self._done) / rate)} left")
+        parts += [f"{count} x {code}" for code, count in sorted(self._failures.items())]
+        return ", ".join(parts)
+
+
+class ProbeProgress:
+    """Progress of probing, shown only when it takes long."""
+
+    def __init__(self) -> None:
+        self._line_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._line_s >= _PLAIN_INTERVAL_S / 5:
+            self._line_s = now_s
+            end = "\r" if sys.stderr.isatty() else "\n"
+            print(f"probing sources {done}/{total}", file=sys.stderr, end=end, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,174 @@
+"""Making one shard of the `video` column: what a worker does, on whichever machine and through whichever engine.
+
+Spans whose encoder pass is unchanged are taken from the bytes of the old shard; the others are encoded. Every chunk, new or
+taken over, is read back and compared with the plan before it goes into the tar. A span that fails is named in the commit and
+does not hold up the others.
+"""
+
+import errno
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.keys import chunk_key
+from prep.captions import captions_of
+from prep.failures import FailureCode, SourceFailure
+from prep.ffmpeg import Ffmpeg, find_ffmpeg
+from prep.heartbeat import Heartbeat
+from prep.plan import SpanPlan
+from prep.recipe import ResolvedRecipe
+from prep.reuse import OldChunks
+from prep.sample import start_ms, video_sample
+from prep.scratch import scratch_folder
+from prep.span_task import make_span
+from shards.commits import Commit, Failure, write_commit
+from shards.format import VIDEO_FIELDS
+from shards.writer import ShardWriter
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Everything that a worker needs to know; paths and small values only.
+
+    Attributes:
+        old_commit: what the shard held before, for its unchanged chunks.
+        captions_file: the manifest's table, or None when no video has captions.
+    """
+
+    variant_dir: Path
+    shard_id: int
+    split: str
+    plan_fingerprint: str
+    recipe: ResolvedRecipe
+    spans: tuple[SpanPlan, ...]
+    old_commit: Commit | None
+    captions_file: Path | None
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """What became of a shard.
+
+    Attributes:
+        num_chunks: in the committed shard.
+        num_reused: of these, taken over without encoding.
+        num_bytes: of the tar.
+        failures: as in the commit.
+        stopped_by: why nothing was committed, or None.
+        encoded_s: seconds of video that were encoded.
+        cpu_s: user and system seconds spent, the encoder's included.
+    """
+
+    shard_id: int
+    num_chunks: int = 0
+    num_reused: int = 0
+    num_bytes: int = 0
+    failures: tuple[Failure, ...] = ()
+    stopped_by: Failure | None = None
+    encoded_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+def make_shard(task: ShardTask) -> ShardResult:
+    """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes under the same names."""
+    ffmpeg = find_ffmpeg()
+    if ffmpeg.version != task.recipe.ffmpeg:
+        message = f"this node has ffmpeg {ffmpeg.version}, the plan was made with {task.recipe.ffmpeg}"
+        return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
+    try:
+        with scratch_folder() as scratch:
+            return _make(task, ffmpeg=ffmpeg, scratch=scratch)
+    except OSError as error:
+        code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
+        where = f": {error.filename}" if error.filename else ""
+        return stopped(task, code, f"{error.strerror or error}{where}")
+    except MemoryError:
+        return stopped(task, FailureCode.OUT_OF_MEMORY, "the worker has no memory left")
+
+
+def stopped(task: ShardTask, code: FailureCode, message: str) -> ShardResult:
+    """The result of a shard of which nothing was committed."""
+    failure = Failure(video_id=task.spans[0].video_id, key=None, code=str(code), message=message)
+    return ShardResult(task.shard_id, stopped_by=failure)
+
+
+def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
+    begin_cpu_s = _cpu_s()
+    settings = task.recipe.settings
+    captions = None
+    if task.captions_file is not None:
+        captions = captions_of(task.captions_file, [plan.video_id for plan in task.spans])
+    extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
+    old = OldChunks(
+        task.variant_dir, task.old_commit, wanted={plan.fingerprint for plan in task.spans}, folder=scratch
+    )
+    content = hashlib.sha256(task.plan_fingerprint.encode())
+    failures: list[Failure] = []
+    num_reused, encoded_s, files = 0, 0.0, None
+    writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=extensions, fields=VIDEO_FIELDS)
+    beat = Heartbeat(
+        task.variant_dir, task.shard_id, num_chunks=sum(len(plan.span.chunk_frames) for plan in task.spans)
+    )
+    with beat, writer:
+        for plan in task.spans:
+            done = writer.num_samples
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                try:
+                    chunks = old.span(plan, recipe=task.recipe)
+                    is_reused = chunks is not None
+                    if chunks is None:
+                        chunks = make_span(
+                            plan,
+                            recipe=task.recipe,
+                            program=ffmpeg.path,
+                            folder=Path(folder),
+                            on_frames=lambda frames, done=done: beat.show(done + frames // settings.chunk_frames),
+                        )
+                except SourceFailure as failure:
+                    key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=settings.fps_exact))
+                    failures.append(Failure(plan.video_id, key, str(failure.code), failure.message))
+                    content.update(f" {key} failed".encode())
+                    continue
+                for number, chunk in enumerate(chunks):
+                    sample = video_sample(
+                        chunk,
+                        plan=plan,
+                        number=number,
+                        span_chunks=len(chunks),
+                        split=task.split,
+                        recipe=settings,
+                        captions=None if captions is None else captions.get(plan.video_id, []),
+                    )
+                    writer.add(sample)
+                if is_reused:
+                    num_reused += len(chunks)
+                else:
+                    encoded_s += float(sum(chunk.facts.num_frames for chunk in chunks) / settings.fps_exact)
+        num_chunks = writer.num_samples
+        if num_chunks:
+            files = writer.publish(content.hexdigest())
+    commit = Commit(
+        column="video",
+        shard_id=task.shard_id,
+        split=task.split,
+        plan_fingerprint=task.plan_fingerprint,
+        files=files,
+        failures=tuple(failures),
+    )
+    write_commit(task.variant_dir, commit)
+    return ShardResult(
+        task.shard_id,
+        num_chunks=num_chunks,
+        num_reused=num_reused,
+        num_bytes=files.tar_bytes if files else 0,
+        failures=commit.failures,
+        encoded_s=encoded_s,
+        cpu_s=_cpu_s() - begin_cpu_s,
+    )
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
