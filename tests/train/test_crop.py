@@ -9,8 +9,8 @@ from train.data.crop import Rectangle, centre_square, crop_and_resize, random_re
 def test_random_rectangles_lie_inside_and_follow_their_seed(width: int, height: int) -> None:
     for seed in range(200):
         one = random_resized_rectangle(width, height, min_area=0.3, rng=np.random.default_rng(seed))
-        assert 0 <= one.left and one.left + one.width <= width and one.width > 0
-        assert 0 <= one.top and one.top + one.height <= height and one.height > 0
+        assert one.left >= 0 and one.left + one.width <= width and one.width > 0
+        assert one.top >= 0 and one.top + one.height <= height and one.height > 0
         assert one == random_resized_rectangle(width, height, min_area=0.3, rng=np.random.default_rng(seed))
 
 

@@ -3,7 +3,6 @@
 Shape suffixes: B batch, L tokens, D width, H heads, K width of a head.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -41,21 +40,35 @@ class SelfAttention(nn.Module):
         return projected
 
 
+class Mlp(nn.Module):
+    """Two linear layers with GELU between them, four times wider inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width)
+        self.c_proj = nn.Linear(4 * width, width)
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        x_BLD = self.c_proj(nn.functional.gelu(self.c_fc(x_BLD)))
+        return x_BLD
+
+
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each behind a layer norm and a residual."""
+    """Attention and an MLP, each behind a layer norm and a residual."""
 
     def __init__(self, size: TransformerSize, *, attend: Attend) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(size.width)
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
         self.ln_2 = nn.LayerNorm(size.width)
-        self.mlp = nn.Sequential(
-            OrderedDict(
-                c_fc=nn.Linear(size.width, 4 * size.width),
-                gelu=nn.GELU(),
-                c_proj=nn.Linear(4 * size.width, size.width),
-            )
-        )
+        self.mlp = Mlp(size.width)
+        # CLIP's initialisation: residual branches shrink with the depth.
+        into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
+        nn.init.normal_(self.attn.in_proj_weight, std=size.width**-0.5)
+        nn.init.normal_(self.attn.out_proj.weight, std=into_residual)
+        nn.init.zeros_(self.attn.out_proj.bias)
+        nn.init.normal_(self.mlp.c_fc.weight, std=(2 * size.width) ** -0.5)
+        nn.init.normal_(self.mlp.c_proj.weight, std=into_residual)
 
     def forward(self, x_BLD: torch.Tensor, *, causal: bool) -> torch.Tensor:
         x_BLD = x_BLD + self.attn(self.ln_1(x_BLD), causal=causal)
@@ -68,17 +81,6 @@ class Transformer(nn.Module):
     def __init__(self, size: TransformerSize, *, attend: Attend) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(Block(size, attend=attend) for _ in range(size.depth))
-        self._init_weights(size)
-
-    def _init_weights(self, size: TransformerSize) -> None:
-        # CLIP's initialisation: residual branches shrink with the depth.
-        into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
-        for block in self.resblocks:
-            nn.init.normal_(block.attn.in_proj_weight, std=size.width**-0.5)
-            nn.init.normal_(block.attn.out_proj.weight, std=into_residual)
-            nn.init.zeros_(block.attn.out_proj.bias)
-            nn.init.normal_(block.mlp.c_fc.weight, std=(2 * size.width) ** -0.5)
-            nn.init.normal_(block.mlp.c_proj.weight, std=into_residual)
 
     def forward(self, x_BLD: torch.Tensor, *, causal: bool = False) -> torch.Tensor:
         for block in self.resblocks:

@@ -1,0 +1,99 @@
+"""The command line of training. What the commands do is imported when one of them runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from manifests.errors import FailedWork, UserError, run_command
+from train.settings import DualEncoderSettings, add_files
+
+app = App(
+    name="train",
+    help="Trains video-language models from the shards that prep made.",
+    exit_on_error=False,
+    print_error=False,
+    result_action="return_value",
+    config=add_files,
+)
+evaluate = App(name="eval", help="Scores a trained run.")
+app.command(evaluate)
+
+
+@app.command
+def dual_encoder(
+    settings: DualEncoderSettings = DualEncoderSettings(),  # noqa: B008 - frozen
+    *,
+    preset: Annotated[str | None, Parameter(group="Where")] = None,
+    config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
+    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+) -> None:
+    """Trains a video tower and a text tower to meet (InfoNCE).
+
+    Example:
+
+        train dual-encoder --shards data --preset tiny --steps 200 --out runs/first
+
+    Parameters
+    ----------
+    preset
+        Settings by name; flags and --config go before them.
+    config
+        YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
+    resume
+        Go on with the run in --out from its latest checkpoint.
+    """
+    from train.commands import train_dual_encoder
+
+    train_dual_encoder(settings, resume=resume)
+
+
+@evaluate.command
+def retrieval(
+    run: Path,
+    *,
+    shards: Path | None = None,
+    split: str = "val",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Text-video retrieval of a run: R@1, R@5, R@10 and median rank, both ways, beside chance.
+
+    Example:
+
+        train eval retrieval runs/first --shards data
+
+    Parameters
+    ----------
+    run
+        Folder that train dual-encoder --out made.
+    shards
+        Data folder; as in training when left out.
+    split
+        Split to score.
+    as_json
+        Print one JSON object.
+    """
+    from train.commands import evaluate_retrieval
+    from train.report import describe_retrieval
+
+    result, num_failed = evaluate_retrieval(run, shards=shards, split=split)
+    if as_json:
+        print(json.dumps({name: value for name, value in result.items() if name != "examples"}))
+    else:
+        print(describe_retrieval(result))
+    if num_failed:
+        raise FailedWork(f"{num_failed} samples could not be decoded; see `failed` in {run}/evaluations")
+
+
+def main() -> None:
+    """Entry point of the `train` program."""
+    run_command(_call)
+
+
+def _call() -> None:
+    try:
+        app()
+    except CycloptsError as error:
+        message = " ".join(str(error).split())
+        raise UserError(message[:1].lower() + message[1:], hint="see train --help, or --help after a command") from None

@@ -1,0 +1,117 @@
+"""What the commands of `train` do, once their flags are read."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import FailedWork, UserError
+from manifests.publish import publish_json
+from train.checkpoint import latest_checkpoint, load_checkpoint
+from train.data.loader import evaluation_batches
+from train.data.video_captions import VideoCaptions
+from train.evaluation.embeddings import Embeddings, embed_all
+from train.evaluation.examples import retrieval_examples
+from train.evaluation.retrieval import distinct_texts, score_retrieval
+from train.loop import check_batch, loader_settings, train
+from train.models.attention import open_attention
+from train.progress import Progress
+from train.report import write_page
+from train.run_folder import create_run, open_run, reopen_run
+from train.settings import DualEncoderSettings, load_settings
+from train.surroundings import machine, versions
+from train.tasks.dual_encoder import DualEncoderTask
+
+
+def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
+    """Trains a dual encoder and writes the run's results page."""
+    device = choose_device(settings.device)
+    door = open_attention(settings.attention, device_type=device.type)
+    progress = Progress()
+    progress.say(f"attention: {door.name} ({door.reason})")
+    task = DualEncoderTask(settings, door=door)
+    # Opened before the run's folder is made: a mistake in --shards leaves nothing behind.
+    samples = task.training_set()
+    check_batch(settings, samples)
+    run = reopen_run(settings) if resume else create_run(settings)
+    progress.say(f"data: {samples.describe()}; {samples.variant_name}")
+    facts = {
+        "task": task.name,
+        "attention": f"{door.name} ({door.reason})",
+        "data": samples.describe(),
+        "variant": samples.variant_name,
+        "machine": machine(device),
+        "versions": versions(),
+    }
+    publish_json(run.facts, facts)
+    train(task, samples, settings, run=run, device=device, progress=progress)
+    write_page(run)
+    progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}")
+
+
+def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tuple[dict[str, Any], int]:
+    """Scores a run's latest checkpoint by retrieval and adds the result to its page.
+
+    Returns:
+        The result as plain values, and the number of samples that failed.
+    """
+    run = open_run(run_path)
+    settings = load_settings(run.settings, DualEncoderSettings)
+    if shards is not None:
+        settings = replace(settings, shards=shards)
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    device = choose_device(settings.device)
+    task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type))
+    samples = task.samples(split)
+    checkpoint = load_checkpoint(path, device=device)
+    model = task.build_model().to(device)
+    try:
+        model.load_state_dict(checkpoint.model)
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
+            hint="were settings changed by hand? put back what the run was trained with",
+        ) from error
+    found = embed_all(model, evaluation_batches(samples, loader_settings(settings)), device=device)
+    if not len(found.samples):
+        raise FailedWork(f"none of {len(samples)} samples could be decoded; the first: {found.failed[0].detail}")
+    result = _retrieval_result(found, samples, settings, step=checkpoint.step)
+    run.write_evaluation(f"retrieval-{split}", result)
+    write_page(run)
+    return result, len(found.failed)
+
+
+def _retrieval_result(
+    found: Embeddings, samples: VideoCaptions, settings: DualEncoderSettings, *, step: int
+) -> dict[str, Any]:
+    first_rows, text_of_clip = distinct_texts(found.tokens)
+    similarity = found.video @ found.text[first_rows].T
+    return {
+        "evaluation": "retrieval",
+        "split": samples.split,
+        "step": step,
+        "data": samples.describe(),
+        "variant": samples.variant_name,
+        "clip": f"{settings.num_frames} frames at the centres of equal segments, centre square, {settings.size_px} px",
+        **score_retrieval(similarity, text_of_clip).as_json(),
+        "failed": [failure.as_json() for failure in found.failed],
+        "examples": retrieval_examples(
+            samples, found.samples, similarity_NM=similarity, first_rows=first_rows, text_of_clip=text_of_clip
+        ),
+    }
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`.
+
+    Raises:
+        UserError: cuda was asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("torch finds no CUDA device (asked for by --device cuda)", hint="use --device cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

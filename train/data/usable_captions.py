@@ -1,0 +1,92 @@
+"""Which captions can be shown: those whose whole span lies in chunks that exist. Arrays in, arrays out."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.chunk_table import ChunkTable
+from train.data.clips import START_ROUNDING_US, US_PER_S
+
+Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing"]
+
+
+@dataclass(frozen=True)
+class UsableCaptions:
+    """The captions that can be shown; one entry of each array a caption.
+
+    Attributes:
+        caption: place in the arrays that were given.
+        begin_us, end_us: the span to show.
+        first_chunk, last_chunk: the chunks that hold it, places in the chunk table.
+        num_unusable: captions that cannot be shown, by reason.
+        num_shortened: captions that end after the last chunk of their video and are shown up to its end.
+    """
+
+    caption: NDArray[np.int64]
+    begin_us: NDArray[np.int64]
+    end_us: NDArray[np.int64]
+    first_chunk: NDArray[np.int64]
+    last_chunk: NDArray[np.int64]
+    num_unusable: dict[Unusable, int]
+    num_shortened: int
+
+
+def usable_captions(
+    *,
+    video_row: NDArray[np.int64],
+    begin_s: NDArray[np.float64],
+    end_s: NDArray[np.float64],
+    chunks: ChunkTable,
+) -> UsableCaptions:
+    """Finds the span and the chunks of each caption; `end_s` may be inf, for the end of the video."""
+    left = np.arange(len(video_row))
+    num_unusable: dict[Unusable, int] = {}
+
+    def drop(reason: Unusable, bad: NDArray[np.bool_]) -> NDArray[np.int64]:
+        if bad.any():
+            num_unusable[reason] = int(bad.sum())
+        return left[~bad]
+
+    # Negated, so that NaN counts as empty.
+    left = drop("empty_span", ~(end_s > begin_s) | ~np.isfinite(begin_s))
+    last_of_video = chunks.last_of(video_row)
+    if len(chunks):
+        has_chunks = (last_of_video >= 0) & (chunks.video_row[last_of_video] == video_row)
+    else:
+        has_chunks = np.zeros(len(video_row), dtype=bool)
+    left = drop("video_without_chunks", ~has_chunks[left])
+
+    begin_us = np.rint(begin_s[left] * US_PER_S).astype(np.int64)
+    video_end_us = chunks.end_us[last_of_video[left]]
+    wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, np.rint(end_s[left] * US_PER_S)).astype(np.int64)
+    # Two times within one microsecond round to the same: the span is then that microsecond.
+    wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
+    after_the_end = begin_us >= video_end_us
+    left = drop("begins_after_the_last_chunk", after_the_end)
+    begin_us, wanted_end_us, video_end_us = (array[~after_the_end] for array in (begin_us, wanted_end_us, video_end_us))
+    end_us = np.minimum(wanted_end_us, video_end_us)
+
+    first = chunks.last_started(video_row[left], begin_us // 1000)
+    last = chunks.last_started(video_row[left], (end_us - 1) // 1000)
+    num_gaps = np.cumsum(chunks.gaps)
+    is_missing = (
+        (first < 0)
+        | (chunks.video_row[first] != video_row[left])
+        | (num_gaps[first] != num_gaps[last])
+        | (end_us > chunks.end_us[last] + START_ROUNDING_US)
+        | (begin_us >= chunks.end_us[first] + START_ROUNDING_US)
+    )
+    left = drop("chunk_missing", is_missing)
+    kept = ~is_missing
+    one_frame_us = US_PER_S * chunks.fps_den[last] // np.maximum(chunks.fps_num[last], 1)
+    return UsableCaptions(
+        caption=left,
+        begin_us=begin_us[kept],
+        end_us=end_us[kept],
+        first_chunk=first[kept],
+        last_chunk=last[kept],
+        num_unusable=num_unusable,
+        num_shortened=int((wanted_end_us - end_us > one_frame_us)[kept].sum()),
+    )

@@ -1,0 +1,84 @@
+"""A few queries of a retrieval with the clips that were found, as pictures for the results page."""
+
+import base64
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.failures import SampleFailed
+from train.data.video_captions import VideoCaptions
+from train.evaluation.retrieval import ranks
+
+_NUM_QUERIES = 6
+_NUM_FOUND = 4
+
+
+def retrieval_examples(
+    samples: VideoCaptions,
+    sample_of_clip: NDArray[np.int64],
+    *,
+    similarity_NM: NDArray[np.float32],
+    first_rows: NDArray[np.int64],
+    text_of_clip: NDArray[np.int64],
+) -> list[dict[str, Any]]:
+    """Queries spread evenly over the texts, whatever their rank, each with the clips that score best.
+
+    Args:
+        sample_of_clip: number of each of the N clips in `samples`.
+        similarity_NM: of N clips with M texts.
+        first_rows: for each text a clip that has it.
+        text_of_clip: for each clip its text.
+    """
+    num_texts = similarity_NM.shape[1]
+    rank_M = ranks(similarity_NM.T, (text_of_clip[:, None] == np.arange(num_texts)).T)
+    examples = []
+    for text in np.unique(np.linspace(0, num_texts - 1, _NUM_QUERIES).round().astype(int)):
+        best = np.argsort(-similarity_NM[:, text], kind="stable")[:_NUM_FOUND]
+        examples.append(
+            {
+                "text": samples.text(int(sample_of_clip[first_rows[text]])),
+                "rank": int(rank_M[text]),
+                "found": [
+                    _found(
+                        samples,
+                        int(sample_of_clip[clip]),
+                        score=float(similarity_NM[clip, text]),
+                        is_right=bool(text_of_clip[clip] == text),
+                    )
+                    for clip in best
+                ],
+            }
+        )
+    return examples
+
+
+def _found(samples: VideoCaptions, sample: int, *, score: float, is_right: bool) -> dict[str, Any]:
+    begin_s, end_s = samples.span_s(sample)
+    try:
+        frames = samples.load(sample, position=sample, rng=None)["video"].numpy()
+    except SampleFailed:  # it could be decoded a moment ago; the page then goes without its pictures
+        frames = np.empty((0, 1, 1, 3), np.uint8)
+    return {
+        "key": samples.key(sample),
+        "begin_s": begin_s,
+        "end_s": end_s,
+        "text": samples.text(sample),
+        "score": score,
+        "is_right": is_right,
+        "frames": [jpeg_uri(frame) for frame in frames],
+    }
+
+
+def jpeg_uri(frame: NDArray[np.uint8]) -> str:
+    """A picture (uint8 RGB [H, W, 3]) as a data URI."""
+    import av
+
+    encoder = av.CodecContext.create("mjpeg", "w")
+    encoder.height, encoder.width = frame.shape[:2]
+    encoder.pix_fmt = "yuvj420p"
+    encoder.time_base = 1  # type: ignore[assignment]
+    encoder.options = {"qscale": "3"}
+    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24").reformat(format="yuvj420p")
+    packets = [*encoder.encode(picture), *encoder.encode(None)]
+    return "data:image/jpeg;base64," + base64.b64encode(b"".join(bytes(packet) for packet in packets)).decode()

@@ -1,0 +1,108 @@
+"""Text-video retrieval: R@1, R@5, R@10 and median rank, in both directions.
+
+Several clips may have the same caption ("a red circle moves to the left"), and then any of them is right. Captions
+whose tokens are equal are one text. The protocol:
+
+    text to video   query: each distinct text; gallery: all clips; right: every clip that has this text
+    video to text   query: each clip; gallery: the distinct texts; right: the clip's own text
+
+The rank of a query is 1 + the number of wrong items that score at least as high as its best right item, so a model
+that scores everything alike gets the worst ranks and not the best.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RECALL_AT = (1, 5, 10)
+
+PROTOCOL = (
+    "text to video: each distinct text among all clips, any clip with that text is right; "
+    "video to text: each clip among the distinct texts; ties count against the model"
+)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Result of one direction; recalls and chances are shares in [0, 1], by k."""
+
+    num_queries: int
+    gallery_size: int
+    recall: dict[int, float]
+    chance: dict[int, float]
+    median_rank: float
+    chance_median_rank: float
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Result of both directions, with the ranks of single queries for the results page."""
+
+    text_to_video: Direction
+    video_to_text: Direction
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"protocol": PROTOCOL, **asdict(self)}
+
+
+def score_retrieval(similarity_NM: NDArray[np.float32], text_of_clip_N: NDArray[np.int64]) -> Retrieval:
+    """Scores similarities of N clips with M distinct texts.
+
+    Args:
+        text_of_clip_N: for each clip its text, a column of the similarities.
+    """
+    is_right_NM = text_of_clip_N[:, None] == np.arange(similarity_NM.shape[1])
+    return Retrieval(
+        text_to_video=_direction(similarity_NM.T, is_right_NM.T),
+        video_to_text=_direction(similarity_NM, is_right_NM),
+    )
+
+
+def ranks(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Rank (1 is best) of the best right item of each query, among that item and all wrong ones; int64 [Q]."""
+    best_right_Q = np.where(is_right_QG, similarity_QG, -np.inf).max(axis=1)
+    # Negated, so that a NaN counts as ahead.
+    ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
+    return 1 + ahead_QG.sum(axis=1)
+
+
+def _direction(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_]) -> Direction:
+    rank_Q = ranks(similarity_QG, is_right_QG)
+    num_queries, gallery_size = similarity_QG.shape
+    num_right = is_right_QG.sum(axis=1)
+    return Direction(
+        num_queries=num_queries,
+        gallery_size=gallery_size,
+        recall={k: float((rank_Q <= k).mean()) for k in RECALL_AT},
+        chance={k: float(np.mean([chance(gallery_size, int(right), k) for right in num_right])) for k in RECALL_AT},
+        median_rank=float(np.median(rank_Q)),
+        chance_median_rank=_chance_median_rank(gallery_size, num_right),
+    )
+
+
+def chance(gallery_size: int, num_right: int, k: int) -> float:
+    """Probability that a random ranking has a right item among its first k: 1 - C(G - R, k) / C(G, k)."""
+    if k >= gallery_size:
+        return 1.0
+    return 1.0 - math.comb(gallery_size - num_right, k) / math.comb(gallery_size, k)
+
+
+def _chance_median_rank(gallery_size: int, num_right: NDArray[np.int64]) -> float:
+    """The smallest k that a random ranking reaches for half of the queries."""
+    for k in range(1, gallery_size + 1):
+        if np.mean([chance(gallery_size, int(right), k) for right in num_right]) >= 0.5:
+            return float(k)
+    return float(gallery_size)
+
+
+def distinct_texts(tokens_NL: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(rows of the first caption of each distinct text [M], text of each caption [N]), texts in order of appearance."""
+    _, first, text_of = np.unique(tokens_NL, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    new_number = np.empty_like(order)
+    new_number[order] = np.arange(len(order))
+    return first[order], new_number[text_of.reshape(-1)]

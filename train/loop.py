@@ -1,0 +1,206 @@
+"""The one training loop. What is trained is the task's business (train.tasks)."""
+
+import math
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import FailedWork, UserError
+from manifests.publish import publish_json
+from train.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    restore_rng,
+    rng_states,
+    save_checkpoint,
+)
+from train.data.batch import Batch, to_device
+from train.data.failures import FailedSample, TooManyFailures
+from train.data.loader import LoadedBatch, LoaderSettings, SampleSet, training_batches
+from train.optimizer import learning_rate, make_optimizer
+from train.progress import Progress
+from train.run_folder import RunFolder, append_lines, keep_lines
+from train.settings import TrainingSettings
+from train.tasks import Task
+
+
+@dataclass
+class _State:
+    """What changes from step to step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    position: int = 0
+    num_failed: int = 0
+
+
+def train(
+    task: Task,
+    samples: SampleSet,
+    settings: TrainingSettings,
+    *,
+    run: RunFolder,
+    device: torch.device,
+    progress: Progress,
+) -> nn.Module:
+    """Trains until `settings.steps`, from the latest checkpoint of `run` where there is one.
+
+    Killed at any moment and called again, it ends with the weights of an undisturbed run (bit by bit on a CPU).
+
+    Returns:
+        The trained model.
+
+    Raises:
+        FailedWork: the loss is not finite, or too many samples failed.
+        UserError: the checkpoint does not fit, or a batch is larger than the set of samples.
+    """
+    check_batch(settings, samples)
+    state = _begin(task, samples, settings, run=run, device=device)
+    left_to_fail = settings.max_failures - state.num_failed
+    batches = training_batches(samples, loader_settings(settings), position=state.position, max_failures=left_to_fail)
+    state.model.train()
+    progress.begin(state.step, settings.steps)
+    try:
+        while state.step < settings.steps:
+            line = _one_step(task, state, batches, settings, run=run, device=device)
+            line["epoch"] = state.position / len(samples)
+            append_lines(run.metrics, [line])
+            progress.show(line)
+            if state.step % settings.checkpoint_every == 0 or state.step == settings.steps:
+                _save(task, state, samples, run=run, device=device)
+    finally:
+        # Ends the loader's threads, whatever happened.
+        batches.close()
+        progress.end()
+    return state.model
+
+
+def check_batch(settings: TrainingSettings, samples: SampleSet) -> None:
+    """Raises a UserError where a batch would hold a sample twice."""
+    if settings.batch > len(samples):
+        raise UserError(
+            f"--batch is {settings.batch}, and there are {len(samples)} samples to train on",
+            hint="use a smaller --batch, or more data",
+        )
+
+
+def loader_settings(settings: TrainingSettings) -> LoaderSettings:
+    """The part of the settings that the loader needs."""
+    return LoaderSettings(
+        batch=settings.batch,
+        num_threads=settings.workers,
+        num_ahead=settings.batch * settings.batches_ahead,
+        seed=settings.seed,
+    )
+
+
+def _begin(
+    task: Task, samples: SampleSet, settings: TrainingSettings, *, run: RunFolder, device: torch.device
+) -> _State:
+    torch.manual_seed(settings.seed)
+    model = task.build_model().to(device)
+    state = _State(model, make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay))
+    path = latest_checkpoint(run.checkpoints)
+    if path is not None:
+        saved = load_checkpoint(path, device=device)
+        if saved.task != task.name or saved.samples != samples.fingerprint:
+            raise UserError(
+                f"{path} was trained on other samples than those of {settings.shards}: its place in them is lost",
+                hint="resume with the data that the run began with, or begin a new run with another --out",
+            )
+        model.load_state_dict(saved.model)
+        state.optimizer.load_state_dict(saved.optimizer)
+        restore_rng(saved.rng, device)
+        state.step, state.position = saved.step, saved.position
+    keep_lines(run.metrics, lambda line: line["step"] <= state.step)
+    state.num_failed = len(keep_lines(run.failures, lambda line: line["position"] < state.position))
+    return state
+
+
+def _one_step(
+    task: Task,
+    state: _State,
+    batches: Generator[LoadedBatch, None, None],
+    settings: TrainingSettings,
+    *,
+    run: RunFolder,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Takes one step and returns its line of metrics.jsonl."""
+    began = time.perf_counter()
+    loaded = _next_batch(batches, state, settings, run=run)
+    waited_s = time.perf_counter() - began
+    batch = to_device(loaded.batch, device)
+    step = state.step + 1
+    lr = learning_rate(step, peak=settings.lr, warmup_steps=settings.warmup_steps, num_steps=settings.steps)
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    state.optimizer.zero_grad(set_to_none=True)
+    loss, numbers = task.loss(state.model, batch)
+    if not math.isfinite(loss.item()):
+        _stop_at(loss.item(), step, batch, run=run)
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(state.model.parameters(), settings.max_grad_norm)
+    state.optimizer.step()
+    task.after_step(state.model)
+    state.step, state.position = step, loaded.next_position
+    step_s = time.perf_counter() - began
+    return {
+        "step": step,
+        "loss": loss.item(),
+        "lr": lr,
+        "grad_norm": grad_norm.item(),
+        **numbers,
+        "samples_per_s": settings.batch / step_s,
+        "step_s": step_s,
+        "data_wait_s": waited_s,
+        "num_failed": state.num_failed,
+    }
+
+
+def _next_batch(
+    batches: Generator[LoadedBatch, None, None], state: _State, settings: TrainingSettings, *, run: RunFolder
+) -> LoadedBatch:
+    try:
+        loaded = next(batches)
+    except TooManyFailures as error:
+        _record(error.failed, state, run=run)
+        raise FailedWork(
+            f"{state.num_failed} samples failed, more than --max-failures {settings.max_failures}; "
+            f"the last one: {error}; all are listed in {run.failures}"
+        ) from error
+    _record(loaded.failed, state, run=run)
+    return loaded
+
+
+def _record(failed: tuple[FailedSample, ...], state: _State, *, run: RunFolder) -> None:
+    state.num_failed += len(failed)
+    append_lines(run.failures, [failure.as_json() for failure in failed])
+
+
+def _stop_at(loss: float, step: int, batch: Batch, *, run: RunFolder) -> None:
+    path = run.path / "bad_batch.json"
+    caption_ids = batch["caption_id"].tolist()
+    publish_json(path, {"step": step, "loss": str(loss), "keys": batch["key"], "caption_ids": caption_ids})
+    raise FailedWork(f"the loss is {loss} at step {step}; the keys of its batch are in {path}")
+
+
+def _save(task: Task, state: _State, samples: SampleSet, *, run: RunFolder, device: torch.device) -> None:
+    save_checkpoint(
+        run.checkpoints,
+        Checkpoint(
+            task=task.name,
+            step=state.step,
+            position=state.position,
+            samples=samples.fingerprint,
+            model=state.model.state_dict(),
+            optimizer=state.optimizer.state_dict(),
+            rng=rng_states(device),
+        ),
+    )

@@ -1,0 +1,61 @@
+"""What a run says while it goes on: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """Shows the steps of a run on stdout."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: RichProgress | None = None
+        self._last_line = 0.0
+        self._num_steps = 0
+
+    def say(self, text: str) -> None:
+        """Prints a line as it is."""
+        self._console.print(text, markup=False)
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """Steps `step` + 1 to `num_steps` are to come."""
+        self._num_steps = num_steps
+        self._last_line = time.monotonic()
+        if self._console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = RichProgress(*columns, console=self._console)
+            self._bar.add_task("", total=num_steps, completed=step)
+            self._bar.start()
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Shows one line of metrics.jsonl; without a terminal the first, the last, and one every few seconds."""
+        text = describe(line)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=line["step"], description=text)
+            return
+        now = time.monotonic()
+        if line["step"] in (1, self._num_steps) or now - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self.say(f"step {line['step']}/{self._num_steps}  {text}")
+
+    def end(self) -> None:
+        """Leaves the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def describe(line: dict[str, Any]) -> str:
+    """The numbers that a person follows."""
+    text = (
+        f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {line['samples_per_s']:.1f} samples/s"
+        f"  data wait {line['data_wait_s'] / line['step_s']:.0%}"
+    )
+    return f"{text}  {line['num_failed']} failed" if line["num_failed"] else text

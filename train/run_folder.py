@@ -1,0 +1,132 @@
+"""The folder of a run and the files in it.
+
+    settings.yaml             the settings that took effect; loads back to an equal object
+    run.json                  machine, versions, data, model: what the results page tells of the run
+    metrics.jsonl             one object a step
+    failures.jsonl            one object for each sample that failed
+    checkpoints/step_*.pt     whole states (train.checkpoint)
+    evaluations/*.json        results of `train eval`
+    index.html                the results page
+
+The two .jsonl files grow by whole lines; resuming cuts off the lines that came after the checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from manifests.publish import publish_bytes, publish_json
+from train.settings import TrainingSettings, differences, load_settings, save_settings
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and small files of one run."""
+
+    path: Path
+
+    @property
+    def settings(self) -> Path:
+        return self.path / "settings.yaml"
+
+    @property
+    def facts(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def failures(self) -> Path:
+        return self.path / "failures.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def page(self) -> Path:
+        return self.path / "index.html"
+
+    def evaluation(self, name: str) -> Path:
+        """Result file of one evaluation."""
+        return self.path / "evaluations" / f"{name}.json"
+
+    def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
+        """Publishes the result of an evaluation."""
+        path = self.evaluation(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish_json(path, result)
+        return path
+
+
+def create_run(settings: TrainingSettings) -> RunFolder:
+    """Makes the folder of a new run.
+
+    Raises:
+        UserError: the folder is there already and not empty, or cannot be made.
+    """
+    run = RunFolder(settings.out)
+    try:
+        if run.path.exists() and any(run.path.iterdir()):
+            raise UserError(f"{run.path} exists already", hint="use --resume to go on with it, or another --out")
+        run.path.mkdir(parents=True, exist_ok=True)
+        save_settings(settings, run.settings)
+    except OSError as error:
+        raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
+    return run
+
+
+def reopen_run(settings: TrainingSettings) -> RunFolder:
+    """Opens the folder of a run to go on with it under `settings`.
+
+    Raises:
+        UserError: there is no run in it, or a setting that shapes the weights has changed.
+    """
+    run = open_run(settings.out)
+    old = load_settings(run.settings, type(settings))
+    if changed := differences(old, settings):
+        name = changed[0]
+        raise UserError(
+            f"--{name.replace('_', '-')} is {getattr(settings, name)}, the run in {run.path} has {getattr(old, name)}",
+            hint="leave it out to go on with the run, or begin a new one with another --out",
+        )
+    return run
+
+
+def open_run(path: Path) -> RunFolder:
+    """Opens the folder of a run to read it.
+
+    Raises:
+        UserError: there is no run in it.
+    """
+    run = RunFolder(path)
+    if not run.settings.is_file():
+        raise UserError(f"there is no run in {path}", hint="name the folder that train dual-encoder --out made")
+    return run
+
+
+def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
+    """Adds objects to a .jsonl file, one a line."""
+    lines = "".join(json.dumps(value) + "\n" for value in objects)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(lines)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a .jsonl file; a last line that a killed process left unfinished is passed over."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Drops the objects of a .jsonl file that do not belong, and returns the others."""
+    kept = [value for value in read_lines(path) if belongs(value)]
+    publish_bytes(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
+    return kept

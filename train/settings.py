@@ -1,0 +1,207 @@
+"""Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files.
+
+Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
+`--preset`, the default; with `--resume` the run's own settings stand in for files and preset. A run saves what
+took effect as RUN/settings.yaml, which loads back to an equal object.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from manifests.publish import publish_bytes
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+
+PRESETS_FOLDER = Path(__file__).parent / "presets"
+
+_WHERE = Parameter(group="Where")
+_CLIPS = Parameter(group="Clips")
+_TRAINING = Parameter(group="Training")
+_MACHINE = Parameter(group="Machine")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What the loop needs to know, whatever it trains."""
+
+    shards: Annotated[Path, _WHERE] = Path("data")
+    """Data folder that prep made."""
+    out: Annotated[Path, _WHERE] = Path("run")
+    """Folder of the run: settings, metrics, checkpoints, results page."""
+    split: Annotated[str, _WHERE] = "train"
+    """Split to train on."""
+
+    steps: Annotated[int, _TRAINING] = 10_000
+    """Optimizer steps."""
+    batch: Annotated[int, _TRAINING] = 64
+    """Samples of a step."""
+    lr: Annotated[float, _TRAINING] = 3e-4
+    """Highest learning rate, reached after the warm-up; it then falls to zero along a cosine."""
+    warmup_steps: Annotated[int, _TRAINING] = 500
+    """Steps over which the learning rate rises."""
+    weight_decay: Annotated[float, _TRAINING] = 0.1
+    """Decay of matrices (gains and biases have none)."""
+    max_grad_norm: Annotated[float, _TRAINING] = 1.0
+    """Longer gradients are shortened to this length."""
+    seed: Annotated[int, _TRAINING] = 0
+    """Of weights, order and crops."""
+    checkpoint_every: Annotated[int, _TRAINING] = 500
+    """Steps between checkpoints; the last step always makes one."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], _MACHINE] = "auto"
+    """Where the model runs."""
+    attention: Annotated[Literal["auto", "xformers", "sdpa"], _MACHINE] = "auto"
+    """Implementation of attention."""
+    workers: Annotated[int, _MACHINE] = 4
+    """Threads that decode."""
+    batches_ahead: Annotated[int, _MACHINE] = 2
+    """Batches that are decoded ahead."""
+    max_failures: Annotated[int, _MACHINE] = 100
+    """Samples that may fail before the run stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "checkpoint_every", "workers", "batches_ahead"):
+            _require(name, getattr(self, name), lambda value: value >= 1, "at least 1")
+        for name in ("seed", "warmup_steps", "max_failures", "weight_decay"):
+            _require(name, getattr(self, name), lambda value: value >= 0, "0 or more")
+        for name in ("lr", "max_grad_norm"):
+            _require(name, getattr(self, name), lambda value: value > 0, "more than 0")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DualEncoderSettings(TrainingSettings):
+    """Settings of `train dual-encoder`."""
+
+    num_frames: Annotated[int, _CLIPS] = 4
+    """Pictures of a clip."""
+    size_px: Annotated[int, _CLIPS] = 224
+    """Side of the square that a picture is resized to."""
+    min_crop_area: Annotated[float, _CLIPS] = 0.5
+    """Smallest part of a picture's area that a training crop keeps."""
+    model: Annotated[Literal["tiny", "s16", "b16"], _TRAINING] = "b16"
+    """Size of the towers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require("batch", self.batch, lambda value: value >= 2, "at least 2: a caption needs others to be told from")
+        _require("num_frames", self.num_frames, lambda value: value >= 1, "at least 1")
+        _require("min_crop_area", self.min_crop_area, lambda value: 0 < value <= 1, "more than 0 and at most 1")
+        _require("size_px", self.size_px, lambda value: value >= 16 and value % 16 == 0, "a multiple of 16, the patch")
+
+
+def _require(name: str, value: float, holds: Callable[[Any], bool], rule: str) -> None:
+    if not (math.isfinite(value) and holds(value)):
+        raise UserError(f"--{name.replace('_', '-')} is {value}", hint=f"it must be {rule}")
+
+
+Settings = TypeVar("Settings", bound=TrainingSettings)
+
+# What may differ when a run is resumed: it does not change the weights.
+FREE_ON_RESUME = frozenset(
+    {"shards", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures"}
+)
+
+
+def settings_yaml(settings: TrainingSettings) -> str:
+    """The settings as YAML, one key a field."""
+    import yaml
+
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def save_settings(settings: TrainingSettings, path: Path) -> None:
+    """Publishes the settings as a YAML file."""
+    publish_bytes(path, settings_yaml(settings).encode())
+
+
+def load_settings(path: Path, kind: type[Settings]) -> Settings:
+    """Reads a YAML file of settings through the parser that reads the command line.
+
+    Raises:
+        UserError: the file cannot be read, or has a key or value that `kind` does not know.
+    """
+    from cyclopts import App, CycloptsError
+
+    app = App(exit_on_error=False, print_error=False, result_action="return_value")
+
+    default = kind()
+
+    @app.default
+    def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
+        return settings
+
+    app.config = [yaml_source(path)]
+    try:
+        return app([])
+    except CycloptsError as error:
+        raise UserError(str(error).splitlines()[0], hint=f"mend {path}, or remove it") from error
+
+
+def yaml_source(path: Path) -> Any:
+    """A source of settings for cyclopts.
+
+    Raises:
+        UserError: there is no such file, or it is not a YAML mapping.
+    """
+    import yaml
+    from cyclopts.config import Dict
+
+    try:
+        values = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no settings", hint="one `key: value` a line, keys spelled as the flags")
+    # Keys may be spelled as the field or as the flag.
+    spelled = {str(key).replace("-", "_"): value for key, value in values.items()}
+    return Dict(spelled, source=str(path), use_commands_as_keys=False)
+
+
+def preset_path(name: str) -> Path:
+    """File of the preset `name`.
+
+    Raises:
+        UserError: there is no such preset; the hint lists those there are.
+    """
+    known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
+    return PRESETS_FOLDER / f"{name}.yaml"
+
+
+def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Fills in what no flag has set; cyclopts calls it for each command.
+
+    The values come from the `--config` files and the `--preset`, or, with `--resume`, from the run itself.
+    """
+    given = {argument.name: [token.value for token in argument.tokens] for argument in arguments}
+    if given.get("--resume"):
+        out = given["--out"][0] if given["--out"] else str(DualEncoderSettings.out)
+        saved = Path(out) / "settings.yaml"
+        # Where it is missing, opening the run says so.
+        sources = [saved] if saved.is_file() else []
+    else:
+        # A source fills only what is still empty: the strongest comes first.
+        sources = [Path(file) for file in reversed(given.get("--config", []))]
+        sources += [preset_path(name) for name in given.get("--preset", [])]
+    for source in sources:
+        yaml_source(source)(app, commands, arguments)
+
+
+def differences(old: TrainingSettings, new: TrainingSettings) -> list[str]:
+    """Names of the fields that differ and must not, for a run that is resumed."""
+    names = [field.name for field in fields(old) if field.name not in FREE_ON_RESUME]
+    return [name for name in names if getattr(old, name) != getattr(new, name)]

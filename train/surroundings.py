@@ -1,0 +1,37 @@
+"""What a run ran on: machine and versions, for the results page."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+_DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pyarrow", "numpy")
+
+
+def machine(device: torch.device) -> str:
+    """The processor, its cores, and the GPU where there is one."""
+    cores = len(os.sched_getaffinity(0))
+    text = f"{_processor()}, {cores} cores, {torch.get_num_threads()} torch threads"
+    return f"{text}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else text
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that shape a result."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
