@@ -62,7 +62,7 @@ demo: setup
 	$(BIN)/prep inspect --html demo/chunks.html --data demo/data
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny --out demo/run
 	$(BIN)/train eval retrieval demo/run --shards demo/data
-	@echo "The chunks: demo/chunks.html    The results: demo/run/results.html"
+	@echo "The chunks: demo/chunks.html    The results: demo/run/index.html"
 endif
 
 benchmarks: setup
