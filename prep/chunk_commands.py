@@ -16,7 +16,9 @@ Settings = Annotated[Recipe, Parameter(name="*")]
 EngineName = Annotated[
     Literal["ray", "processes"], Parameter(help="ray (this machine or a cluster), or processes (this machine).")
 ]
-Address = Annotated[str | None, Parameter(help="Ray cluster to use, auto or host:port; by default one is started here.")]
+Address = Annotated[
+    str | None, Parameter(help="Ray cluster to use, auto or host:port; by default one is started here.")
+]
 Workers = Annotated[int | None, Parameter(help="Shards made at a time; by default one a core.")]
 MaxFailures = Annotated[
     str, Parameter(help="Videos that may fail before the exit status says so: a number, or a share such as 1%.")
@@ -70,7 +72,9 @@ def plan(
 
 def retry(
     *,
-    only: Annotated[list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")] = None,
+    only: Annotated[
+        list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")
+    ] = None,
     data: Data = Path("data"),
     engine: EngineName = "ray",
     address: Address = None,
@@ -138,7 +142,9 @@ def _run(
     print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
     if summary.num_failed_videos > budget(planned.plan.num_videos):
         listed = planned.variant_dir / FAILURES_FILE
-        raise FailedWork(f"{summary.num_failed_videos} of {planned.plan.num_videos} videos have failures, listed in {listed}")
+        raise FailedWork(
+            f"{summary.num_failed_videos} of {planned.plan.num_videos} videos have failures, listed in {listed}"
+        )
     if summary.failures:
         print(f"{summary.num_failed_videos} videos failed, within --max-failures {max_failures}", file=sys.stderr)
 
@@ -155,5 +161,7 @@ def parse_budget(text: str) -> Any:
     except ValueError:
         value = -1
     if not 0 <= value <= (100 if share != text else float("inf")):
-        raise UserError(f'--max-failures "{text}" is not a budget', hint="give a number of videos, or a share such as 1%")
+        raise UserError(
+            f'--max-failures "{text}" is not a budget', hint="give a number of videos, or a share such as 1%"
+        )
     return (lambda num_videos: int(num_videos * value / 100)) if share != text else (lambda num_videos: value)

@@ -1,7 +1,7 @@
 """The video codecs that `prep chunk` writes: encoder, defaults, and arguments for rate control and GOP.
 
-Every encoder runs on one thread and without adaptive frame placement, so that its bytes are a function of the frames and
-the settings alone. GOP layouts:
+Every encoder runs on one thread and without adaptive frame placement, so that its bytes are a function of the
+frames and the settings alone. GOP layouts:
 
     star    closed, `I b ... b P`: no b is a reference, so any frame costs at most three decodes
     closed  closed, as the encoder likes it otherwise

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,9 @@ def require_data_folder(data_dir: Path) -> Path:
         UserError: it does not exist, or is not a folder.
     """
     if not data_dir.exists():
-        raise UserError(f"there is no data folder {data_dir}", hint=f"make one: prep manifest folder VIDEOS --data {data_dir}")
+        raise UserError(
+            f"there is no data folder {data_dir}", hint=f"make one: prep manifest folder VIDEOS --data {data_dir}"
+        )
     if not data_dir.is_dir():
         raise UserError(f"{data_dir} is not a folder", hint="give the folder that `prep manifest` wrote to as --data")
     return data_dir.resolve()
@@ -37,7 +40,9 @@ def writing(data_dir: Path) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(f"{data_dir} cannot be written to: {error.strerror}", hint="make it writable, or give another --data") from None
+        raise UserError(
+            f"{data_dir} cannot be written to: {error.strerror}", hint="make it writable, or give another --data"
+        ) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,14 +54,13 @@ def writing(data_dir: Path) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
+        os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 
 
 def remove_temporaries(variant_dir: Path) -> None:
     """Removes what killed writers left in a variant's folder; call it only while `writing`."""
-    import shutil
-
     for folder in (variant_dir, variant_dir / "commits"):
         for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
             if path.is_dir():

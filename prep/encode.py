@@ -1,8 +1,9 @@
 """One encoder pass over a span: the graph, the arguments, the run, and the proof that the right frames came out.
 
-ffmpeg seeks to a little before the span, its fps filter drops what comes before the span's first frame (so the frame that is
-on show at that moment is known, which a seek alone would lose), and the segment muxer cuts at key frames that are forced
-every full chunk. ffmpeg also writes down the source time of every frame that it encodes (`-stats_enc_pre`).
+ffmpeg seeks to a little before the span, its fps filter drops what comes before the span's first frame (so the
+frame that is on show at that moment is known, which a seek alone would lose), and the segment muxer cuts at key
+frames that are forced every full chunk. ffmpeg also writes down the source time of every frame that it encodes
+(`-stats_enc_pre`).
 """
 
 import errno
@@ -44,7 +45,7 @@ class EncodedSpan:
 
 
 def output_size(source: SourceFacts, *, short_side: int) -> tuple[int, int]:
-    """(width, height) of the chunks in pixels, both even; the short side is `short_side`, or the source's if smaller."""
+    """(width, height) of the chunks in pixels, even; the short side is `short_side`, or the source's if smaller."""
     scale = min(1.0, short_side / min(source.width, source.height))
     return _even(source.width * scale), _even(source.height * scale)
 
@@ -169,6 +170,7 @@ def _microseconds(seconds: Fraction) -> str:
 def _rate_control(settings: Recipe, crf_argument: str) -> dict[str, str | int]:
     if settings.bitrate is not None:
         return {"b:v": settings.bitrate}
+    assert settings.crf is not None, "a resolved recipe has one of crf and bitrate"
     rate: dict[str, str | int] = {crf_argument: settings.crf}
     if crf_argument == "crf" and settings.codec == "vp9":
         rate["b:v"] = 0  # without it, libvpx holds to a default bitrate as well
@@ -219,9 +221,9 @@ def _source_times_s(path: Path, *, offset_s: Fraction) -> list[Fraction]:
 def check_source_times(times_s: list[Fraction], *, span: Span, fps: Fraction, source_frame_s: float) -> None:
     """Compares the source frames that were encoded with the span's plan.
 
-    Every output frame must show the source frame that was on show at its time: one that begins at most half an output frame
-    later. Only the first frames of a video that begins with a gap may show what comes after. The last span may end
-    earlier than its header promised by two frames or one source frame, whichever is longer.
+    Every output frame must show the source frame that was on show at its time: one that begins at most half an
+    output frame later. Only the first frames of a video that begins with a gap may show what comes after. The last
+    span may end earlier than its header promised by two frames or one source frame, whichever is longer.
 
     Raises:
         SourceFailure: source_truncated, or frames_differ.

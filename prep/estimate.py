@@ -1,7 +1,8 @@
 """What a plan will cost, before it is carried out: core-hours and bytes.
 
-Bytes come from the shards that are committed already, else from the bitrate or from measured averages. Core-hours come from a
-model fitted to measurements (docs/recipes.md): decoding grows with the source's pixels, encoding with the output's.
+Bytes come from the shards that are committed already, else from the bitrate or from measured averages. Core-hours
+come from a model fitted to measurements (docs/recipes.md): decoding grows with the source's pixels, encoding with
+the output's.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Every way in which a chunk can fail, by name; which of them may pass when tried again; and the exception that carries one."""
+"""Every way in which a chunk can fail, by name, and which of them may pass when tried again."""
 
 from enum import StrEnum
 

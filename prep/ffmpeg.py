@@ -78,16 +78,18 @@ def _checked(path: str, *, where: str) -> Ffmpeg:
         text = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(
-            f'the ffmpeg program "{path}" ({where}) does not run: {error}', hint=f"name a working one with {PROGRAM_VARIABLE}"
+            f'the ffmpeg program "{path}" ({where}) does not run: {error}',
+            hint=f"name a working one with {PROGRAM_VARIABLE}",
         ) from None
     words = text.split()
     version = words[2] if words[:2] == ["ffmpeg", "version"] and len(words) > 2 else "?"
     digits = version.lstrip("n").split("-")[0].split(".")
     # Builds from git call themselves N-12345-g...: too new to have a number.
     if digits[0].isdigit() and tuple(int(digit) for digit in digits[:2] if digit.isdigit()) < MIN_VERSION:
+        least = ".".join(map(str, MIN_VERSION))
         raise UserError(
-            f'the ffmpeg program "{path}" ({where}) has version {version}, {".".join(map(str, MIN_VERSION))} is needed',
-            hint=f"name a newer one with {PROGRAM_VARIABLE}, or take ffmpeg off PATH to use the one that clipmill[prep] ships",
+            f'the ffmpeg program "{path}" ({where}) has version {version}, {least} is needed',
+            hint=f"name a newer one in {PROGRAM_VARIABLE}; take it off PATH to use the one that clipmill[prep] ships",
         )
     return Ffmpeg(path=path, version=version)
 
@@ -100,14 +102,27 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
         UserError: the program lacks the encoder, or the encoder lacks its hardware.
     """
     encoder = CODECS[codec_name].encoder
-    listed = subprocess.run([ffmpeg.path, "-hide_banner", "-encoders"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [ffmpeg.path, "-hide_banner", "-encoders"], capture_output=True, text=True, check=True
+    ).stdout
     asked = f'"{encoder}" (asked for by --codec {codec_name})'
     if not any(line.split()[1:2] == [encoder] for line in listed.splitlines()):
         raise UserError(
             f"ffmpeg {ffmpeg.version} has no encoder {asked}",
             hint=f"use --codec h264, or name an ffmpeg built with it in {PROGRAM_VARIABLE}",
         )
-    trial = [ffmpeg.path, "-v", "error", "-nostdin", "-f", "lavfi", "-i", "color=size=256x256:rate=30", "-frames:v", "4"]
+    trial = [
+        ffmpeg.path,
+        "-v",
+        "error",
+        "-nostdin",
+        "-f",
+        "lavfi",
+        "-i",
+        "color=size=256x256:rate=30",
+        "-frames:v",
+        "4",
+    ]
     tried = subprocess.run([*trial, "-c:v", encoder, "-f", "null", "-"], capture_output=True, text=True)
     if tried.returncode:
         last_line = (tried.stderr.strip().splitlines() or ["no message"])[-1]
@@ -122,8 +137,8 @@ def run(
 ) -> Outcome:
     """Runs ffmpeg to its end, or to `limit_s` seconds of wall-clock time.
 
-    The process has its own group, which is killed as a whole when the limit is passed or this call is left by an exception;
-    when the calling process itself is killed, the kernel ends ffmpeg with it.
+    The process has its own group, which is killed as a whole when the limit is passed or this call is left by an
+    exception; when the calling process itself is killed, the kernel ends ffmpeg with it.
 
     Args:
         arguments: program and arguments.
@@ -193,6 +208,9 @@ _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def die_with_parent() -> None:
-    """Asks the kernel (Linux) to kill this process when its parent dies. Takes no lock: it may run between fork and exec."""
+    """Asks the kernel (Linux) to kill this process when its parent dies.
+
+    Takes no lock, since it may run between fork and exec.
+    """
     if _libc is not None and hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

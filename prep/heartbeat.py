@@ -1,7 +1,8 @@
 """Signs of life of a running shard: a small file that says how far it is.
 
-The files lie in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` of another terminal find them, on
-any node of a cluster. They are no record of anything: a run begins by removing what an earlier one left.
+The files lie in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` of another terminal
+find them, on any node of a cluster. They are no record of anything: a run begins by removing what an earlier one
+left.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Which span goes into which shard. An assignment, once made, stands: adding videos never moves what is there.
 
-The layout lies in `<data>/layout/<len>-<tail>.parquet` and serves every recipe with that chunk length, so that variants of a
-column have the same shards. New spans go into new shards, in manifest order, split by split.
+The layout lies in `<data>/layout/<len>-<tail>.parquet` and serves every recipe with that chunk length, so that
+variants of a column have the same shards. New spans go into new shards, in manifest order, split by split.
 """
 
 from pathlib import Path
@@ -97,7 +97,9 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
     return pa.concat_tables([layout, *added]).combine_chunks()
 
 
-def wanted_rows(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def wanted_rows(
+    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows of `layout` whose span is wanted still, in layout order, and for each the row of its video.
 
     A span is wanted while its video is in the manifest with the shard's split, and long enough to have it.

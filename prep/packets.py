@@ -56,19 +56,25 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
         SourceFailure: frames_differ, when it is no such file or a packet is not where the container says.
     """
     try:
-        with av.open(BytesIO(content), format="mp4") as container:
+        with av.open(BytesIO(content), "r", format="mp4") as container:
             stream = container.streams.video[0]
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
             is_reference = _reference_test(codec, extradata)
-            per_frame = 1 / (fps * stream.time_base)
-            offsets, sizes, frames, flags = [], [], [], []
+            offsets: list[int] = []
+            sizes: list[int] = []
+            frames: list[int] = []
+            flags: list[int] = []
             for packet in container.demux(stream):
                 if not packet.size:
                     continue
-                frame = packet.pts / per_frame
+                if packet.pts is None or packet.pos is None or stream.time_base is None:
+                    raise SourceFailure(FailureCode.FRAMES_DIFFER, "a packet has no time or no place")
+                frame = packet.pts * stream.time_base * fps
                 if frame.denominator != 1:
-                    raise SourceFailure(FailureCode.FRAMES_DIFFER, f"a frame is off the {fps} fps grid: pts {packet.pts}")
+                    raise SourceFailure(
+                        FailureCode.FRAMES_DIFFER, f"a frame is off the {fps} fps grid: pts {packet.pts}"
+                    )
                 offsets.append(packet.pos)
                 sizes.append(packet.size)
                 frames.append(int(frame))

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -121,9 +120,7 @@ class Plan:
         self._num_chunks = num_chunks_of(self._num_frames, chunk_frames=settings.chunk_frames, tail=settings.tail)
         ids, splits = videos["video_id"].combine_chunks(), videos["split"].combine_chunks()
         self.layout = extend_layout(layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
-        rows, self._video_rows = wanted_rows(
-            self.layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks
-        )
+        rows, self._video_rows = wanted_rows(self.layout, video_ids=ids, splits=splits, num_chunks=self._num_chunks)
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
         self.has_captions = bool(len(videos)) and pc.sum(videos["num_captions"]).as_py() > 0
@@ -150,9 +147,7 @@ class Plan:
             video_row = int(self._video_rows[row])
             video, probe = self._row(self._videos, video_row), self._row(self._probes, video_row)
             source = SourceFacts(**{name: probe[name] for name in SourceFacts.__dataclass_fields__})
-            chunks = chunks_of(
-                int(self._num_frames[video_row]), chunk_frames=settings.chunk_frames, tail=settings.tail
-            )
+            chunks = chunks_of(int(self._num_frames[video_row]), chunk_frames=settings.chunk_frames, tail=settings.tail)
             span = span_of(chunks, index=int(self._span_index[row]), span_chunks=SPAN_CHUNKS)
             yield SpanPlan(
                 video_id=video["video_id"],
@@ -235,7 +230,10 @@ class Plan:
     def _span_descriptions(self):  # type: ignore[no-untyped-def]
         """A function from a row to the bytes that stand for its span in the shard's fingerprint."""
         columns = [self._videos[name].combine_chunks() for name in ("video_id", "source_id", "dataset", "split")]
-        captions, sources = self._videos["captions_sha256"].combine_chunks(), self._probes["fingerprint"].combine_chunks()
+        captions, sources = (
+            self._videos["captions_sha256"].combine_chunks(),
+            self._probes["fingerprint"].combine_chunks(),
+        )
         columns += [captions, sources]
         video_rows, span_index, num_frames = self._video_rows, self._span_index, self._num_frames
 
@@ -272,5 +270,3 @@ def _state_of(
         listed = ", ".join(f"{count} x {code}" for code, count in sorted(again.items()))
         return ShardState.RETRY, f"failed before and may pass now: {listed}"
     return ShardState.CURRENT, "committed as planned"
-
-

@@ -42,7 +42,8 @@ def plan_report(planned: Planned) -> Report:
     lines += [f"unusable {count:>7} videos: {code}" for code, count in sorted(plan.unusable.items())]
     if any(shard.has_work for shard in plan.shards):
         lines.append(
-            f"estimate {cost.core_hours:.2f} core-hours for {cost.video_hours:.2f} h of video, {cost.size_bytes / 1e9:.2f} GB"
+            f"estimate {cost.core_hours:.2f} core-hours for {cost.video_hours:.2f} h of video,"
+            f" {cost.size_bytes / 1e9:.2f} GB"
         )
     else:
         lines.append("nothing to do")
@@ -54,7 +55,12 @@ def plan_report(planned: Planned) -> Report:
         "shards": dict(states),
         "chunks": dict(chunks),
         "work": [
-            {"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason, "num_chunks": shard.num_chunks}
+            {
+                "shard_id": shard.shard_id,
+                "state": str(shard.state),
+                "reason": shard.reason,
+                "num_chunks": shard.num_chunks,
+            }
             for shard in plan.shards
             if shard.state != ShardState.CURRENT
         ],
@@ -87,7 +93,9 @@ def explanation(planned: Planned, name: str) -> Report:
     if not plan.has_video(video_id) and plan.has_video(name):
         video_id = name
     if not plan.has_video(video_id):
-        raise UserError(f'no video "{video_id}" in the manifest', hint="give a key or a video_id as `prep inspect` shows them")
+        raise UserError(
+            f'no video "{video_id}" in the manifest', hint="give a key or a video_id as `prep inspect` shows them"
+        )
     shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
     failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
     settings = changed_settings(planned)
@@ -96,9 +104,7 @@ def explanation(planned: Planned, name: str) -> Report:
         "variant": plan.recipe.variant,
         "changed_settings": settings,
         "unusable": [asdict(failure) for failure in failed],
-        "shards": [
-            {"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards
-        ],
+        "shards": [{"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards],
     }
     lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
     lines += [f"setting  {difference}" for difference in settings]
@@ -120,11 +126,13 @@ def summary_text(summary: Summary) -> str:
     lines = [f"variant  {summary.variant}", f"shards   {summary.num_shards} with {summary.num_chunks} chunks"]
     if summary.num_shards_made:
         lines.append(
-            f"made     {summary.num_shards_made} shards: {summary.num_encoded} chunks encoded, {summary.num_reused} taken over,"
-            f" {summary.num_bytes_written / 1e6:.1f} MB"
+            f"made     {summary.num_shards_made} shards: {summary.num_encoded} chunks encoded,"
+            f" {summary.num_reused} taken over, {summary.num_bytes_written / 1e6:.1f} MB"
         )
         if summary.cpu_s and summary.encoded_s:
-            lines.append(f"speed    {summary.encoded_s / summary.cpu_s:.1f}x real time a core ({summary.cpu_s:.1f} CPU-s)")
+            lines.append(
+                f"speed    {summary.encoded_s / summary.cpu_s:.1f}x real time a core ({summary.cpu_s:.1f} CPU-s)"
+            )
     else:
         lines.append("nothing was encoded: everything is as planned")
     lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]

@@ -1,4 +1,4 @@
-"""Gathering what a plan is a function of: manifest, probes, layout, recipe, commits, and a look at the committed files."""
+"""Gathering what a plan is a function of: manifest, probes, layout, recipe, commits, and the state of the files."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

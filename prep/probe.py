@@ -1,10 +1,11 @@
 """What a source file says and proves about itself, before anything is encoded.
 
-An MP4's index lists the place of every packet, so that a truncated file is known without reading it. Other containers are
-demuxed once from end to end (no decoding). One frame is decoded in every case: it has the true size and rotation.
+An MP4's index lists the place of every packet, so that a truncated file is known without reading it. Other
+containers are demuxed once from end to end (no decoding). One frame is decoded in every case: it has the true size
+and rotation.
 
-A file is only opened as one of `DEMUXERS`, through the file protocol: a playlist or a concat script that poses as a video
-is refused, and nothing else is read on its behalf.
+A file is only opened as one of `DEMUXERS`, through the file protocol: a playlist or a concat script that poses as a
+video is refused, and nothing else is read on its behalf.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ class SourceFacts:
 
 
 def source_fingerprint(path: Path) -> str:
-    """SHA-256 (hex) over the size and the first and last MiB of a file: cheap for hours of video, and blind to its name."""
+    """SHA-256 (hex) over size, first and last MiB of a file: cheap for hours of video, and blind to its name."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -82,7 +83,9 @@ def probe(path: Path) -> SourceFacts:
         raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
     try:
         container = av.open(
-            os.fspath(path), options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS}, metadata_errors="ignore"
+            os.fspath(path),
+            options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
+            metadata_errors="ignore",
         )
     except (av.error.FFmpegError, ValueError) as error:
         raise SourceFailure(FailureCode.SOURCE_UNREADABLE, f"no video container: {_reason(error)}") from None
@@ -109,8 +112,8 @@ def _video_stream(container: InputContainer) -> VideoStream:
     for stream in container.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic:
             return stream
-    kinds = sorted({stream.type for stream in container.streams}) or ["nothing"]
-    raise SourceFailure(FailureCode.NO_VIDEO, f"the file holds {', '.join(kinds)} and no video stream")
+    kinds: list[str] = sorted({stream.type for stream in container.streams})
+    raise SourceFailure(FailureCode.NO_VIDEO, f"the file holds {', '.join(kinds) or 'nothing'} and no video stream")
 
 
 def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, int]:
@@ -128,16 +131,19 @@ def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, in
 def _video_end_s(container: InputContainer, stream: VideoStream, size_bytes: int) -> Fraction:
     """End of the video stream in seconds from the container's start; raises for a truncated file."""
     start_s = Fraction(container.start_time or 0, av.time_base)
+    time_base = stream.time_base or Fraction(1)
     entries = stream.index_entries
     indexed = "mp4" in container.format.name and stream.duration and stream.frames == len(entries)
     if indexed:
-        held_bytes = max(entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries)))
+        held_bytes = max(
+            entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries))
+        )
         if held_bytes > size_bytes:
             raise SourceFailure(
                 FailureCode.SOURCE_TRUNCATED, f"its index names bytes up to {held_bytes}, the file has {size_bytes}"
             )
-        first_s = Fraction(stream.start_time or 0) * stream.time_base
-        return first_s + Fraction(stream.duration or 0) * stream.time_base - start_s
+        first_s = (stream.start_time or 0) * time_base
+        return first_s + (stream.duration or 0) * time_base - start_s
     return _demuxed_end_s(container, stream) - start_s
 
 

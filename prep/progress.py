@@ -27,7 +27,11 @@ class ChunkProgress:
         self._done = 0
         self._bar: Progress | None = None
         if sys.stderr.isatty():
-            columns = (TextColumn("chunks"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[rates]}"))
+            columns = (
+                TextColumn("chunks"),
+                BarColumn(),
+                TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[rates]}"),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar_task = self._bar.add_task("", total=num_chunks, rates="")
 

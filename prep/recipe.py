@@ -45,7 +45,7 @@ class Recipe:
     """The encoder's speed preset (default: veryfast for h264)."""
 
     gop: Gop | None = None
-    """star (any frame costs at most three decodes), closed, or intra (default: star where the codec can)."""
+    """star (a frame costs at most three decodes), closed, or intra (default: star where the codec can)."""
 
     keyint: int = 16
     """Frames from one key frame to the next."""
@@ -60,7 +60,7 @@ class Recipe:
     """Filter of the resize."""
 
     tail: Tail = "keep"
-    """What becomes of the rest that is shorter than a chunk: kept as it is, dropped, or merged into the chunk before."""
+    """What becomes of the rest that is shorter than a chunk: kept, dropped, or merged into the chunk before."""
 
     audio: Audio = "drop"
     """Whether chunks carry the first audio stream, as AAC."""
@@ -91,8 +91,8 @@ class Recipe:
             raise UserError(f"--fps {self.fps} is out of range", hint="give 1 to 240 frames per second")
         if (self.len_s * self.fps_exact).denominator != 1:
             raise UserError(
-                f"a chunk of {self.len} at {self.fps} fps is {float(self.len_s * self.fps_exact):g} frames, not a whole number",
-                hint="choose --len and --fps so that length x rate is whole, for example --len 15s --fps 30",
+                f"a chunk of {self.len} at {self.fps} fps is {float(self.len_s * self.fps_exact):g} frames",
+                hint="choose --len and --fps so that their product is whole, for example --len 15s --fps 30",
             )
         if self.len_s > 3600:
             raise UserError(f"--len {self.len} is too long", hint="give an hour or less; 15s is what training wants")

@@ -85,9 +85,7 @@ def _results(planned: Planned, engine: Engine) -> Iterator[ShardResult]:
     tasks = (_task(planned, shard) for shard in work)
     full_disks, made = 0, 0
     settings = planned.plan.recipe.settings
-    with ChunkProgress(
-        num_chunks=sum(shard.num_chunks for shard in work), chunk_s=float(settings.len_s)
-    ) as progress:
+    with ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=float(settings.len_s)) as progress:
         for outcome in engine.run(make_shard, tasks):
             if outcome is not None:
                 result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")

@@ -1,8 +1,8 @@
 """Making one shard of the `video` column: what a worker does, on whichever machine and through whichever engine.
 
-Spans whose encoder pass is unchanged are taken from the bytes of the old shard; the others are encoded. Every chunk, new or
-taken over, is read back and compared with the plan before it goes into the tar. A span that fails is named in the commit and
-does not hold up the others.
+Spans whose encoder pass is unchanged are taken from the bytes of the old shard; the others are encoded. Every
+chunk, new or taken over, is read back and compared with the plan before it goes into the tar. A span that fails is
+named in the commit and does not hold up the others.
 """
 
 import errno
@@ -101,9 +101,7 @@ def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
     if task.captions_file is not None:
         captions = captions_of(task.captions_file, [plan.video_id for plan in task.spans])
     extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
-    old = OldChunks(
-        task.variant_dir, task.old_commit, wanted={plan.fingerprint for plan in task.spans}, folder=scratch
-    )
+    old = OldChunks(task.variant_dir, task.old_commit, wanted={plan.fingerprint for plan in task.spans}, folder=scratch)
     content = hashlib.sha256(task.plan_fingerprint.encode())
     failures: list[Failure] = []
     num_reused, encoded_s, files = 0, 0.0, None
@@ -114,18 +112,16 @@ def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
     with beat, writer:
         for plan in task.spans:
             done = writer.num_samples
+
+            def show(frames: int, done: int = done) -> None:
+                beat.show(done + frames // settings.chunk_frames)
+
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                reused = old.span(plan, recipe=task.recipe)
                 try:
-                    chunks = old.span(plan, recipe=task.recipe)
-                    is_reused = chunks is not None
-                    if chunks is None:
-                        chunks = make_span(
-                            plan,
-                            recipe=task.recipe,
-                            program=ffmpeg.path,
-                            folder=Path(folder),
-                            on_frames=lambda frames, done=done: beat.show(done + frames // settings.chunk_frames),
-                        )
+                    chunks = reused or make_span(
+                        plan, recipe=task.recipe, program=ffmpeg.path, folder=Path(folder), on_frames=show
+                    )
                 except SourceFailure as failure:
                     key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=settings.fps_exact))
                     failures.append(Failure(plan.video_id, key, str(failure.code), failure.message))
@@ -142,7 +138,7 @@ def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
                         captions=None if captions is None else captions.get(plan.video_id, []),
                     )
                     writer.add(sample)
-                if is_reused:
+                if reused:
                     num_reused += len(chunks)
                 else:
                     encoded_s += float(sum(chunk.facts.num_frames for chunk in chunks) / settings.fps_exact)

@@ -1,7 +1,8 @@
 """Probes of all sources of a manifest, kept in `<data>/probes.parquet` so that an unchanged file is never read twice.
 
-A file counts as unchanged while its path, size and modification time are. A source that cannot be read any more keeps the
-facts of its last good probe beside the failure: chunks that were made of it stay, although the file may be gone.
+A file counts as unchanged while its path, size and modification time are. A source that cannot be read any more
+keeps the facts of its last good probe beside the failure: chunks that were made of it stay, although the file may
+be gone.
 """
 
 import os

@@ -62,7 +62,9 @@ def make_span(
     raise AssertionError("the last try returns or raises")
 
 
-def checked_chunk(path: Path, *, num_frames: int, num_source_frames: int, plan: SpanPlan, recipe: ResolvedRecipe) -> ReadyChunk:
+def checked_chunk(
+    path: Path, *, num_frames: int, num_source_frames: int, plan: SpanPlan, recipe: ResolvedRecipe
+) -> ReadyChunk:
     """Reads one chunk back and compares it with the plan.
 
     Raises:

@@ -1,8 +1,8 @@
 """Which frames of a video make which chunk, and which chunks make a span. Pure arithmetic on frame counts.
 
-A video of `F` output frames (at the recipe's rate) has full chunks of `n` frames and, where F is no multiple of n, a tail.
-A span is a run of `span_chunks` chunks that one encoder pass makes: its bytes depend on where it begins, so spans never
-move: span `s` begins with chunk `s * span_chunks` whatever the video's length.
+A video of `F` output frames (at the recipe's rate) has full chunks of `n` frames and, where F is no multiple of n,
+a tail. A span is a run of `span_chunks` chunks that one encoder pass makes: its bytes depend on where it begins, so
+spans never move: span `s` begins with chunk `s * span_chunks` whatever the video's length.
 """
 
 from dataclasses import dataclass

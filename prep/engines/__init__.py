@@ -1,9 +1,9 @@
 """Where shards are made: the seam between the work, which knows nothing of distribution, and the machines that do it.
 
-An engine applies a function to tasks, a bounded number at a time, and yields an `Outcome` for each in the order in which they
-end. Between outcomes it yields None at least once a second, so that the caller can show progress. A task whose worker dies is
-tried again; when workers keep dying under it, its outcome has no result. An exception in the function itself is a bug, and
-ends the run. However a run ends, no worker outlives it.
+An engine applies a function to tasks, a bounded number at a time, and yields an `Outcome` for each in the order in
+which they end. Between outcomes it yields None at least once a second, so that the caller can show progress. A task
+whose worker dies is tried again; when workers keep dying under it, its outcome has no result. An exception in the
+function itself is a bug, and ends the run. However a run ends, no worker outlives it.
 """
 
 from collections.abc import Callable, Iterable, Iterator

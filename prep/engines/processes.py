@@ -82,7 +82,7 @@ def _work(function: Callable[[Any], Any], task: object, results: Connection) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         results.send((None, function(task)))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised again by the driver
         error.add_note(f"in a worker process, on task {task!r:.500}")
         results.send((error, None))
 

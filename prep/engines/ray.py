@@ -1,7 +1,7 @@
-"""The Ray engine: the one file that knows Ray. Core tasks, a bounded window of them, arguments and results of kilobytes.
+"""The Ray engine: the one file that knows Ray. Core tasks, a bounded window of them, kilobytes in and out.
 
-Without an address the command starts an instance of its own on this machine and ends it; with one it joins a cluster, whose
-nodes need the same clipmill, the same ffmpeg and the data folder under the same path.
+Without an address the command starts an instance of its own on this machine and ends it; with one it joins a
+cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder under the same path.
 """
 
 import logging
@@ -92,7 +92,5 @@ def _import_ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError:
-        raise UserError(
-            "Ray is not installed", hint="install clipmill[prep], or use --engine processes"
-        ) from None
+        raise UserError("Ray is not installed", hint="install clipmill[prep], or use --engine processes") from None
     return ray
