@@ -26,7 +26,7 @@ from prep.spans import Span
 _TIMES_FILE = "times.txt"
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
-_LIMIT_PER_VIDEO_S = 20.0  # a pass slower than 1/20 of real time is stuck
+_LIMIT_PER_VIDEO_S = 60.0  # a pass slower than 1/60 of real time is stuck
 
 
 @dataclass(frozen=True)
