@@ -125,6 +125,8 @@ def _run(
         raise UserError(f"--address {address} needs Ray", hint="leave out --engine processes, or the address")
     data_dir = require_data_folder(data)
     ffmpeg = find_ffmpeg()
+    if ffmpeg.passed_over:
+        print(f"using the ffmpeg that clipmill[prep] ships: {ffmpeg.passed_over} is too old", file=sys.stderr)
     require_encoder(ffmpeg, recipe.codec)
     chosen: Engine
     if engine == "ray":

@@ -1,6 +1,7 @@
 """The one door to the ffmpeg program: which one it is, what it can do, and running it so that nothing is left behind.
 
-The program is `$CLIPMILL_FFMPEG`, else the `ffmpeg` on PATH, else the one that the imageio-ffmpeg wheel ships.
+The program is `$CLIPMILL_FFMPEG`, else the `ffmpeg` on PATH if it is new enough, else the one that the wheel of
+imageio-ffmpeg ships.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from prep.codecs import CODECS
 
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
 MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which proves the time of every frame
+LEAST_VERSION = ".".join(map(str, MIN_VERSION))
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
 _STDERR_TAIL_BYTES = 4000
@@ -31,6 +33,7 @@ class Ffmpeg:
 
     path: str
     version: str  # "9.0.2", or what the build calls itself
+    passed_over: str | None = None  # the program on PATH that was too old, and its version
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,19 @@ def find_ffmpeg() -> Ffmpeg:
     """
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
-        return _checked(named, where=f"${PROGRAM_VARIABLE}")
-    on_path = shutil.which("ffmpeg")
+        version = _version(named, where=f"${PROGRAM_VARIABLE}")
+        if _is_too_old(version):
+            raise UserError(
+                f'the ffmpeg program "{named}" (${PROGRAM_VARIABLE}) has version {version}, {LEAST_VERSION} is needed',
+                hint="name a newer one, or unset the variable to use the one that clipmill[prep] ships",
+            )
+        return Ffmpeg(path=named, version=version)
+    on_path, passed_over = shutil.which("ffmpeg"), None
     if on_path:
-        return _checked(on_path, where="PATH")
+        found = _version(on_path, where="PATH")
+        if not _is_too_old(found):
+            return Ffmpeg(path=on_path, version=found)
+        passed_over = f"{on_path} {found}"
     try:
         import imageio_ffmpeg
     except ImportError:
@@ -69,11 +81,12 @@ def find_ffmpeg() -> Ffmpeg:
             "there is no ffmpeg program",
             hint=f"install clipmill[prep], which ships one, or name one with {PROGRAM_VARIABLE}",
         ) from None
-    return _checked(imageio_ffmpeg.get_ffmpeg_exe(), where="the imageio-ffmpeg package")
+    shipped = imageio_ffmpeg.get_ffmpeg_exe()
+    return Ffmpeg(shipped, _version(shipped, where="the imageio-ffmpeg package"), passed_over=passed_over)
 
 
 @cache
-def _checked(path: str, *, where: str) -> Ffmpeg:
+def _version(path: str, *, where: str) -> str:
     try:
         text = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -82,16 +95,15 @@ def _checked(path: str, *, where: str) -> Ffmpeg:
             hint=f"name a working one with {PROGRAM_VARIABLE}",
         ) from None
     words = text.split()
-    version = words[2] if words[:2] == ["ffmpeg", "version"] and len(words) > 2 else "?"
+    if words[:2] != ["ffmpeg", "version"] or len(words) < 3:
+        raise UserError(f'"{path}" ({where}) is no ffmpeg', hint=f"name one with {PROGRAM_VARIABLE}")
+    return words[2]
+
+
+def _is_too_old(version: str) -> bool:
     digits = version.lstrip("n").split("-")[0].split(".")
-    # Builds from git call themselves N-12345-g...: too new to have a number.
-    if digits[0].isdigit() and tuple(int(digit) for digit in digits[:2] if digit.isdigit()) < MIN_VERSION:
-        least = ".".join(map(str, MIN_VERSION))
-        raise UserError(
-            f'the ffmpeg program "{path}" ({where}) has version {version}, {least} is needed',
-            hint=f"name a newer one in {PROGRAM_VARIABLE}; take it off PATH to use the one that clipmill[prep] ships",
-        )
-    return Ffmpeg(path=path, version=version)
+    # Builds from git call themselves N-12345-g...: they have no number, and are new.
+    return digits[0].isdigit() and tuple(int(digit) for digit in digits[:2] if digit.isdigit()) < MIN_VERSION
 
 
 @cache
