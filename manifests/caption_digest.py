@@ -7,6 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manifests.caption_table import take_rows
+
 _ROWS_AT_ONCE = 131_072
 
 
@@ -29,7 +31,7 @@ def captions_sha256(
     columns = captions.drop_columns(["video_id"])
     for first, last in _windows(bounds):
         rows = order[bounds[first] : bounds[last]]
-        part = columns.take(pa.array(rows)).combine_chunks()
+        part = take_rows(columns, rows).combine_chunks()
         streams = [_Stream.fixed(caption_ids[rows])]
         for name in part.column_names:
             streams += _streams(part[name].chunk(0))

@@ -6,8 +6,6 @@ and the old texts need not stay in memory. The hash is multilinear with random w
 independent 64-bit lanes); it lives for one run and is never stored.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 import pyarrow as pa
 
@@ -15,28 +13,30 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LANES = 2
 _LANE_STEPS = (_GOLDEN, np.uint64(0xD1B54A32D192ED03))
 _ROWS_AT_ONCE = 32_768
+_PARTS = 16
 
 
-def caption_hashes(table: pa.Table, *, texts: Iterable[pa.Array]) -> np.ndarray:
+def caption_hashes(captions: pa.Table) -> np.ndarray:
     """Hashes of captions, uint64[N, 2].
 
     Args:
-        table: columns video_id, source (dictionary-encoded), begin_s, end_s; N rows.
-        texts: the N texts, in arrays of any length, so that they can be streamed.
+        captions: columns video_id, source (dictionary-encoded), begin_s, end_s, text.
     """
-    hashes = np.empty((table.num_rows, _LANES), np.uint64)
+    captions = captions.select(["video_id", "source", "begin_s", "end_s", "text"]).unify_dictionaries()
+    hashes = np.empty((captions.num_rows, _LANES), np.uint64)
+    of_value: dict[str, np.ndarray] = {}
     begin = 0
-    for array in texts:
-        for first in range(0, len(array), _ROWS_AT_ONCE):
-            part = _hash_strings(array.slice(first, _ROWS_AT_ONCE))
-            hashes[begin : begin + len(part)] = part
-            begin += len(part)
-    for name in ("video_id", "source"):
-        _stir(hashes, _hash_dictionary(table[name]))
-    for name in ("begin_s", "end_s"):
-        # Adding 0.0 makes -0.0 the same as 0.0.
-        bits = (table[name].to_numpy() + 0.0).view(np.uint64)
-        _stir(hashes, bits[:, None])
+    for batch in captions.to_batches(max_chunksize=_ROWS_AT_ONCE):
+        part = _hash_strings(batch["text"])
+        for name in ("video_id", "source"):
+            if name not in of_value:
+                of_value[name] = _hash_strings(batch[name].dictionary)
+            _stir(part, of_value[name][batch[name].indices.to_numpy()])
+        for name in ("begin_s", "end_s"):
+            # Adding 0.0 makes -0.0 the same as 0.0.
+            _stir(part, (batch[name].to_numpy() + 0.0).view(np.uint64)[:, None])
+        hashes[begin : begin + len(part)] = part
+        begin += len(part)
     return hashes
 
 
@@ -50,29 +50,52 @@ def assign_ids(
     """
     ids = np.full(len(hashes), -1, np.int64)
     if len(old_ids):
-        old_keys, keys = _ranked(old_hashes), _ranked(hashes)
-        order = np.argsort(old_keys)
-        place = np.minimum(np.searchsorted(old_keys, keys, sorter=order), len(order) - 1)
-        candidate = order[place]
-        same = (old_keys[candidate] == keys) & (old_hashes[candidate, 1] == hashes[:, 1])
-        ids[same] = old_ids[candidate[same]]
+        # Part by part, so that what sorting needs is a small part of the whole too.
+        part, old_part = _parts(hashes), _parts(old_hashes)
+        for number in range(_PARTS):
+            rows, old_rows = np.flatnonzero(part == number), np.flatnonzero(old_part == number)
+            matched, old_matched = _match(hashes[rows], old_hashes[old_rows])
+            ids[rows[matched]] = old_ids[old_rows[old_matched]]
     fresh = np.flatnonzero(ids < 0)
     ids[fresh] = np.arange(next_id, next_id + len(fresh))
     return ids, next_id + len(fresh)
 
 
+def _parts(hashes: np.ndarray) -> np.ndarray:
+    return (hashes[:, 0] >> np.uint64(64 - _PARTS.bit_length() + 1)).astype(np.uint8)
+
+
+def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the first and rows of the second that are the same captions."""
+    if not len(old_hashes):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    keys, old_keys = _ranked(hashes), _ranked(old_hashes)
+    order, old_order = np.argsort(keys), np.argsort(old_keys)
+    keys, old_keys = keys[order], old_keys[old_order]
+    place = np.minimum(np.searchsorted(old_keys, keys), len(old_keys) - 1)
+    rows, old_rows = order, old_order[place]
+    same = (old_keys[place] == keys) & (old_hashes[old_rows, 1] == hashes[rows, 1])
+    return rows[same], old_rows[same]
+
+
 def _ranked(hashes: np.ndarray) -> np.ndarray:
     """Keys uint64[N] that differ for equal rows: the first lane, moved on by how many equal rows came before."""
-    order = np.lexsort((hashes[:, 1], hashes[:, 0]))
-    if not len(order):
-        return hashes[:, 0]
-    in_order = hashes[order]
-    begins_group = np.ones(len(order), bool)
-    begins_group[1:] = (in_order[1:] != in_order[:-1]).any(axis=1)
-    position = np.arange(len(order))
+    keys = hashes[:, 0].copy()
+    order = np.argsort(keys)
+    in_order = keys[order]
+    repeats = in_order[1:] == in_order[:-1]
+    is_repeated = np.zeros(len(keys), bool)
+    is_repeated[order[1:][repeats]] = is_repeated[order[:-1][repeats]] = True
+    rows = np.flatnonzero(is_repeated)
+    if not len(rows):
+        return keys
+    groups = np.lexsort((hashes[rows, 1], hashes[rows, 0]))
+    grouped = hashes[rows[groups]]
+    begins_group = np.ones(len(rows), bool)
+    begins_group[1:] = (grouped[1:] != grouped[:-1]).any(axis=1)
+    position = np.arange(len(rows))
     rank = position - np.maximum.accumulate(np.where(begins_group, position, 0))
-    keys = np.empty(len(order), np.uint64)
-    keys[order] = in_order[:, 0] + rank.astype(np.uint64) * _GOLDEN
+    keys[rows[groups]] += rank.astype(np.uint64) * _GOLDEN
     return keys
 
 
@@ -87,15 +110,6 @@ def _stir(hashes: np.ndarray, values: np.ndarray) -> None:
         column ^= column >> np.uint64(27)
         column *= np.uint64(0x94D049BB133111EB)
         column ^= column >> np.uint64(31)
-
-
-def _hash_dictionary(column: pa.ChunkedArray) -> np.ndarray:
-    column = column.unify_dictionaries()
-    if column.num_chunks == 0:
-        return np.empty((0, _LANES), np.uint64)
-    values = _hash_strings(column.chunk(0).dictionary)
-    codes = [chunk.indices.to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    return values[np.concatenate(codes)]
 
 
 def _hash_strings(strings: pa.Array) -> np.ndarray:

@@ -40,6 +40,18 @@ def write_caption_table(
             writer.write_table(table, row_group_size=ROWS_PER_GROUP)
 
 
+def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """The rows int64[N >= 1] of a table, in this order and in one chunk.
+
+    Arrow's own `take` joins all chunks of a column of strings each time; this joins those that the rows span.
+    """
+    first, last = int(rows.min()), int(rows.max())
+    part = table.slice(first, last + 1 - first).combine_chunks()
+    if len(rows) == len(part) and (np.diff(rows) == 1).all():
+        return part
+    return part.take(pa.array(rows - first))
+
+
 def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
     """Columns of the file: those of CAPTIONS, then the labels of both tables; dictionaries as plain strings."""
     labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
@@ -63,7 +75,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 def _kept_batches(path: Path, kept_video_ids: pa.Array) -> Iterator[pa.Table]:
     if not path.exists():
         return
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
             table = pa.Table.from_batches([batch]).replace_schema_metadata()
             table = table.filter(pc.is_in(table["video_id"], value_set=kept_video_ids))
@@ -79,7 +91,7 @@ def _woven(kept: Iterator[pa.Table], *, captions: pa.Table, ids: np.ndarray, sch
     def fresh(end: int) -> Iterator[pa.Table]:
         for begin in range(done, end, ROWS_PER_GROUP):
             rows = order[begin : min(begin + ROWS_PER_GROUP, end)]
-            part = captions.take(pa.array(rows)).append_column("caption_id", pa.array(ids[rows]))
+            part = take_rows(captions, rows).append_column("caption_id", pa.array(ids[rows]))
             yield _with_columns(part, schema)
 
     for table in kept:

@@ -67,7 +67,7 @@ def fingerprint(*tables: pa.Table) -> str:
     """Hash of tables of strings and integers: the mark that the files of one write share."""
     sha256 = hashlib.sha256()
     for table in tables:
-        for column in table.itercolumns():
-            for scalar_batch in column.chunks:
-                sha256.update("\0".join(map(repr, scalar_batch.to_pylist())).encode())
+        for batch in table.to_batches(max_chunksize=65_536):
+            for column in batch.columns:
+                sha256.update(repr(column.to_pylist()).encode())
     return sha256.hexdigest()

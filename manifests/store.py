@@ -211,8 +211,10 @@ def _read_old(data_dir: Path) -> _Old:
     manifest = read_manifest(data_dir) if (folder / MANIFEST_FILE).exists() else {}
     next_id = manifest.get("next_caption_id", 0)
     if (folder / CAPTIONS_FILE).exists():
-        ids = pq.read_table(folder / CAPTIONS_FILE, columns=["caption_id"])["caption_id"]
-        next_id = max(next_id, (pc.max(ids).as_py() or 0) + 1 if len(ids) else 0)
+        with pq.ParquetFile(folder / CAPTIONS_FILE) as file:
+            if file.num_row_groups:
+                ids = file.read_row_group(file.num_row_groups - 1, columns=["caption_id"])["caption_id"]
+                next_id = max(next_id, ids[-1].as_py() + 1)
     return _Old(tables[VIDEOS_FILE], tables[REJECTED_FILE], next_id, manifest.get("datasets", {}))
 
 
@@ -236,15 +238,15 @@ def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | No
 
 
 def _stable_ids(folder: Path, captions: pa.Table, *, own_ids: pa.ChunkedArray, next_id: int) -> tuple[np.ndarray, int]:
-    hashes = caption_hashes(captions, texts=captions["text"].chunks)
+    hashes = caption_hashes(captions)
     path = folder / CAPTIONS_FILE
-    old_hashes, old_ids = np.empty((0, 2), np.uint64), np.empty(0, np.int64)
+    old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
     if path.exists() and len(own_ids):
-        columns = ["caption_id", "video_id", "begin_s", "end_s", "source"]
-        table = pq.read_table(path, columns=columns, read_dictionary=_CODED)
-        with pq.ParquetFile(path) as file:
-            batches = file.iter_batches(columns=["text"], batch_size=ROWS_PER_GROUP)
-            old_hashes = caption_hashes(table, texts=(batch.column(0) for batch in batches))
-        own = rows_of(table["video_id"], own_ids) >= 0
-        old_hashes, old_ids = old_hashes[own], table["caption_id"].to_numpy()[own]
-    return assign_ids(hashes, old_hashes=old_hashes, old_ids=old_ids, next_id=next_id)
+        columns = ["caption_id", "video_id", "begin_s", "end_s", "text", "source"]
+        with pq.ParquetFile(path, read_dictionary=_CODED, pre_buffer=False) as file:
+            for batch in file.iter_batches(columns=columns, batch_size=ROWS_PER_GROUP):
+                table = pa.Table.from_batches([batch])
+                is_own = rows_of(table["video_id"], own_ids) >= 0
+                old_hashes.append(caption_hashes(table)[is_own])
+                old_ids.append(table["caption_id"].to_numpy()[is_own])
+    return assign_ids(hashes, old_hashes=np.concatenate(old_hashes), old_ids=np.concatenate(old_ids), next_id=next_id)

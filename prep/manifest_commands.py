@@ -13,6 +13,7 @@ from manifests.adapters.reading import Reading
 from manifests.errors import UserError
 from manifests.place import check_data_dir
 from manifests.store import Written, read_manifest, write_manifest
+from prep.data_folder import writing
 
 app = App(name="manifest", help="Write down which videos and captions are wanted.")
 
@@ -217,15 +218,17 @@ def _write(read: Callable[[], Reading], *, data: Path, videos: Path, dataset: st
             f"no usable video for the data set {dataset}{_reasons_in(reading)}",
             hint="do the names of the files fit the annotations? The manifest is left as it was",
         )
-    written = write_manifest(
-        data,
-        dataset,
-        reading.videos,
-        reading.captions,
-        reading.rejected,
-        num_captions_lost=reading.num_captions_lost,
-    )
-    print(_as_json(written) if as_json else _as_text(written))
+    data.mkdir(parents=True, exist_ok=True)
+    with writing(data):
+        written = write_manifest(
+            data,
+            dataset,
+            reading.videos,
+            reading.captions,
+            reading.rejected,
+            num_captions_lost=reading.num_captions_lost,
+        )
+    sys.stdout.write((_as_json(written) if as_json else _as_text(written)) + "\n")
 
 
 def _check_existing(data: Path) -> None:
@@ -277,4 +280,5 @@ def _as_json(written: Written) -> str:
 def _progress(text: str) -> None:
     """Shows a line that the next one replaces; nothing when standard error is no terminal."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

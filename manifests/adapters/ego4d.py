@@ -13,8 +13,7 @@ A pickled list holds (video, begin second, end second, narration or list of narr
 split and source are those of its file name.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -56,35 +55,17 @@ def read_ego4d(
     return builder.build()
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """The usable narrations of one annotator's pass over one video."""
-
-    video: int
-    source: str
-    times_s: np.ndarray  # float64[N]
-    texts: pa.Array  # string[N]
-    rows: np.ndarray  # int64[N], place in the pass
-
-
 def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
-    passes: list[_Pass] = []
-    beta_of_video: dict[int, float] = {}
-    betas: list[float] = []
+    # The file is read twice: alpha is known at its end only, and half of it in memory would be the greater cost.
+    alpha_s = _mean_beta_s(path)
     seen: set[str] = set()
-    for source_id, entry in object_items(path, inside="videos"):
-        if not _is_video(entry):
-            continue
+    for source_id, entry in _videos(path):
         if source_id in seen:
             detail = "the file has an entry with this id before"
             builder.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=detail)
             continue
         seen.add(source_id)
         narrations = {name: _narrations_of(entry, name) for name in PASSES}
-        times = {name: _times(rows) for name, rows in narrations.items()}
-        beta_s = _mean_gap_s(list(times.values()))
-        if beta_s is not None:
-            betas.append(beta_s)
         num_captions = sum(len(rows) for rows in narrations.values())
         video = wanted.number(source_id, split=TRAIN, file=path, row=None, num_captions=num_captions)
         if video is None:
@@ -92,19 +73,37 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
         if not num_captions and entry.get("status") == REDACTED_STATUS:
             detail = "its narrations are redacted"
             builder.reject(Reason.REDACTED, file=str(path), source_id=source_id, detail=detail)
-        beta_of_video[video] = beta_s or 0.0
-        for name in PASSES:
-            passes += _usable(
-                builder, narrations[name], times[name], video=video, source=name, source_id=source_id, path=path
-            )
-    if not seen:
+        beta_s = _mean_gap_s(narrations)
+        half_s = None if beta_s is None else beta_s / (2 * alpha_s)
+        for name, rows in narrations.items():
+            times_s = _times(rows)
+            kept = _keep_usable(builder, rows, times_s, half_s=half_s, where=(path, source_id, name))
+            if kept and half_s is not None:
+                builder.add_captions(
+                    video,
+                    texts=pa.array([rows[row]["narration_text"].strip() for row in kept], pa.string()),
+                    source=name,
+                    begin_s=np.maximum(times_s[kept] - half_s, 0.0),
+                    end_s=times_s[kept] + half_s,
+                )
+
+
+def _mean_beta_s(path: Path) -> float:
+    """alpha of a file."""
+    beta_of_video: dict[str, float | None] = {}
+    for source_id, entry in _videos(path):
+        if source_id not in beta_of_video:
+            beta_of_video[source_id] = _mean_gap_s({name: _narrations_of(entry, name) for name in PASSES})
+    if not beta_of_video:
         raise UserError(f"{path} holds no narrations", hint="expected Ego4D's narration.json")
-    alpha_s = float(np.mean(betas)) if betas else 0.0
-    # Taken off the list one by one, so that texts are not held twice.
-    passes.reverse()
-    while passes:
-        _add_pass(builder, passes[-1], half_s=_half_length(beta_of_video[passes[-1].video], alpha_s), path=path)
-        passes.pop()
+    betas = [beta_s for beta_s in beta_of_video.values() if beta_s is not None]
+    return float(np.mean(betas)) if betas else 0.0
+
+
+def _videos(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for source_id, entry in object_items(path, inside="videos"):
+        if _is_video(entry):
+            yield source_id, entry
 
 
 def _is_video(entry: object) -> bool:
@@ -126,67 +125,46 @@ def _times(rows: list[Any]) -> np.ndarray:
     return array
 
 
-def _mean_gap_s(passes: list[np.ndarray]) -> float | None:
-    """beta_i: mean gap between consecutive narrations, over all passes of a video; None without a gap."""
-    gaps = [np.diff(np.sort(times[np.isfinite(times)])) for times in passes]
-    joined = np.concatenate(gaps) if gaps else np.empty(0)
-    return float(joined.mean()) if len(joined) else None
+def _mean_gap_s(narrations: dict[str, list[Any]]) -> float | None:
+    """beta_i: mean gap between consecutive narrations over all passes of a video; None where it has none."""
+    times = [_times(rows) for rows in narrations.values()]
+    gaps = np.concatenate([np.diff(np.sort(times_s[np.isfinite(times_s)])) for times_s in times])
+    return float(gaps.mean()) if gaps.any() else None
 
 
-def _half_length(beta_s: float, alpha_s: float) -> float:
-    return beta_s / (2 * alpha_s) if alpha_s > 0 else 0.0
-
-
-def _usable(
+def _keep_usable(
     builder: ReadingBuilder,
     rows: list[Any],
     times_s: np.ndarray,
     *,
-    video: int,
-    source: str,
-    source_id: str,
-    path: Path,
-) -> list[_Pass]:
-    """The pass without the narrations that are rejected; no pass when none is left."""
-    texts: list[str] = []
-    kept: list[int] = []
+    half_s: float | None,
+    where: tuple[Path, str, str],
+) -> list[int]:
+    """Places of the narrations of a pass that can be used; the others become rejected rows."""
+    path, source_id, name = where
+    kept = []
     for row, (narration, time_s) in enumerate(zip(rows, times_s.tolist(), strict=True)):
-        text = narration.get("narration_text") if isinstance(narration, dict) else None
-        if not isinstance(text, str) or not encodable(text):
-            reason, detail = Reason.MALFORMED_ROW, f"{source}: it has no text"
-        elif not isfinite(time_s):
-            reason, detail = Reason.BAD_TIME, f"{source}: timestamp_sec is {narration.get('timestamp_sec')!r:.40}"
-        elif "#unsure" in text.lower():
-            reason, detail = Reason.UNSURE, f"{source}: {text:.200}"
-        elif not (text := text.strip()):
-            reason, detail = Reason.EMPTY_CAPTION, f"{source}: its text is empty"
-        else:
-            texts.append(text)
+        reason, detail = _fault(narration, time_s, half_s=half_s)
+        if reason is None:
             kept.append(row)
-            continue
-        builder.reject(reason, file=str(path), row=row, source_id=source_id, detail=detail)
-    if not kept:
-        return []
-    indices = np.array(kept, np.int64)
-    return [_Pass(video, source, times_s[indices], pa.array(texts, pa.string()), indices)]
+        else:
+            builder.reject(reason, file=str(path), row=row, source_id=source_id, detail=f"{name}: {detail}")
+    return kept
 
 
-def _add_pass(builder: ReadingBuilder, narrations: _Pass, *, half_s: float, path: Path) -> None:
-    begin_s = np.maximum(narrations.times_s - half_s, 0.0)
-    end_s = narrations.times_s + half_s
-    if half_s > 0:
-        builder.add_captions(
-            narrations.video, texts=narrations.texts, source=narrations.source, begin_s=begin_s, end_s=end_s
-        )
-        return
-    for row in narrations.rows.tolist():
-        builder.reject(
-            Reason.NO_INTERVAL,
-            file=str(path),
-            row=row,
-            source_id=builder.source_id_of(narrations.video),
-            detail=f"{narrations.source}: the interval rule needs two narrations at different times",
-        )
+def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reason | None, str]:
+    text = narration.get("narration_text") if isinstance(narration, dict) else None
+    if not isinstance(text, str) or not encodable(text):
+        return Reason.MALFORMED_ROW, "it has no text"
+    if not isfinite(time_s):
+        return Reason.BAD_TIME, f"timestamp_sec is {narration.get('timestamp_sec')!r:.40}"
+    if "#unsure" in text.lower():
+        return Reason.UNSURE, text[:200]
+    if not text.strip():
+        return Reason.EMPTY_CAPTION, "its text is empty"
+    if half_s is None:
+        return Reason.NO_INTERVAL, "the interval rule needs two narrations at different times"
+    return None, ""
 
 
 def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:

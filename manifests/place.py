@@ -1,0 +1,37 @@
+"""Where a data folder may be."""
+
+from pathlib import Path
+
+from manifests.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
+    """Refuses a data folder that would mix with the program's source or with the source videos.
+
+    Raises:
+        UserError: `data_dir` is a file, lies in a folder that holds clipmill's packages as one of them, is that
+            folder itself, or is the folder of the videos.
+    """
+    resolved = data_dir.resolve()
+    if resolved.exists() and not resolved.is_dir():
+        raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
+    if _is_source_tree(resolved) or any(_is_package_of_tree(folder) for folder in (resolved, *resolved.parents)):
+        raise UserError(
+            f"the data folder {data_dir} is clipmill's own source", hint="keep data apart: --data DIR, or CLIPMILL_DATA"
+        )
+    if videos is not None and resolved == videos.resolve():
+        raise UserError(
+            f"{data_dir} is both the data folder and the folder of the videos",
+            hint="give a data folder of its own with --data",
+        )
+
+
+def _is_source_tree(folder: Path) -> bool:
+    return folder == _PACKAGE.parent or (folder / "manifests" / "schema.py").exists()
+
+
+def _is_package_of_tree(folder: Path) -> bool:
+    """Whether `folder` is one of the packages beside this one (`<tree>/data` is not, `<tree>/shards` is)."""
+    return (folder / "__init__.py").exists() and _is_source_tree(folder.parent)
