@@ -1,0 +1,26 @@
+from pathlib import Path
+
+import pytest
+
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+
+NUM_FRAMES = 55  # chunks of 20, 20 and 15
+VIDEOS = {"a": "train", "b": "train", "c": "train", "d": "val"}
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three videos to train on and one held out; three captions a video, the second across a border of chunks."""
+    data_dir = tmp_path_factory.mktemp("data")
+    for shard_id, split in enumerate(("train", "val")):
+        samples = [sample for name, its in VIDEOS.items() if its == split for sample in chunks_of(name, NUM_FRAMES)]
+        write_shard(data_dir, shard_id, samples, split=split)
+    captions = []
+    for video_id in VIDEOS:
+        captions += [
+            Caption(video_id, 0.0, 1.0, "it begins"),
+            Caption(video_id, 1.2, 2.8, f"the middle of {video_id}"),
+            Caption(video_id, 3.0, float("inf"), f"the end of {video_id}"),
+        ]
+    write_captions(data_dir, VIDEOS, captions)
+    return data_dir

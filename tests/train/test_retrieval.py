@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from train.evaluation.retrieval import chance, distinct_texts, ranks, score_retrieval
+
+
+def test_ranks_and_recalls_of_a_small_table() -> None:
+    similarity = np.array([[0.9, 0.1, 0.2], [0.8, 0.3, 0.1], [0.1, 0.2, 0.7]], np.float32)  # clips by texts
+    scores = score_retrieval(similarity, np.array([0, 1, 2]))
+    assert scores.video_to_text.recall == pytest.approx({1: 2 / 3, 5: 1.0, 10: 1.0})
+    assert scores.video_to_text.median_rank == 1
+    assert scores.text_to_video.recall[1] == 1.0
+
+
+def test_any_clip_with_the_text_is_right() -> None:
+    """Clips 0 and 1 share text 0: finding either is enough, and they do not push each other back."""
+    similarity = np.array([[0.5, 0.9], [0.8, 0.1], [0.7, 0.6]], np.float32)
+    scores = score_retrieval(similarity, np.array([0, 0, 1]))
+    assert (scores.text_to_video.num_queries, scores.text_to_video.gallery_size) == (2, 3)
+    assert (scores.video_to_text.num_queries, scores.video_to_text.gallery_size) == (3, 2)
+    assert scores.text_to_video.recall[1] == 0.5  # text 0 finds clip 1; text 1 finds clip 0 before clip 2
+    assert scores.video_to_text.recall[1] == pytest.approx(1 / 3)
+    assert scores.text_to_video.chance[1] == pytest.approx((2 / 3 + 1 / 3) / 2)
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_a_model_that_sees_no_difference_gets_the_worst_ranks(value: float) -> None:
+    similarity = np.full((1, 8), value, np.float32)
+    assert ranks(similarity, np.arange(8)[None] == 0).tolist() == [8]
+
+
+def test_chance_is_what_random_rankings_reach() -> None:
+    rng = np.random.default_rng(0)
+    for gallery_size, num_right, k in ((20, 1, 5), (20, 4, 5), (50, 3, 10)):
+        hits = [rng.permutation(gallery_size)[:num_right].min() < k for _ in range(20_000)]
+        assert chance(gallery_size, num_right, k) == pytest.approx(np.mean(hits), abs=0.02)
+    assert chance(4, 1, 10) == 1.0
+
+
+def test_chance_stands_beside_the_recalls() -> None:
+    scores = score_retrieval(np.eye(100, dtype=np.float32), np.arange(100))
+    assert scores.video_to_text.chance == pytest.approx({1: 0.01, 5: 0.05, 10: 0.1})
+    assert scores.video_to_text.chance_median_rank == 50
+    assert scores.video_to_text.median_rank == 1
+
+
+def test_equal_tokens_are_one_text() -> None:
+    tokens = np.array([[5, 6, 0], [1, 2, 0], [5, 6, 0], [1, 2, 3]])
+    first, text_of = distinct_texts(tokens)
+    assert first.tolist() == [0, 1, 3]
+    assert text_of.tolist() == [0, 1, 0, 2]
