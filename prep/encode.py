@@ -79,7 +79,7 @@ def encode_span(
         arguments, folder=folder, limit_s=limit_s, on_poll=lambda: on_frames(_encoded_frames(folder / _PROGRESS_FILE))
     )
     _raise_for(outcome, limit_s=limit_s)
-    times_s = _source_times_s(folder / _TIMES_FILE, offset_s=_seek_s(span, fps=fps))
+    times_s = _source_times_s(folder / _TIMES_FILE, offset_s=_seek_s(span, fps=fps, source=source))
     check_source_times(times_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
     return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
 
@@ -91,7 +91,7 @@ def span_arguments(
     settings, codec = recipe.settings, codec_named(recipe.settings.codec)
     fps = settings.fps_exact
     width, height = output_size(source, short_side=settings.short_side)
-    seek_s = _seek_s(span, fps=fps)
+    seek_s = _seek_s(span, fps=fps, source=source)
     margin_s = Fraction(span.first_frame) / fps - seek_s
     length_s = _microseconds(span.num_frames / fps)
     input_options = {"ss": _microseconds(seek_s)} if seek_s else {}
@@ -157,9 +157,9 @@ def span_arguments(
     return output.global_args(*general, "-progress", _PROGRESS_FILE).compile(cmd=program)
 
 
-def _seek_s(span: Span, *, fps: Fraction) -> Fraction:
-    """Where the pass begins to read: a second before the span, on the grid of output frames."""
-    return Fraction(max(0, span.first_frame - math.ceil(fps))) / fps
+def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
+    """Where the pass begins to read: before the span by a second and a key frame, on the grid of output frames."""
+    return Fraction(max(0, span.first_frame - math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
 
 
 def _microseconds(seconds: Fraction) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 import av
 import av.error
 from av.container import InputContainer
+from av.packet import Packet
 from av.video.stream import VideoStream
 
 from prep.failures import FailureCode, SourceFailure
@@ -27,6 +28,8 @@ PROTOCOLS = "file,pipe"
 _FINGERPRINT_BYTES = 1 << 20
 # Containers round and pad the durations in their headers; a cut that loses less than this cannot be told from that.
 _HEADER_SLACK_S = Fraction(1)
+# A seek in these lands on any packet, not on a key frame: they list none.
+_BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class SourceFacts:
         width: of the picture as shown, pixels: rotated, with square pixels.
         height: likewise.
         codec: libav's decoder name.
+        key_gap_s: longest time between two key frames, where a seek may land between them; 0 where it lands on one.
     """
 
     fingerprint: str
@@ -50,6 +54,15 @@ class SourceFacts:
     width: int
     height: int
     codec: str
+    key_gap_s: float
+
+
+@dataclass(frozen=True)
+class _Times:
+    """When the video stream ends, and `SourceFacts.key_gap_s`."""
+
+    end_s: Fraction
+    key_gap_s: Fraction
 
 
 def source_fingerprint(path: Path) -> str:
@@ -92,18 +105,19 @@ def probe(path: Path) -> SourceFacts:
     with container:
         stream = _video_stream(container)
         width, height = _shown_size(container, stream)
-        end_s = _video_end_s(container, stream, size_bytes)
-        if end_s <= 0:
+        times = _video_times(container, stream, size_bytes)
+        if times.end_s <= 0:
             raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream lasts no time")
         rate = stream.average_rate or stream.guessed_rate or Fraction(0)
         return SourceFacts(
             fingerprint=fingerprint,
             size_bytes=size_bytes,
-            end_s=float(end_s),
+            end_s=float(times.end_s),
             fps=float(rate),
             width=width,
             height=height,
             codec=stream.codec_context.codec.canonical_name,
+            key_gap_s=float(times.key_gap_s) if container.format.name in _BLIND_SEEKS else 0.0,
         )
 
 
@@ -128,8 +142,8 @@ def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, in
     return (height, width) if frame.rotation % 180 else (width, height)
 
 
-def _video_end_s(container: InputContainer, stream: VideoStream, size_bytes: int) -> Fraction:
-    """End of the video stream in seconds from the container's start; raises for a truncated file."""
+def _video_times(container: InputContainer, stream: VideoStream, size_bytes: int) -> _Times:
+    """Times of the video stream, in seconds from the container's start; raises for a truncated file."""
     start_s = Fraction(container.start_time or 0, av.time_base)
     time_base = stream.time_base or Fraction(1)
     entries = stream.index_entries
@@ -143,16 +157,22 @@ def _video_end_s(container: InputContainer, stream: VideoStream, size_bytes: int
                 FailureCode.SOURCE_TRUNCATED, f"its index names bytes up to {held_bytes}, the file has {size_bytes}"
             )
         first_s = (stream.start_time or 0) * time_base
-        return first_s + (stream.duration or 0) * time_base - start_s
-    return _demuxed_end_s(container, stream) - start_s
+        return _Times(first_s + (stream.duration or 0) * time_base - start_s, Fraction(0))
+    return _demuxed_times(container, stream)
 
 
-def _demuxed_end_s(container: InputContainer, stream: VideoStream) -> Fraction:
+def _demuxed_times(container: InputContainer, stream: VideoStream) -> _Times:
     video_end_s, any_end_s = Fraction(0), Fraction(0)
-    for index, end_s in _packet_ends(container, stream):
+    last_key_s, key_gap_s = None, Fraction(0)
+    for packet, begin_s, end_s in _timed_packets(container, stream):
         any_end_s = max(any_end_s, end_s)
-        if index == stream.index:
+        if packet.stream_index == stream.index:
             video_end_s = max(video_end_s, end_s)
+            if packet.is_keyframe:
+                key_gap_s = max(key_gap_s, begin_s - last_key_s) if last_key_s is not None else key_gap_s
+                last_key_s = begin_s
+    if last_key_s is not None:
+        key_gap_s = max(key_gap_s, video_end_s - last_key_s)
     start_s = Fraction(container.start_time or 0, av.time_base)
     promised_s = start_s + Fraction(container.duration or 0, av.time_base)
     if container.format.name == "avi" and stream.average_rate:
@@ -165,10 +185,11 @@ def _demuxed_end_s(container: InputContainer, stream: VideoStream) -> Fraction:
             FailureCode.SOURCE_TRUNCATED,
             f"its header promises {float(promised_s):.2f} s, the packets end at {float(any_end_s):.2f} s",
         )
-    return video_end_s
+    return _Times(video_end_s - start_s, key_gap_s)
 
 
-def _packet_ends(container: InputContainer, video: VideoStream) -> Iterator[tuple[int, Fraction]]:
+def _timed_packets(container: InputContainer, video: VideoStream) -> Iterator[tuple[Packet, Fraction, Fraction]]:
+    """Every packet that has a time, with its begin and end in the container's own seconds."""
     frame_s = 1 / (video.average_rate or video.guessed_rate or Fraction(30))
     container.seek(0)
     try:
@@ -178,7 +199,8 @@ def _packet_ends(container: InputContainer, video: VideoStream) -> Iterator[tupl
                 length_s = packet.duration * packet.time_base if packet.duration else Fraction(0)
                 if packet.stream_index == video.index:
                     length_s = length_s or frame_s
-                yield packet.stream_index, time * packet.time_base + length_s
+                begin_s = time * packet.time_base
+                yield packet, begin_s, begin_s + length_s
     except av.error.FFmpegError as error:
         raise SourceFailure(FailureCode.SOURCE_TRUNCATED, f"reading stops inside the file: {_reason(error)}") from None
 

@@ -38,6 +38,7 @@ PROBES = pa.schema(
         pa.field("width", pa.int32()),
         pa.field("height", pa.int32()),
         pa.field("codec", pa.string()),
+        pa.field("key_gap_s", pa.float64()),
     ]
 )
 
