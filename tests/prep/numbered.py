@@ -1,0 +1,64 @@
+"""Sources whose frames carry their number, and which of them each output frame has to show."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from prep.synthetic.frame_code import read_frame_number
+from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source to be written.
+
+    Attributes:
+        tick_s: how far the container rounds times; a frame this near to the border between two output frames may
+            fall on either side.
+    """
+
+    name: str
+    fps: Fraction = Fraction(30)
+    num_frames: int = 0
+    width: int = 160
+    height: int = 120
+    tick_s: float = 1e-6
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """Writes the video."""
+        path = folder / self.name
+        write_frame_number_video(
+            path, num_frames=self.num_frames, fps=self.fps, width=self.width, height=self.height, **self.options
+        )
+        return path
+
+    def times_s(self) -> np.ndarray:
+        """When each frame begins to be shown, seconds from the start of the video."""
+        times = {name: self.options[name] for name in ("start_offset_s", "variable_rate") if name in self.options}
+        times_s = frame_times_s(self.num_frames, fps=self.fps, **times)
+        return times_s - times_s[0]
+
+
+def due_frames(times_s: np.ndarray, *, output_frame: int, fps: Fraction, tick_s: float) -> range:
+    """Numbers of the source frames that an output frame may show.
+
+    A source frame belongs to the output frame nearest to its time (a tie goes to the later one), and an output
+    frame shows the last one that belongs to it or to an earlier one. So the shown frame is the last that begins
+    less than half an output frame after the output frame's own time.
+    """
+    border_s = (output_frame + 0.5) / float(fps)
+    surely = int(np.searchsorted(times_s, border_s - tick_s, side="left"))
+    perhaps = int(np.searchsorted(times_s, border_s + tick_s, side="left"))
+    return range(max(surely - 1, 0), max(perhaps, 1))
+
+
+def frame_numbers(content: bytes) -> list[int]:
+    """The numbers in all frames of a chunk, in presentation order."""
+    with av.open(BytesIO(content), "r") as container:
+        return [read_frame_number(frame.to_ndarray(format="gray")) for frame in container.decode(video=0)]

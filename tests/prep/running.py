@@ -1,0 +1,140 @@
+"""Runs the `prep` command as a user does, and looks at what it leaves behind: files and processes."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+MARK = "CLIPMILL_TEST_MARK"
+ENGINES = ("processes", "ray")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `--json` printed."""
+        return dict(json.loads(self.stdout))
+
+    @property
+    def error(self) -> str:
+        """The message of a user's mistake, which must be two lines and nothing else."""
+        lines = self.stderr.splitlines()
+        assert self.status == 2, f"status {self.status}: {self.stderr}"
+        assert len(lines) == 2, self.stderr
+        assert lines[0].startswith("error: ") and lines[1].startswith("hint: "), self.stderr
+        return lines[0].removeprefix("error: ")
+
+
+def prep(*arguments: object, status: int | None = 0, **environment: str) -> Ran:
+    """Runs `prep` to its end; fails when the exit status is not `status` (None takes any)."""
+    process = start(*arguments, **environment)
+    stdout, stderr = process.communicate(timeout=240)
+    assert status is None or process.returncode == status, f"status {process.returncode}\n{stdout}\n{stderr}"
+    return Ran(process.returncode, stdout, stderr)
+
+
+def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
+    """Starts `prep` and does not wait."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "prep.cli", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def manifest(data: Path, videos: Path, *options: object) -> None:
+    """`prep manifest folder`."""
+    prep("manifest", "folder", videos, "--data", data, *options)
+
+
+def chunk(
+    data: Path, *settings: object, engine: str = "processes", status: int | None = 0, **environment: str
+) -> dict[str, Any]:
+    """`prep chunk --json`; its summary."""
+    workers = ("--workers", 2)
+    ran = prep("chunk", "--data", data, "--json", "--engine", engine, *workers, *settings, status=status, **environment)
+    return ran.summary
+
+
+def variant_folder(data: Path, summary: dict[str, Any]) -> Path:
+    """Folder of the variant that a run made."""
+    return data / "video" / str(summary["variant"])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder by its path in it, without the lock's."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def identities(folder: Path) -> dict[str, tuple[int, int]]:
+    """(inode, time of change in ns) of every file below a folder: the same when nobody touched it."""
+    states = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (state.st_ino, state.st_mtime_ns) for name, state in states.items() if not name.endswith(".lock")}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running process of a command that was started with a mark in its environment."""
+
+    pid: int
+    parent: int
+    arguments: list[str]
+
+    @property
+    def is_ffmpeg(self) -> bool:
+        return "ffmpeg" in Path(self.arguments[0]).name and "-progress" in self.arguments
+
+    def kill(self) -> None:
+        """SIGKILL; it may have ended already."""
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def processes(mark: str) -> Iterator[Process]:
+    """All running processes with `mark` in the environment variable MARK, zombies left out."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={mark}\0".encode() not in (folder / "environ").read_bytes() + b"\0":
+                continue
+            arguments = (folder / "cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z" and arguments[0]:
+            yield Process(int(folder.name), int(fields[1]), arguments)
+
+
+def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
+    """Waits for something that must come; fails when it does not."""
+    deadline_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come about"
+        time.sleep(0.02)
