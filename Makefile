@@ -12,6 +12,7 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
+BENCHMARKS ?= chunk manifest
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1
 
@@ -66,7 +67,7 @@ demo: setup
 endif
 
 benchmarks: setup
-	for script in benchmarks/*.py; do $(BIN)/python "$$script" || exit; done
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit; done
 
 # After a change in pyproject.toml; pins that still fit stay. LOCK_FLAGS=--upgrade takes the newest of everything.
 lock: $(UV_READY)
