@@ -1,0 +1,21 @@
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from prep.synthetic.frame_numbers import write_frame_number_video
+
+
+@pytest.fixture(scope="session")
+def write_video() -> Callable[..., Path]:
+    """Writes a small video whose frames read `first_number` and on; 30 fps."""
+
+    def write(path: Path, *, seconds: float = 4, first_number: int = 0) -> Path:
+        frames = round(seconds * 30)
+        write_frame_number_video(
+            path, num_frames=frames, fps=Fraction(30), width=160, height=120, first_number=first_number
+        )
+        return path
+
+    return write
