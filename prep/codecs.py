@@ -62,7 +62,8 @@ def _hevc_gop(gop: str, keyint: int) -> Arguments:
     b_frames = keyint - 2 if gop == STAR else 0 if gop == INTRA else 3
     params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
     if gop == STAR:
-        params += ":b-adapt=0"
+        # With cutree, x265 makes the frame after a forced key frame a P: a fourth decode for the group.
+        params += ":b-adapt=0:cutree=0"
     return {"tune": "fastdecode", "tag:v": "hvc1", "forced-idr": 1, "x265-params": f"{params}:log-level=error"}
 
 
