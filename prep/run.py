@@ -12,7 +12,7 @@ from prep.data_folder import COLUMN, remove_temporaries
 from prep.engines import Engine
 from prep.failures import FailureCode
 from prep.heartbeat import running_shards
-from prep.layout import layout_path, write_layout
+from prep.layout import layout_path, read_layout, write_layout
 from prep.plan import ShardPlan, ShardState
 from prep.planning import Planned
 from prep.progress import ChunkProgress
@@ -58,8 +58,7 @@ def execute(planned: Planned, engine: Engine) -> Summary:
     plan, folder = planned.plan, planned.variant_dir
     folder.mkdir(parents=True, exist_ok=True)
     remove_temporaries(folder)
-    write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
-    publish_json(folder / RECIPE_FILE, plan.recipe.as_dict())
+    _record(planned)
     if current_variant(planned.data_dir, COLUMN) is None:
         # The first variant can be read while it grows; a later one takes its place when it is whole.
         set_current_variant(planned.data_dir, COLUMN, plan.recipe.variant)
@@ -76,6 +75,20 @@ def execute(planned: Planned, engine: Engine) -> Summary:
             stops.append(result.stopped_by)
     _finish(planned, summary, stops)
     return summary
+
+
+def _record(planned: Planned) -> None:
+    """Writes layout and recipe, where they are not there already: a run with nothing to do touches no file."""
+    layout, recipe = planned.plan.layout, planned.plan.recipe
+    path = layout_path(planned.data_dir, recipe.settings)
+    if not path.exists() or not read_layout(path).equals(layout):
+        write_layout(path, layout)
+    try:
+        is_recorded = json.loads((planned.variant_dir / RECIPE_FILE).read_bytes()) == recipe.as_dict()
+    except (OSError, ValueError):
+        is_recorded = False
+    if not is_recorded:
+        publish_json(planned.variant_dir / RECIPE_FILE, recipe.as_dict())
 
 
 def _results(planned: Planned, engine: Engine) -> Iterator[ShardResult]:

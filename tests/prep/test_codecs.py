@@ -56,7 +56,7 @@ class Chunk:
         context = av.CodecContext.create({"av1": "libdav1d"}.get(self.row["codec"], self.row["codec"]), "r")
         context.extradata = self.row["extradata"] or None
         context.thread_count = 1
-        pictures = {}
+        pictures: dict[int, np.ndarray] = {}
         for row in rows:
             begin = self.row["packet_offset"][row]
             packet = Packet(self.content[begin : begin + self.row["packet_size"][row]])
@@ -90,7 +90,7 @@ def test_a_frame_decodes_from_its_packets_alone(codec: str, gop: str, make_chunk
     for number, chunk_ in enumerate(chunks):
         row = chunk_.row
         with av.open(BytesIO(chunk_.content), "r") as container:
-            sequential = {n: frame for n, frame in enumerate(container.decode(video=0))}
+            sequential = dict(enumerate(container.decode(video=0)))
             assert row["codec"] == container.streams.video[0].codec_context.codec.canonical_name
         assert len(sequential) == row["num_frames"] == len(row["packet_frame"])
         numbers = [read_frame_number(frame.to_ndarray(format="gray")) for frame in sequential.values()]

@@ -1,0 +1,231 @@
+"""A second run makes what is new, changed, missing or damaged, from reusable bytes where there are any.
+
+The set, in chunks of 500 ms and spans of 20 of them: shards 0 (video a), 1 (the end of a), 2 (b), 3 (the end of b,
+and c).
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shards.dataset import current_variant
+from shards.reader import Variant
+from shards.verify import verify_shard
+from tests.prep.numbered import frame_numbers
+from tests.prep.running import chunk, contents, identities, manifest, prep
+
+SETTINGS = ("--len", "500ms", "--preset", "ultrafast")
+CAPTIONS = "video,text,begin_s,end_s\na,words of a,11,12\nc,first words,0,3\nc,last words,3,9\n"
+
+
+class Set:
+    """A prepared data folder beside its videos."""
+
+    def __init__(self, root: Path) -> None:
+        self.videos, self.data, self.captions = root / "videos", root / "data", root / "captions.csv"
+
+    @property
+    def variant(self) -> Variant:
+        return Variant.open(self.data)
+
+    @property
+    def folder(self) -> Path:
+        return self.variant.directory
+
+    def manifest(self) -> None:
+        manifest(self.data, self.videos, "--captions", self.captions)
+
+    def chunk(self, *settings: object) -> tuple[int, int]:
+        """Runs; (chunks encoded, chunks taken over)."""
+        summary = chunk(self.data, *SETTINGS, *settings)
+        return summary["num_encoded"], summary["num_reused"]
+
+    def tar(self, shard_id: int) -> Path:
+        files = self.variant.commits[shard_id].files
+        assert files is not None
+        return self.folder / files.tar
+
+    def payloads(self) -> dict[str, bytes]:
+        return {sample["__key__"]: sample["mp4"] for sample in self.variant.iterate()}
+
+    def of_shards(self, *shard_ids: int) -> dict[str, tuple[int, int]]:
+        """Identities of the files of some shards."""
+        prefixes = tuple(f"{shard_id:06d}" for shard_id in shard_ids)
+        return {name: who for name, who in identities(self.folder).items() if Path(name).name.startswith(prefixes)}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
+    root = tmp_path_factory.mktemp("rerun") / "set"
+    made = Set(root)
+    for number, (name, seconds) in enumerate((("a", 12), ("b", 12), ("c", 5))):
+        write_video(made.videos / f"{name}.mp4", seconds=seconds, first_number=1000 * number)
+    made.captions.write_text(CAPTIONS)
+    made.manifest()
+    assert made.chunk() == (58, 0)
+    shards = [sorted({key[0] for key in shard.index["key"].to_pylist()}) for shard in made.variant.shards()]
+    assert shards == [["a"], ["a"], ["b"], ["b", "c"]]
+    shutil.copytree(root, root.with_name("pristine"))
+    return root
+
+
+@pytest.fixture
+def made(root: Path) -> Iterator[Set]:
+    """The set as it was made, under the path that it was made under."""
+    shutil.rmtree(root)
+    shutil.copytree(root.with_name("pristine"), root)
+    yield Set(root)
+
+
+def test_the_same_command_again_touches_nothing(made: Set) -> None:
+    before = identities(made.data)
+    assert made.chunk() == (0, 0)
+    assert identities(made.data) == before
+    plan = json.loads(prep("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    assert plan["shards"] == {"current": 4} and plan["work"] == []
+    assert plan["estimate"]["core_hours"] == 0 and plan["num_chunks"] == 58
+
+
+def test_only_an_added_video_is_made(made: Set, write_video: Callable[..., Path]) -> None:
+    before, old = made.of_shards(0, 1, 2, 3), made.payloads()
+    write_video(made.videos / "_first.mp4", seconds=3)
+    made.manifest()
+    plan = json.loads(prep("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    assert plan["shards"] == {"current": 4, "new": 1}
+    assert made.chunk() == (6, 0)
+    assert made.of_shards(0, 1, 2, 3) == before
+    assert {key: payload for key, payload in made.payloads().items() if key in old} == old
+    assert len(made.payloads()) == 64
+
+
+def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> None:
+    old = made.folder
+    before = identities(old)
+    for flag, value, difference in (
+        ("--crf", "30", "crf: 23 → 30"),
+        ("--codec", "hevc", "codec: h264 → hevc"),
+        ("--gop", "intra", "gop: star → intra"),
+        ("--bitrate", "300k", "bitrate: None → 300k"),
+    ):
+        told = prep("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
+        assert f"setting  {difference}" in told.splitlines(), told
+        assert told.count("new: not committed yet") == 2
+    assert made.chunk("--gop", "intra") == (58, 0)
+    assert current_variant(made.data, "video") != old.name
+    assert made.variant.recipe["gop"] == "intra"
+    assert identities(old) == before
+    # The old settings again: the old variant is the current one once more, and nothing is encoded.
+    assert made.chunk() == (0, 0)
+    assert current_variant(made.data, "video") == old.name
+
+
+def test_new_captions_are_written_without_encoding(made: Set) -> None:
+    others, old = made.of_shards(0, 1, 2), made.payloads()
+    made.captions.write_text(CAPTIONS.replace("first words", "other words"))
+    made.manifest()
+    assert made.chunk() == (0, 14)
+    texts = {sample["__key__"]: sample["txt"].decode() for sample in made.variant.iterate()}
+    assert texts["c_000000000"] == "other words" and texts["c_000004500"] == "last words" and texts["a_000000000"] == ""
+    assert made.payloads() == old
+    assert made.of_shards(0, 1, 2) == others
+
+
+@pytest.mark.parametrize(
+    ("lose", "shard_id", "made_again"),
+    [
+        (lambda s: s.tar(2).unlink(), 2, (20, 0)),
+        (lambda s: s.tar(2).write_bytes(s.tar(2).read_bytes()[:5000]), 2, (20, 0)),
+        (lambda s: s.tar(3).with_suffix(".index.arrow").unlink(), 3, (0, 14)),
+        (lambda s: Path(f"{s.tar(3)}.idx").unlink(), 3, (0, 14)),
+        (lambda s: (s.folder / "commits/000003.json").unlink(), 3, (14, 0)),
+        (lambda s: (s.folder / "commits/000003.json").write_text("{}"), 3, (14, 0)),
+        (lambda s: flip_payload(s, "b_000011000"), 3, (4, 10)),
+        (lambda s: flip_payload(s, "c_000000000"), 3, (10, 4)),
+    ],
+    ids=["tar", "end of tar", "index", "energon index", "commit", "commit's content", "byte of b", "byte of c"],
+)
+def test_what_is_lost_or_damaged_is_made_again_with_the_same_bytes(
+    lose: Callable[[Set], object], shard_id: int, made_again: tuple[int, int], made: Set
+) -> None:
+    others = [other for other in range(4) if other != shard_id]
+    before, untouched = contents(made.data), made.of_shards(*others)
+    lose(made)
+    assert contents(made.data) != before
+    assert made.chunk() == made_again
+    assert contents(made.data) == before
+    assert made.of_shards(*others) == untouched
+    assert [problem for commit in made.variant.commits.values() for problem in verify_shard(made.folder, commit)] == []
+
+
+def flip_payload(made: Set, key: str) -> None:
+    shard, row = made.variant.find(key)
+    offset, size = shard.member_range(row, "mp4")
+    with shard.tar_path.open("r+b") as file:
+        file.seek(offset + size // 2)
+        byte = file.read(1)[0]
+        file.seek(offset + size // 2)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_committed_chunks_outlive_their_source(made: Set) -> None:
+    before = contents(made.folder)
+    source, kept = made.videos / "b.mp4", made.videos.parent / "kept.mp4"
+    source.rename(kept)
+    assert made.chunk() == (0, 0)
+    assert contents(made.folder) == before
+    # A lost shard cannot be made without its source; that is told, and the rest of the shard stays.
+    made.tar(2).unlink()
+    flip_payload(made, "b_000011000")
+    summary = chunk(made.data, *SETTINGS, status=1)
+    assert summary["failures"] == {"source_missing": 2} and summary["num_reused"] == 10
+    listed = [json.loads(line) for line in (made.folder / "failures.jsonl").read_text().splitlines()]
+    assert [(one["video_id"], one["key"]) for one in listed] == [("b", "b_000000000"), ("b", "b_000010000")]
+    assert {key[0] for key in made.payloads()} == {"a", "c"}
+    kept.rename(source)
+    retried = json.loads(prep("retry", "--data", made.data, "--engine", "processes", "--json").stdout)
+    assert (retried["num_encoded"], retried["num_reused"]) == (24, 10)
+    assert contents(made.folder).items() >= before.items()  # the shard without b stays until `prep gc`
+    assert made.payloads().keys() >= {"b_000000000", "b_000011500"}
+
+
+def test_a_replaced_source_is_made_again_and_nothing_else(made: Set, write_video: Callable[..., Path]) -> None:
+    untouched, old = made.of_shards(0, 1), made.payloads()
+    write_video(made.videos / "b.mp4", seconds=12, first_number=5000)
+    assert made.chunk() == (24, 10)
+    assert made.of_shards(0, 1) == untouched
+    new = made.payloads()
+    assert new.keys() == old.keys()
+    assert {key for key in new if new[key] != old[key]} == {key for key in new if key.startswith("b")}
+    assert frame_numbers(new["b_000011000"]) == list(range(5330, 5345))
+
+
+def test_a_removed_video_leaves_the_set_and_takes_nobody_along(made: Set) -> None:
+    old = made.payloads()
+    (made.videos / "c.mp4").unlink()
+    made.manifest()
+    assert made.chunk() == (0, 4)
+    assert made.payloads() == {key: payload for key, payload in old.items() if not key.startswith("c")}
+    (made.videos / "b.mp4").unlink()
+    made.manifest()
+    plan = json.loads(prep("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    assert plan["shards"] == {"current": 2, "orphaned": 2}
+    assert made.chunk() == (0, 0)
+    assert made.payloads() == {key: payload for key, payload in old.items() if key.startswith("a")}
+    assert len((made.folder / "shards.txt").read_text().split()) == 2
+
+
+def test_a_video_that_changes_its_split_is_in_one_shard_only(made: Set) -> None:
+    made.captions.write_text("video,text,split\na,words,train\nc,words,val\n")
+    made.manifest()
+    made.chunk()
+    shards = {shard.shard_id: shard for shard in made.variant.shards()}
+    assert {shard_id: shard.split for shard_id, shard in shards.items()} == dict.fromkeys(range(4), "train") | {
+        4: "val"
+    }
+    keys = [key for shard in shards.values() for key in shard.index["key"].to_pylist()]
+    assert len(keys) == len(set(keys)) == 58
+    for shard_id, shard in shards.items():
+        assert all(key.startswith("c") == (shard_id == 4) for key in shard.index["key"].to_pylist())
