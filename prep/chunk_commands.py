@@ -60,12 +60,12 @@ def plan(
     from prep.ffmpeg import find_ffmpeg
     from prep.plan_text import explanation, plan_report
     from prep.planning import make_plan
-    from prep.progress import ProbeProgress
+    from prep.progress import CountProgress
     from prep.recipe import resolve
 
     data_dir = require_data_folder(data)
     resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
-    planned = make_plan(data_dir, resolved, on_probe=ProbeProgress())
+    planned = make_plan(data_dir, resolved, on_probe=CountProgress("probing sources"))
     report = plan_report(planned) if explain is None else explanation(planned, explain)
     print(json_module.dumps(report.values, indent=1) if json else report.text)
 
@@ -114,7 +114,7 @@ def _run(
     from prep.ffmpeg import find_ffmpeg, require_encoder
     from prep.plan_text import summary_text, summary_values
     from prep.planning import make_plan
-    from prep.progress import ProbeProgress
+    from prep.progress import CountProgress
     from prep.recipe import resolve
     from prep.run import FAILURES_FILE, execute
 
@@ -139,7 +139,7 @@ def _run(
         chosen = ProcessEngine(num_workers=workers or len(os.sched_getaffinity(0)))
     with writing(data_dir):
         resolved = resolve(recipe, ffmpeg_version=ffmpeg.version)
-        planned = make_plan(data_dir, resolved, retry_codes=retry_codes, on_probe=ProbeProgress())
+        planned = make_plan(data_dir, resolved, retry_codes=retry_codes, on_probe=CountProgress("probing sources"))
         summary = execute(planned, chosen)
     print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
     if summary.num_failed_videos > budget(planned.plan.num_videos):

@@ -69,10 +69,15 @@ class ChunkProgress:
         return ", ".join(parts)
 
 
-class ProbeProgress:
-    """Progress of probing, shown only when it takes long."""
+class CountProgress:
+    """Progress of work whose parts are counted, shown only when it takes long.
 
-    def __init__(self) -> None:
+    Args:
+        what: is being done, for example "probing sources".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._line_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
@@ -80,7 +85,7 @@ class ProbeProgress:
         if now_s - self._line_s >= _PLAIN_INTERVAL_S / 5:
             self._line_s = now_s
             end = "\r" if sys.stderr.isatty() else "\n"
-            print(f"probing sources {done}/{total}", file=sys.stderr, end=end, flush=True)
+            print(f"{self._what} {done}/{total}", file=sys.stderr, end=end, flush=True)
 
 
 def _clock(seconds: float) -> str:

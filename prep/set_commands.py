@@ -1,19 +1,132 @@
 """`prep status`, `verify`, `inspect` and `gc`: looking after a shard set."""
 
+import json as json_module
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manifests.errors import FailedWork, UserError
 from prep.options import Data, Json
 
-
-def status(*, data: Data = None, json: Json = False) -> None:
-    """x"""
-
-
-def verify(*, data: Data = None, json: Json = False) -> None:
-    """x"""
+VariantName = Annotated[
+    str | None, Parameter(name="--variant", help="Variant to look at, as `prep status` names it; else the current one.")
+]
+_MAX_FINDINGS = 200
 
 
-def inspect(*, data: Data = None, json: Json = False) -> None:
-    """x"""
+def status(*, data: Data = Path("data"), json: Json = False) -> None:
+    """Say what is there, what failed, how far a running `prep chunk` is, and what to do next.
+
+    Example: prep status
+    """
+    from prep.data_folder import require_data_folder
+    from prep.status import read_status
+    from prep.status_text import repair_command, status_text
+
+    found = read_status(require_data_folder(data))
+    print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
+    if found.problems:
+        count = f"{len(found.problems)} shards are" if len(found.problems) > 1 else "1 shard is"
+        raise FailedWork(f"{count} missing or damaged; made again by: {repair_command(found)}")
 
 
-def gc(*, data: Data = None, json: Json = False) -> None:
-    """x"""
+def verify(
+    *,
+    deep: Annotated[bool, Parameter(help="Also decode every frame of every chunk.", negative="")] = False,
+    variant: VariantName = None,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Read every byte of every shard and compare it with what was committed.
+
+    Example: prep verify --deep
+    """
+    from prep.data_folder import COLUMN, require_data_folder
+    from prep.progress import CountProgress
+    from prep.verify import verify_variant
+    from prep.verify_text import failure_text, verified_text
+    from shards.reader import Variant
+
+    data_dir = require_data_folder(data)
+    opened = Variant.open(data_dir, column=COLUMN, variant=variant)
+    found = verify_variant(
+        opened,
+        deep=deep,
+        num_workers=len(os.sched_getaffinity(0)),
+        on_shard=CountProgress("reading shards"),
+        on_deep_shard=CountProgress("decoding shards"),
+    )
+    print(json_module.dumps(asdict(found), indent=1) if json else verified_text(found, max_findings=_MAX_FINDINGS))
+    if found.num_problems:
+        raise FailedWork(failure_text(found, opened, data_dir=data_dir))
+
+
+def inspect(
+    key: str | None = None,
+    *,
+    html: Annotated[Path | None, Parameter(help="Write a contact sheet of the set into this file.")] = None,
+    variant: VariantName = None,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Show the shards of the set, or one chunk, or write a page with pictures of chunks.
+
+    Example: prep inspect --html sheet.html
+
+    Parameters
+    ----------
+    key
+        Key of a chunk, such as bikes_000015000.
+    """
+    from prep.data_folder import COLUMN, require_data_folder
+    from prep.inspection import chunk_report, set_report
+    from shards.reader import Variant
+
+    data_dir = require_data_folder(data)
+    opened = Variant.open(data_dir, column=COLUMN, variant=variant)
+    if html is not None:
+        from prep.contact_sheet import write_contact_sheet
+        from prep.progress import CountProgress
+
+        if key is not None:
+            raise UserError(f"--html shows the set, not one chunk ({key})", hint="leave out the key, or --html")
+        num_chunks = write_contact_sheet(html, opened, on_chunk=CountProgress("decoding chunks"))
+        page = {"html": os.fspath(html), "num_chunks": num_chunks}
+        print(json_module.dumps(page, indent=1) if json else f"{html}: {num_chunks} chunks")
+        return
+    report = set_report(opened) if key is None else chunk_report(opened, key, data_dir=data_dir)
+    print(json_module.dumps(report.values, indent=1, ensure_ascii=True) if json else report.text)
+
+
+def gc(
+    *,
+    dry_run: Annotated[bool, Parameter(help="Only say what would be removed.", negative="")] = False,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Remove variants that are not current, shards that no commit names, and what killed commands left.
+
+    Nothing else is touched, and nothing is removed while the current variant is not whole.
+
+    Example: prep gc --dry-run
+    """
+    from prep.data_folder import require_data_folder, writing
+    from prep.garbage import find_garbage, remove
+    from prep.garbage_text import garbage_text, garbage_values
+
+    data_dir = require_data_folder(data)
+    with writing(data_dir):
+        garbage = find_garbage(data_dir)
+        removed = None if dry_run else remove(garbage)
+    if json:
+        print(json_module.dumps(garbage_values(garbage, removed), indent=1))
+    else:
+        print(garbage_text(garbage, removed, data_dir=data_dir))
+    if removed is not None and removed.failed:
+        path, why = removed.failed[0]
+        raise FailedWork(f"{len(removed.failed)} files could not be removed; the first: {path}: {why}")
+    sys.stdout.flush()

@@ -43,6 +43,15 @@ PROBES = pa.schema(
 )
 
 
+def read_probes(data_dir: Path) -> pa.Table:
+    """The probes as they were stored last (schema PROBES), empty where there are none; no source is looked at."""
+    try:
+        table = pq.read_table(data_dir / PROBES_FILE)
+    except (FileNotFoundError, pa.ArrowInvalid, OSError):
+        return PROBES.empty_table()
+    return table if table.schema.equals(PROBES) else PROBES.empty_table()
+
+
 def probe_sources(
     data_dir: Path,
     paths: pa.ChunkedArray,
@@ -58,7 +67,7 @@ def probe_sources(
         on_progress: called with (probed, to probe).
     """
     sizes, mtimes = _stat_all(paths, num_threads=num_threads)
-    known = _read_cache(data_dir)
+    known = read_probes(data_dir)
     rows = np.asarray(pc.fill_null(pc.index_in(paths.combine_chunks(), value_set=known["path"].combine_chunks()), -1))
     hit = rows >= 0
     hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
@@ -124,14 +133,6 @@ def _probe_row(path: str, size_bytes: int, mtime_ns: int, *, old: dict[str, Any]
         return asdict(probe(Path(path))) | row
     except SourceFailure as failure:
         return old | row | {"code": str(failure.code), "message": failure.message}
-
-
-def _read_cache(data_dir: Path) -> pa.Table:
-    try:
-        table = pq.read_table(data_dir / PROBES_FILE)
-    except (FileNotFoundError, pa.ArrowInvalid, OSError):
-        return PROBES.empty_table()
-    return table if table.schema.equals(PROBES) else PROBES.empty_table()
 
 
 def _write_cache(data_dir: Path, table: pa.Table) -> None:

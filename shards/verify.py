@@ -103,6 +103,9 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
         if not energon_index.is_file() or energon_index.stat().st_size != 8 * (commit.files.num_samples + 1):
             message = f"{energon_index.name} is missing or has the wrong size"
             problems.append(Problem(commit.shard_id, None, Code.ENERGON_INDEX, message))
+        elif not problems and (changed_ns := energon_index.stat().st_mtime_ns) > committed_ns:
+            newest_ns = max(newest_ns, changed_ns)
+            problems += _check_index(variant_dir, shard_id=commit.shard_id, files=commit.files)[0]
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     if not problems and newest_ns > committed_ns:

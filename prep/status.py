@@ -1,0 +1,210 @@
+"""What is there and what is wrong with it, from the records alone: a look that takes seconds on any set."""
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from prep.data_folder import COLUMN
+from prep.heartbeat import running_shards
+from prep.planning import look_at
+from prep.recipe import recipe_from_dict
+from prep.run import FAILURES_FILE
+from prep.sources import read_probes
+from prep.wanted import wanted
+from shards.damage import Damaged
+from shards.dataset import current_variant, list_variants, variant_dir
+from shards.reader import CommittedShard, Variant
+
+_NUM_THREADS = 8  # looking at files waits more than it computes
+
+
+@dataclass(frozen=True)
+class VariantStatus:
+    """One variant of `video`.
+
+    Attributes:
+        num_shards: committed ones that hold chunks; num_chunks is theirs.
+        hours: of video in the shards whose index can be read.
+        failures: code -> spans or videos that could not be made, from the commits.
+        num_wanted_chunks: that the manifest wants of its recipe; None when that cannot be told.
+        running_chunks: chunks that running workers have made of shards not committed yet; None when none is at work.
+    """
+
+    name: str
+    is_current: bool
+    size_bytes: int
+    num_shards: int
+    num_chunks: int
+    hours: float
+    failures: dict[str, int]
+    num_wanted_chunks: int | None
+    running_chunks: int | None
+
+
+@dataclass(frozen=True)
+class VideosStatus:
+    """The videos of the manifest, as their last probe found them.
+
+    Attributes:
+        unusable: code -> videos of which nothing can be made.
+        lost: code -> videos that were usable once and cannot be read now; what was made of them stays.
+    """
+
+    num_videos: int
+    num_captions: int
+    num_usable: int
+    num_not_probed: int
+    unusable: dict[str, int]
+    lost: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Status:
+    """Everything that `prep status` says.
+
+    Attributes:
+        problems: (shard id, missing or corrupt, why) of the current variant.
+        failures_file: list of the failures of the last run, where there were any.
+    """
+
+    data_dir: Path
+    videos: VideosStatus | None
+    variants: list[VariantStatus] = field(default_factory=list)
+    problems: list[tuple[int, str, str]] = field(default_factory=list)
+    failures_file: Path | None = None
+
+    @property
+    def current(self) -> VariantStatus | None:
+        return next((variant for variant in self.variants if variant.is_current), None)
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        problems = [
+            {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
+        ]
+        return {
+            "data": os.fspath(self.data_dir),
+            "videos": None if self.videos is None else asdict(self.videos),
+            "current": None if self.current is None else self.current.name,
+            "variants": [asdict(variant) for variant in self.variants],
+            "problems": problems,
+            "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
+        }
+
+
+def read_status(data_dir: Path) -> Status:
+    """Looks at the data folder.
+
+    Raises:
+        UserError: a record of it cannot be read, or is of another version.
+    """
+    has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
+    table = read_videos(data_dir) if has_manifest else None
+    probes = read_probes(data_dir)
+    current = current_variant(data_dir, COLUMN)
+    variants, problems, failures_file = [], [], None
+    for name in list_variants(data_dir, COLUMN):
+        opened = Variant(variant_dir(data_dir, COLUMN, name))
+        num_wanted = None if table is None else _num_wanted_chunks(data_dir, opened, videos=table, probes=probes)
+        variants.append(_variant_status(opened, is_current=name == current, num_wanted_chunks=num_wanted))
+        if name == current:
+            problems = [(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()]
+            listed = opened.directory / FAILURES_FILE
+            failures_file = listed if listed.exists() else None
+    return Status(
+        data_dir,
+        videos=None if table is None else _videos_status(table, probes),
+        variants=sorted(variants, key=lambda variant: not variant.is_current),
+        problems=problems,
+        failures_file=failures_file,
+    )
+
+
+def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
+    """Shard id -> what is wrong and why, from a quick look at the files of every commit."""
+    found: dict[int, tuple[str, str]] = {
+        shard_id: (str(state), why) for shard_id, (state, why) in look_at(variant.directory, variant.commits).items()
+    }
+    found |= {int(damaged.path.stem): ("corrupt", str(damaged)) for damaged in variant.damaged}
+    return dict(sorted(found.items()))
+
+
+def is_readable(shard: CommittedShard) -> bool:
+    """Whether the shard's index can be used."""
+    try:
+        return shard.index.num_rows > 0
+    except (Damaged, OSError):
+        return False
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder, as far as they can be seen."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).lstat().st_size
+            except OSError:
+                continue  # it went away while we looked
+    return total
+
+
+def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
+    rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"])
+    mine = probes.take(rows.drop_null())
+    is_usable = pc.is_valid(mine["fingerprint"])
+    unusable = Counter[str](mine["code"].filter(pc.invert(is_usable)).to_pylist())
+    lost = Counter[str](mine["code"].filter(is_usable).drop_null().to_pylist())
+    return VideosStatus(
+        num_videos=len(videos),
+        num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
+        num_usable=pc.sum(is_usable).as_py() or 0,
+        num_not_probed=len(videos) - len(mine),
+        unusable=dict(unusable.most_common()),
+        lost=dict(lost.most_common()),
+    )
+
+
+def _variant_status(variant: Variant, *, is_current: bool, num_wanted_chunks: int | None) -> VariantStatus:
+    shards, running = variant.shards(), running_shards(variant.directory)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        hours = sum(pool.map(_hours, shards))
+    codes = Counter(failure.code for commit in variant.commits.values() for failure in commit.failures)
+    done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
+    return VariantStatus(
+        name=variant.directory.name,
+        is_current=is_current,
+        size_bytes=folder_bytes(variant.directory),
+        num_shards=len(shards),
+        num_chunks=sum(shard.num_samples for shard in shards),
+        hours=hours,
+        failures=dict(codes.most_common()),
+        num_wanted_chunks=num_wanted_chunks,
+        running_chunks=done if running else None,
+    )
+
+
+def _hours(shard: CommittedShard) -> float:
+    if not is_readable(shard):
+        return 0.0
+    frames, fps_num, fps_den = (
+        np.asarray(shard.index[name], np.float64) for name in ("num_frames", "fps_num", "fps_den")
+    )
+    return float((frames * fps_den / fps_num).sum() / 3600)
+
+
+def _num_wanted_chunks(data_dir: Path, variant: Variant, *, videos: pa.Table, probes: pa.Table) -> int | None:
+    try:
+        recipe = recipe_from_dict(variant.recipe)
+    except UserError:
+        return None
+    return wanted(data_dir, recipe, videos=videos, probes=probes).num_chunks

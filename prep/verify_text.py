@@ -1,0 +1,55 @@
+"""What `prep verify` says to people."""
+
+from pathlib import Path
+
+from manifests.errors import UserError
+from prep.recipe_text import chunk_command
+from prep.status_text import size_text
+from prep.verify import Verified
+from shards.commits import commit_path
+from shards.reader import Variant
+
+
+def verified_text(found: Verified, *, max_findings: int) -> str:
+    """The findings, one a line, and what was checked."""
+    listed = [*found.findings, *found.deep_findings]
+    lines = [
+        f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  {finding.message}"
+        for finding in listed[:max_findings]
+    ]
+    if len(listed) > max_findings:
+        lines.append(f"... and {len(listed) - max_findings} more; --json lists all")
+    decoded = f", {found.num_frames} frames decoded" if found.num_frames else ""
+    lines.append(
+        f"{found.variant}: {found.num_chunks} chunks in {found.num_shards} shards,"
+        f" {size_text(found.num_bytes)} read{decoded}: {'damaged' if found.num_problems else 'all right'}"
+    )
+    return "\n".join(lines)
+
+
+def failure_text(found: Verified, variant: Variant, *, data_dir: Path) -> str:
+    """How much is wrong, and what mends it."""
+    num_shards = len({finding.shard_id for finding in (*found.findings, *found.deep_findings)})
+    parts = [f"{_count(found.num_problems, 'problem')} in {_count(num_shards, 'shard')} of {variant.directory.name}"]
+    if found.findings:
+        try:
+            command = chunk_command(variant.recipe, data_dir=data_dir)
+        except UserError:
+            command = "prep chunk with the variant's settings"
+        parts.append(f"made again by: {command}")
+    # What a run passes over has to be taken out of its sight by hand.
+    by_hand = sorted({*found.unseen, *(finding.shard_id for finding in found.deep_findings)})
+    if by_hand:
+        paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
+        more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
+        why = (
+            "that could not be marked, or whose bytes are as committed"
+            if found.unseen
+            else "whose bytes are as committed"
+        )
+        parts.append(f"shards {why} are made again only when their commit is removed first: {paths}{more}")
+    return "; ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
