@@ -1,0 +1,157 @@
+"""Data folders of any size without a second of encoding: every file is of the real format, the videos are empty.
+
+What planning reads is there as `prep` would have left it: manifest, source files, probes, layout, commits. The shards
+are real ones with payloads of a few bytes, or, where millions of chunks are wanted, files of the right length only.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from manifests.keys import chunk_key
+from manifests.schema import CAPTIONS
+from manifests.store import write_manifest
+from prep.layout import layout_path, write_layout
+from prep.plan import Plan, ShardPlan
+from prep.planning import make_plan
+from prep.recipe import ResolvedRecipe
+from prep.sources import PROBES, PROBES_FILE
+from shards.commits import Commit, ShardFiles, write_commit
+from shards.dataset import set_current_variant, variant_dir
+from shards.format import COMMITS_FOLDER, PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName
+from shards.writer import Sample, ShardWriter
+
+COLUMN = "video"
+_VIDEOS_PER_FOLDER = 1000
+_CHUNK_BYTES = 1_800_000  # of an ordinary chunk; for the files of the right length
+_NO_SHA256 = "0" * 64
+
+
+def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: ResolvedRecipe) -> None:
+    """Writes manifest, empty source files, and the probes of videos that are not empty."""
+    names = [f"video-{number:07d}" for number in range(num_videos)]
+    paths = [
+        data / "sources" / f"{number // _VIDEOS_PER_FOLDER:04d}" / f"{name}.mp4" for number, name in enumerate(names)
+    ]
+    mtimes_ns = np.empty(num_videos, np.int64)
+    for number, path in enumerate(paths):
+        if number % _VIDEOS_PER_FOLDER == 0:
+            path.parent.mkdir(parents=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        mtimes_ns[number] = path.stat().st_mtime_ns
+    path_array = pa.array(map(os.fspath, paths), pa.string())
+    name_array = pa.array(names, pa.string())
+    videos = pa.table(
+        {
+            "video_id": name_array,
+            "source_id": name_array,
+            "path": path_array,
+            "split": pa.repeat("train", num_videos).cast(pa.string()),
+        }
+    )
+    captions = CAPTIONS.empty_table().drop_columns("caption_id")
+    write_manifest(data, "made", videos, captions)
+    end_s = float(chunks_per_video * recipe.settings.len_s)
+    values = {
+        "path": path_array,
+        "size_bytes": np.zeros(num_videos, np.int64),
+        "mtime_ns": mtimes_ns,
+        "code": pa.nulls(num_videos),
+        "message": pa.nulls(num_videos),
+        "fingerprint": [f"{number:064x}" for number in range(num_videos)],
+        "end_s": np.full(num_videos, end_s),
+        "fps": np.full(num_videos, 30.0),
+        "key_gap_s": np.full(num_videos, 5.0),
+        "width": np.full(num_videos, 1280),
+        "height": np.full(num_videos, 720),
+        "codec": pa.repeat("h264", num_videos),
+    }
+    columns = [pa.array(values[field.name]).cast(field.type) for field in PROBES]
+    pq.write_table(pa.table(columns, schema=PROBES), data / PROBES_FILE)
+
+
+def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: int | None = None) -> int:
+    """Commits every shard that a plan wants, as it wants it; gives their number.
+
+    Args:
+        num_real_shards: shards that hold samples; the others are files of the right length. None: all are real.
+    """
+    plan = make_plan(data, recipe).plan
+    write_layout(layout_path(data, recipe.settings), plan.layout)
+    folder = variant_dir(data, COLUMN, recipe.variant)
+    (folder / COMMITS_FOLDER).mkdir(parents=True)
+    for number, shard in enumerate(plan.shards):
+        is_real = num_real_shards is None or number < num_real_shards
+        files = _real_files(folder, plan, shard) if is_real else _files_of_right_length(folder, shard)
+        write_commit(
+            folder,
+            Commit(
+                column=COLUMN,
+                shard_id=shard.shard_id,
+                split=shard.split,
+                plan_fingerprint=shard.plan_fingerprint,
+                files=files,
+                failures=(),
+            ),
+        )
+    set_current_variant(data, COLUMN, recipe.variant)
+    return len(plan.shards)
+
+
+def _real_files(folder: Path, plan: Plan, shard: ShardPlan) -> ShardFiles:
+    writer = ShardWriter(folder, shard_id=shard.shard_id, extensions=["mp4", "json"], fields=VIDEO_FIELDS)
+    with writer:
+        for sample in _samples(plan, shard):
+            writer.add(sample)
+        return writer.publish(shard.plan_fingerprint)
+
+
+def _samples(plan: Plan, shard: ShardPlan) -> Iterator[Sample]:
+    fps = plan.recipe.settings.fps_exact
+    for span_plan in plan.spans(shard.rows):
+        starts = span_plan.span.chunk_starts()
+        for first_frame, num_frames in zip(starts, span_plan.span.chunk_frames, strict=True):
+            start_ms = round(first_frame / fps * 1000)
+            key = chunk_key(span_plan.video_id, start_ms)
+            fields = {
+                "video_id": span_plan.video_id,
+                "start_ms": start_ms,
+                "num_frames": num_frames,
+                "fps_num": fps.numerator,
+                "fps_den": fps.denominator,
+                "width": 512,
+                "height": 288,
+                "codec": "h264",
+                "extradata": b"",
+                "span_fingerprint": span_plan.fingerprint,
+                "packet_offset": [48],
+                "packet_size": [100],
+                "packet_frame": [0],
+                "packet_flags": [PACKET_KEY | PACKET_REFERENCE],
+            }
+            yield Sample(key=key, members={"mp4": b"tiny", "json": b"{}"}, fields=fields)
+
+
+def _files_of_right_length(folder: Path, shard: ShardPlan) -> ShardFiles:
+    name = ShardName(shard.shard_id, shard.plan_fingerprint)
+    lengths = {
+        name.tar: shard.num_chunks * _CHUNK_BYTES,
+        name.index: 3000,
+        name.energon_index: 8 * shard.num_chunks + 8,
+    }
+    for file_name, length in lengths.items():
+        with (folder / file_name).open("wb") as file:
+            file.truncate(length)
+    return ShardFiles(
+        tar=name.tar,
+        tar_bytes=lengths[name.tar],
+        tar_sha256=_NO_SHA256,
+        index=name.index,
+        index_bytes=lengths[name.index],
+        index_sha256=_NO_SHA256,
+        num_samples=shard.num_chunks,
+    )

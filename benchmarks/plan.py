@@ -1,0 +1,75 @@
+"""Wall time and memory of `prep plan` for a million chunks.
+
+    python -m benchmarks.plan [--chunks N] [--long-only] [--json FILE]
+
+A data folder with that many chunks is made first, without encoding: real manifest, probes and empty source files,
+and for the committed case a layout and a commit for every shard, whose files are real for the first shard and files of
+the right length for the others (planning looks at their size and time only). Then the whole command is run once with
+nothing committed and once with everything committed. Two shapes: videos of 40 chunks, and as many videos as chunks
+(left out by --long-only; its folder has a million files and takes minutes to make and to remove).
+
+`wall s` is from the start of Python to its end (target: under 60 s, aim: 20 s); `peak MB` is the resident memory of the
+command, shared libraries included (target: under 1,000, aim: 300).
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from benchmarks.made_data import commit_everything, make_videos
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.report import parser_for, print_report
+from prep.ffmpeg import find_ffmpeg
+from prep.recipe import Recipe, ResolvedRecipe, resolve
+
+LONG_CHUNKS = 40
+
+
+def measure_plan(data: Path, *, num_videos: int, num_chunks: int, committed: bool) -> dict[str, object]:
+    """Runs `prep plan` once."""
+    usage = run_measured(prep_command("plan", "--data", data, "--json"))
+    report = json.loads(usage.stdout)
+    state = "current" if committed else "new"
+    if report["chunks"] != {state: num_chunks}:
+        raise RuntimeError(f"all {num_chunks} chunks should be {state}: {report['chunks']}")
+    return {
+        "videos": num_videos,
+        "chunks": num_chunks,
+        "shards": report["shards"][state],
+        "committed": "all" if committed else "nothing",
+        "wall s": usage.wall_s,
+        "CPU s": usage.cpu_s,
+        "peak MB": usage.peak_bytes // 1_000_000,
+    }
+
+
+def measure_shape(
+    data: Path, *, num_videos: int, chunks_per_video: int, recipe: ResolvedRecipe
+) -> list[dict[str, object]]:
+    """One data folder, planned before and after everything is committed."""
+    num_chunks = num_videos * chunks_per_video
+    make_videos(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
+    new = measure_plan(data, num_videos=num_videos, num_chunks=num_chunks, committed=False)
+    commit_everything(data, recipe=recipe, num_real_shards=1)
+    return [new, measure_plan(data, num_videos=num_videos, num_chunks=num_chunks, committed=True)]
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--chunks", type=int, default=1_000_000, help="chunks in all (default 1000000)")
+    parser.add_argument("--long-only", action="store_true", help="leave out the shape of one chunk a video")
+    arguments = parser.parse_args()
+    recipe = resolve(Recipe(), ffmpeg_version=find_ffmpeg().version)
+    rows = []
+    for chunks_per_video in (LONG_CHUNKS,) if arguments.long_only else (LONG_CHUNKS, 1):
+        num_videos = max(1, arguments.chunks // chunks_per_video)
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder) / "data"
+            rows += measure_shape(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
+    notes = ["Targets: under 60 s and 1 GB; aim: 20 s and 300 MB."]
+    print_report("prep plan", rows, notes=notes, json_path=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

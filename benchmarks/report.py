@@ -1,0 +1,47 @@
+"""Printing what was measured: a Markdown table for people, a JSON file with the same figures for programs."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import surroundings
+
+
+def parser_for(description: str) -> argparse.ArgumentParser:
+    """A parser whose help is the benchmark's own text, with the option that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
+    return parser
+
+
+def print_report(
+    title: str, rows: Sequence[Mapping[str, Any]], *, notes: Sequence[str], json_path: Path | None
+) -> None:
+    """Prints one table whose columns are the keys of the rows.
+
+    Args:
+        notes: lines below the table, for example the targets.
+        json_path: also takes everything as JSON.
+    """
+    where = surroundings()
+    print(f"### {title}\n")
+    print(
+        f"{where['machine']}; Python {where['python']}, ffmpeg {where['ffmpeg']}; "
+        f"commit {where['commit']}, {where['date']}\n"
+    )
+    columns = list(rows[0])
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for row in rows:
+        print(f"| {' | '.join(_cell(row[column]) for column in columns)} |")
+    print("".join(f"\n{note}" for note in notes), flush=True)
+    if json_path is not None:
+        content = {"benchmark": title, **where, "rows": [dict(row) for row in rows], "notes": list(notes)}
+        json_path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

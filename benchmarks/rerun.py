@@ -1,0 +1,71 @@
+"""Wall time and memory of `prep chunk` when there is nothing to do: every shard is committed and no source has changed.
+
+    python -m benchmarks.rerun [--chunks N] [--runs N] [--json FILE]
+
+A data folder with that many chunks is made first, without encoding: real manifest, probes, layout, shards (of tiny
+payloads) and commits. Then the whole command is run, and must find that nothing is to be done: it looks at every
+source file and at every committed file. Two shapes: long videos of 40 chunks, and as many videos as chunks.
+
+`wall s` is the median of the runs, from the start of Python to its end (target: under 10 s, aim: 3 s); `peak MB` is
+the resident memory of the command, shared libraries included.
+"""
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.made_data import commit_everything, make_videos
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.report import parser_for, print_report
+from prep.ffmpeg import find_ffmpeg
+from prep.recipe import Recipe, resolve
+
+LONG_CHUNKS = 40
+
+
+def measure_shape(data: Path, *, num_videos: int, chunks_per_video: int, num_runs: int) -> dict[str, object]:
+    """Makes one data folder, and reruns `prep chunk` in it."""
+    recipe = resolve(Recipe(), ffmpeg_version=find_ffmpeg().version)
+    make_videos(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
+    num_shards = commit_everything(data, recipe=recipe)
+    command = prep_command("chunk", "--len", "15s", "--data", data, "--json")
+    usages = [run_measured(command) for _ in range(num_runs)]
+    for usage in usages:
+        summary = json.loads(usage.stdout)
+        if summary["num_shards_made"] or summary["num_chunks"] != num_videos * chunks_per_video:
+            raise RuntimeError(f"there should have been nothing to do: {usage.stdout}")
+    return {
+        "videos": num_videos,
+        "chunks": num_videos * chunks_per_video,
+        "shards": num_shards,
+        "wall s": statistics.median(usage.wall_s for usage in usages),
+        "CPU s": statistics.median(usage.cpu_s for usage in usages),
+        "peak MB": max(usage.peak_bytes for usage in usages) // 1_000_000,
+    }
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--chunks", type=int, default=100_000, help="chunks in all (default 100000)")
+    parser.add_argument("--runs", type=int, default=3, help="times that the command is run (default 3)")
+    arguments = parser.parse_args()
+    rows = []
+    for chunks_per_video in (LONG_CHUNKS, 1):
+        num_videos = max(1, arguments.chunks // chunks_per_video)
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(
+                measure_shape(
+                    Path(folder) / "data",
+                    num_videos=num_videos,
+                    chunks_per_video=chunks_per_video,
+                    num_runs=arguments.runs,
+                )
+            )
+    notes = [f"Median of {arguments.runs} runs. Target: under 10 s, aim: 3 s."]
+    print_report("prep chunk with nothing to do", rows, notes=notes, json_path=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

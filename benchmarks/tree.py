@@ -1,0 +1,102 @@
+"""Watching the processes of a running command one by one: their CPU time where daemons hide it, and their memory."""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.environment import REPOSITORY
+
+INTERVAL_S = 0.1
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, as last seen before it ended.
+
+    Attributes:
+        command: its arguments.
+        cpu_s: user and system seconds of its own.
+        peak_bytes: most resident memory that it had, shared pages included.
+    """
+
+    command: tuple[str, ...]
+    cpu_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A command that has ended, and all processes that it was or started."""
+
+    wall_s: float
+    processes: list[Process]
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all processes; what each used after it was last seen is missing."""
+        return sum(process.cpu_s for process in self.processes)
+
+
+def run_watched(command: Sequence[str]) -> Watched:
+    """Runs a command to its end, looking at its process tree ten times a second.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    seen: dict[tuple[int, str], Process] = {}
+    begin_s = time.perf_counter()
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": os.fspath(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        known = {running.pid}
+        while running.poll() is None:
+            for pid, stat in _descendants(known).items():
+                process = _look(pid, stat)
+                if process is not None:
+                    seen[pid, stat[19]] = process
+            time.sleep(INTERVAL_S)
+        wall_s = time.perf_counter() - begin_s
+        message = running.stderr.read() if running.stderr else ""
+    if running.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {running.returncode}:\n{message[-2000:]}")
+    return Watched(wall_s, list(seen.values()))
+
+
+def _descendants(known: set[int]) -> dict[int, list[str]]:
+    """Pid -> fields of `/proc/PID/stat` from the third on, for the processes in `known` and those below them.
+
+    Processes stay known when their parent has gone: daemons cut themselves loose.
+    """
+    stats: dict[int, list[str]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stats[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+    grown = True
+    while grown:
+        below = {pid for pid, stat in stats.items() if int(stat[1]) in known}
+        grown = not below <= known
+        known |= below
+    return {pid: stats[pid] for pid in known if pid in stats}
+
+
+def _look(pid: int, stat: list[str]) -> Process | None:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    peaks = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")]
+    if not peaks:  # a zombie
+        return None
+    return Process(tuple(command), (int(stat[11]) + int(stat[12])) / _TICKS_PER_S, peaks[0] * 1024)
