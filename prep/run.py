@@ -73,6 +73,7 @@ def execute(planned: Planned, engine: Engine) -> Summary:
         summary.num_shards_made += result.stopped_by is None
         if result.stopped_by is not None:
             stops.append(result.stopped_by)
+    remove_temporaries(folder)  # of workers that were lost
     _finish(planned, summary, stops)
     return summary
 

@@ -6,7 +6,9 @@ cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from itertools import islice
 from typing import Any
 
@@ -32,7 +34,9 @@ class RayEngine:
         ray = _import_ray()
         self._init(ray)
         try:
-            yield from self._run(ray, function, tasks)
+            # Ray tells of lost workers on the standard output, which is for results.
+            with redirect_stdout(sys.stderr):
+                yield from self._run(ray, function, tasks)
         finally:
             ray.shutdown()
 
@@ -41,7 +45,13 @@ class RayEngine:
         if self._address is None:
             # A private instance on this machine needs no token file in the user's home folder.
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-            ray.init(address="local", num_cpus=self._num_workers, **quiet)
+            try:
+                ray.init(address="local", num_cpus=self._num_workers, **quiet)
+            except OSError as error:  # for one, its sockets take a path of at most 107 bytes
+                raise UserError(
+                    f"Ray cannot start on this machine: {error}",
+                    hint="set RAY_TMPDIR to a writable folder with a short path, or use --engine processes",
+                ) from None
             return
         quiet.pop("include_dashboard")
         try:
