@@ -120,12 +120,16 @@ def page(
     ]
     for video_id, mine in groupby(cards, key=lambda card: card.video_id):
         parts.append(
-            f'<section><h2>{escape(video_id)}<span>{num_chunks[video_id]:,} chunks</span></h2><div class="row">'
+            f'<section><h2>{escape(video_id)}<span>{_count(num_chunks[video_id])}</span></h2><div class="row">'
         )
         parts += [line for card in mine for line in _card_html(card)]
         parts.append("</div></section>")
     parts.append("</main></body></html>")
     return "\n".join(parts) + "\n"
+
+
+def _count(num_chunks: int) -> str:
+    return "1 chunk" if num_chunks == 1 else f"{num_chunks:,} chunks"
 
 
 def _card_html(card: Card) -> Iterator[str]:

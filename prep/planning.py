@@ -15,6 +15,7 @@ from prep.plan import Plan, ShardPlan, ShardState
 from prep.recipe import ResolvedRecipe
 from prep.sources import probe_sources
 from shards.commits import Commit, read_commits
+from shards.damage import DamagedIndex
 from shards.dataset import variant_dir
 from shards.index import open_index
 from shards.verify import Code, quick_check
@@ -46,9 +47,13 @@ class Planned:
     def _bytes_per_second(self) -> float | None:
         """Measured on one committed shard of this variant."""
         for commit in self.commits.values():
-            if commit.files is not None and (self.variant_dir / commit.files.index).exists():
+            if commit.files is None:
+                continue
+            try:
                 frames = open_index(self.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
-                return float(commit.files.tar_bytes * self.plan.recipe.settings.fps_exact / int(frames))
+            except (DamagedIndex, OSError):
+                continue  # its shard is planned anew; another one will do
+            return float(commit.files.tar_bytes * self.plan.recipe.settings.fps_exact / int(frames))
         return None
 
 

@@ -10,6 +10,7 @@ from av.video.frame import VideoFrame
 from shards.format import PACKET_KEY, PACKET_REFERENCE
 
 _JPEG_QUANTISER = 5  # 2 (best) to 31
+_DECODERS = {"av1": "libdav1d"}  # libav's own av1 needs hardware
 
 
 class NoPicture(Exception):
@@ -34,7 +35,7 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
         NoPicture: a frame does not decode.
         av.error.FFmpegError: the packets are damaged.
     """
-    context = av.CodecContext.create(row["codec"], "r")
+    context = av.CodecContext.create(_DECODERS.get(row["codec"], row["codec"]), "r")
     context.extradata = row["extradata"]
     context.thread_count = 1
     place_of = {frame: place for place, frame in enumerate(row["packet_frame"])}

@@ -1,0 +1,104 @@
+"""A small shard set to look after, and the commands run in this process."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import run_command
+from prep import cli
+from prep.synthetic.frame_numbers import write_frame_number_video
+from shards.commits import Commit, read_commits
+from shards.dataset import current_variant
+from tests.prep.running import Ran, chunk, manifest
+
+LEN = ("--len", "2s", "--preset", "ultrafast", "--short-side", "96")
+NASTY = '<script>alert("x")</script> & more'
+
+
+def make_set(folder: Path, *settings: object) -> Path:
+    """Two videos of 5 and 3 s in two splits, one with captions, and a text posing as a third: 5 chunks in 2 shards."""
+    videos, data = folder / "videos", folder / "data"
+    videos.mkdir(parents=True)
+    for name, num_frames in (("long", 150), ("short", 90)):
+        write_frame_number_video(videos / f"{name}.mp4", num_frames=num_frames, fps=Fraction(30), width=160, height=120)
+    (videos / "text.mp4").write_text("not a video")
+    captions = folder / "captions.csv"
+    quoted = NASTY.replace('"', '""')
+    captions.write_text(
+        f'video,text,begin_s,end_s,split\nlong,"{quoted}",0,1,train\nlong,the end,4,5,train\nshort,all,0,3,val\n'
+    )
+    manifest(data, videos, "--captions", captions)
+    chunk(data, *(settings or LEN), status=1)
+    return data
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """A copy of the set that a test may damage."""
+
+    data: Path
+
+    @property
+    def variant(self) -> Path:
+        return self.data / "video" / str(current_variant(self.data, "video"))
+
+    @property
+    def commits(self) -> dict[int, Commit]:
+        return read_commits(self.variant).commits
+
+    def tar(self, shard_id: int = 0) -> Path:
+        files = self.commits[shard_id].files
+        assert files is not None
+        return self.variant / files.tar
+
+    def index(self, shard_id: int = 0) -> Path:
+        files = self.commits[shard_id].files
+        assert files is not None
+        return self.variant / files.index
+
+
+def rerun(prep: Callable[..., Ran], shard_set: ShardSet, *settings: object) -> dict[str, Any]:
+    """`prep chunk` in this process; its summary. The text that poses as a video makes it fail."""
+    engine = ("--engine", "processes", "--workers", 2)
+    return prep("chunk", "--data", shard_set.data, "--json", *engine, *settings, status=1).summary
+
+
+def flip(path: Path, offset: int) -> None:
+    """Changes one byte, and puts the time of the last change back, as decay on a disk does."""
+    state = path.stat()
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0xFF
+    path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+@pytest.fixture(scope="session")
+def made_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_set(tmp_path_factory.mktemp("set"))
+
+
+@pytest.fixture
+def shard_set(made_set: Path, tmp_path: Path) -> ShardSet:
+    shutil.copytree(made_set, tmp_path / "data")
+    return ShardSet(tmp_path / "data")
+
+
+@pytest.fixture
+def prep(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
+    """`prep ARGUMENTS` in this process; fails when the exit status is not `status`."""
+
+    def run(*arguments: object, status: int = 0) -> Ran:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            run_command(lambda: cli._run([str(argument) for argument in arguments]))
+        output = capsys.readouterr()
+        assert caught.value.code == status, f"{output.out}\n{output.err}"
+        return Ran(status, output.out, output.err)
+
+    yield run

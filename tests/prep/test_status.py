@@ -1,0 +1,101 @@
+"""`prep status` says what is there, what is wrong and what to do next."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prep.heartbeat import RUNNING_FOLDER, Heartbeat
+from shards.commits import commit_path
+from tests.prep.running import Ran
+from tests.prep.sets import LEN, ShardSet, rerun
+
+Prep = Callable[..., Ran]
+
+
+def test_a_set_is_told_in_numbers(prep: Prep, shard_set: ShardSet) -> None:
+    status = prep("status", "--data", shard_set.data, "--json").summary
+    (variant,) = status["variants"]
+    assert status["current"] == variant["name"] == shard_set.variant.name
+    assert (variant["num_chunks"], variant["num_shards"], variant["num_wanted_chunks"]) == (5, 2, 5)
+    assert round(variant["hours"] * 3600, 6) == 8.0
+    assert variant["size_bytes"] == sum(path.stat().st_size for path in shard_set.variant.rglob("*") if path.is_file())
+    videos = status["videos"]
+    assert (videos["num_videos"], videos["num_usable"], videos["num_captions"]) == (3, 2, 3)
+    assert videos["unusable"] == {"source_unreadable": 1}
+    listed = [json.loads(line) for line in Path(status["failures_file"]).read_text().splitlines()]
+    assert [failure["video_id"] for failure in listed] == ["text"]
+
+
+def test_the_text_says_the_same(prep: Prep, shard_set: ShardSet) -> None:
+    text = prep("status", "--data", shard_set.data).stdout
+    for part in ("3: 2 usable, 1 unusable", "5 chunks in 2 shards", "1 x source_unreadable", "failures.jsonl"):
+        assert part in text
+    assert "next" not in text
+
+
+def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "prep manifest" in prep("status", "--data", tmp_path / "empty").stdout
+    before = tmp_path / "before"
+    before.mkdir()
+    (shard_set.data / "manifest").rename(before / "manifest")
+    text = prep("status", "--data", before).stdout
+    assert "3 not looked at yet" in text
+    assert "next      prep chunk" in text
+    # Without a manifest the chunks are still there to be told.
+    assert "5 chunks" in prep("status", "--data", shard_set.data).stdout
+
+
+def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
+    assert "no data folder" in prep("status", "--data", tmp_path / "none", status=2).error
+
+
+def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Prep, shard_set: ShardSet) -> None:
+    shard_set.tar(0).unlink()
+    commit_path(shard_set.variant, 1).write_text("{}")
+    ran = prep("status", "--data", shard_set.data, status=1)
+    assert "missing   shard 000000" in ran.stdout
+    assert "corrupt   shard 000001" in ran.stdout
+    assert "2 shards are missing or damaged" in ran.stderr
+    command = ran.stderr.partition("made again by: prep chunk ")[2].split()
+    assert command == ["--len", "2s", "--preset", "ultrafast", "--short-side", "96", "--data", str(shard_set.data)]
+    summary = rerun(prep, shard_set, *command[:-2])
+    assert (summary["variant"], summary["num_shards_made"]) == (shard_set.variant.name, 2)
+    prep("status", "--data", shard_set.data)
+
+
+def test_a_running_command_is_seen_with_how_far_it_is(prep: Prep, shard_set: ShardSet) -> None:
+    commit_path(shard_set.variant, 0).unlink()
+    with Heartbeat(shard_set.variant, 0, num_chunks=3) as beat:
+        beat._written_s = 0.0
+        beat.show(2)
+        ran = prep("status", "--data", shard_set.data)
+        (variant,) = prep("status", "--data", shard_set.data, "--json").summary["variants"]
+    assert "being made now: 4 of 5 chunks (80%)" in ran.stdout
+    assert variant["running_chunks"] == 2
+    assert list((shard_set.variant / RUNNING_FOLDER).iterdir()) == []
+    assert "being made" not in prep("status", "--data", shard_set.data).stdout
+
+
+def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: ShardSet) -> None:
+    rerun(prep, shard_set, *LEN, "--crf", "40")
+    variants = prep("status", "--data", shard_set.data, "--json").summary["variants"]
+    assert [("crf40" in variant["name"], variant["is_current"]) for variant in variants] == [
+        (True, True),
+        (False, False),
+    ]
+    assert [variant["num_chunks"] for variant in variants] == [5, 5]
+
+
+def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, shard_set: ShardSet) -> None:
+    path = shard_set.data / "probes.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    codes = ["source_missing" if row["path"].endswith("long.mp4") else row["code"] for row in rows]
+    column = table.schema.get_field_index("code")
+    pq.write_table(table.set_column(column, table.schema.field("code"), pa.array(codes)), path)
+    videos = prep("status", "--data", shard_set.data, "--json").summary["videos"]
+    assert (videos["num_usable"], videos["lost"]) == (2, {"source_missing": 1})
