@@ -67,7 +67,7 @@ def write_contact_sheet(
     total_bytes = sum(commit.files.tar_bytes for commit in variant.commits.values() if commit.files)
     summary = f"{len(chunks):,} chunks of {len(num_chunks):,} videos, {size_text(total_bytes)}"
     shown = "all of them shown" if len(cards) == len(chunks) else f"{len(cards)} of them shown, spread evenly"
-    unread = f"; {num_unread} shards cannot be read" if num_unread else ""
+    unread = f"; shards that cannot be read: {num_unread}" if num_unread else ""
     text = page(
         cards,
         num_chunks=num_chunks,

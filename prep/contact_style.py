@@ -18,7 +18,8 @@ code { font: 12px/1.4 ui-monospace, monospace; color: var(--soft); overflow-wrap
 article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; overflow: hidden;
   padding-bottom: 8px; }
 .strip { display: flex; gap: 1px; background: #000; align-items: center; }
-.strip img { flex: 1 1 0; min-width: 0; max-width: 25%; height: auto; max-height: 140px; object-fit: contain; display: block; }
+.strip img { flex: 1 1 0; min-width: 0; max-width: 25%; height: auto; max-height: 140px; object-fit: contain;
+  display: block; }
 article p { padding: 4px 10px 0; }
 .place { display: flex; justify-content: space-between; gap: 10px; flex-wrap: wrap; }
 time { font-variant-numeric: tabular-nums; font-weight: 600; }

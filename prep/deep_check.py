@@ -141,7 +141,7 @@ def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, s
     with av.open(BytesIO(content), "r", format="mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
-        # Without it libav hides damage behind neighbouring pixels and reports nothing.
+        # An error rather than a patched picture: not every decoder marks what it has patched.
         stream.codec_context.options = {"err_detect": "explode"}
         for frame in container.decode(stream):
             if frame.is_corrupt:

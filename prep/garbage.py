@@ -123,12 +123,12 @@ def _why_keep_all(data_dir: Path, current: str | None) -> str | None:
     variant = Variant(folder)
     if problems := problems_of(variant):
         shard_id, (state, why) = next(iter(problems.items()))
-        return f"{len(problems)} shards of the current variant are missing or damaged: {shard_id:06d} is {state}: {why}"
+        return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}), one of {len(problems)}"
     if not variant.shards():
         return "the current variant has no shards yet"
     missing = _wanted_shards(data_dir, variant.recipe) - variant.commits.keys()
     if missing:
-        return f"the current variant is not whole: {len(missing)} shards of it are not made yet"
+        return f"the current variant is not whole: shards not made yet: {len(missing)}"
     return None
 
 

@@ -138,7 +138,7 @@ def find_chunk(variant: Variant, key: str) -> tuple[CommittedShard, int]:
         if row >= 0:
             return shard, row
     unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    hint = f"{unread} shards cannot be read; see `prep verify`" if unread else _nearest(shards, key)
+    hint = f"shards that cannot be read: {unread}; see `prep verify`" if unread else _nearest(shards, key)
     raise UserError(f'no chunk "{key}" in variant {variant.directory.name}', hint=hint)
 
 

@@ -9,7 +9,6 @@ from io import BytesIO
 from pathlib import Path
 
 import av
-import numpy as np
 import pytest
 
 from prep.contact_sheet import MAX_CHUNKS, Card, page, write_contact_sheet
@@ -61,7 +60,7 @@ def test_an_unknown_key_names_its_neighbours(prep: Prep, shard_set: ShardSet) ->
 def test_what_a_damaged_index_hides_is_said(prep: Prep, shard_set: ShardSet) -> None:
     shard_set.index(0).write_bytes(b"no index")
     ran = prep("inspect", "long_000000000", "--data", shard_set.data, status=2)
-    assert "1 shards cannot be read" in ran.stderr
+    assert "cannot be read: 1" in ran.stderr
     prep("inspect", "short_000000000", "--data", shard_set.data)
 
 
@@ -185,4 +184,4 @@ def test_single_frames_and_deep_checks_work_with_every_codec(
     assert [read_frame_number(picture.to_ndarray(format="gray")) for picture in pictures] == [60 + n for n in asked]
     with av.open(BytesIO(jpeg(pictures[0], height=48)), "r", format="jpeg_pipe") as container:
         small = next(container.decode(video=0)).to_ndarray(format="gray")
-    assert small.shape == (48, 64) and np.ptp(small) > 200
+    assert small.shape == (48, 64) and int(small.max()) - int(small.min()) > 200
