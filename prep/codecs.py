@@ -63,7 +63,8 @@ def _hevc_gop(gop: str, keyint: int) -> Arguments:
     params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
     if gop == STAR:
         # With cutree, x265 makes the frame after a forced key frame a P: a fourth decode for the group.
-        params += ":b-adapt=0:cutree=0"
+        # Its lookahead must be longer than the run of b frames, which it is not in the fast presets.
+        params += f":b-adapt=0:cutree=0:rc-lookahead={MAX_CONSECUTIVE_B_FRAMES + 4}"
     return {"tune": "fastdecode", "tag:v": "hvc1", "forced-idr": 1, "x265-params": f"{params}:log-level=error"}
 
 
