@@ -14,6 +14,7 @@ from typing import Any
 
 from manifests.errors import UserError
 from prep.engines import MAX_TRIES, TICK_S, Outcome, R, T
+from prep.ffmpeg import die_with_parent
 
 _MAX_PENDING_PER_CPU = 2  # enough that no core waits; few enough that a lost driver leaves little behind
 
@@ -32,13 +33,13 @@ class RayEngine:
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
         """See `prep.engines.Engine`."""
         ray = _import_ray()
-        self._init(ray)
-        try:
-            # Ray tells of lost workers on the standard output, which is for results.
-            with redirect_stdout(sys.stderr):
+        # Ray tells of lost workers on the standard output, which is for results; the last of it while it shuts down.
+        with redirect_stdout(sys.stderr):
+            self._init(ray)
+            try:
                 yield from self._run(ray, function, tasks)
-        finally:
-            ray.shutdown()
+            finally:
+                ray.shutdown()
 
     def _init(self, ray: Any) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
@@ -65,11 +66,12 @@ class RayEngine:
 
     def _run(self, ray: Any, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
         # max_retries covers lost workers and nodes; what the function itself raises is a bug and is not tried again.
-        remote = ray.remote(function).options(num_cpus=1, max_retries=MAX_TRIES - 1, retry_exceptions=False)
+        options = {"num_cpus": 1, "max_retries": MAX_TRIES - 1, "retry_exceptions": False}
+        remote = ray.remote(_work).options(name=getattr(function, "__name__", "task"), **options)
         waiting, pending = iter(tasks), dict[Any, T]()
         while True:
             for task in islice(waiting, max(0, self._window(ray) - len(pending))):
-                pending[remote.remote(task)] = task
+                pending[remote.remote(function, task)] = task
             if not pending:
                 return
             ready, _ = ray.wait(list(pending), timeout=TICK_S)
@@ -88,6 +90,12 @@ class RayEngine:
         if self._address is not None and self._num_workers is not None:
             return self._num_workers
         return _MAX_PENDING_PER_CPU * max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _work(function: Callable[[T], R], task: T) -> R:
+    # A worker whose node has ended, as it does with a killed driver, would go on with its task for a while.
+    die_with_parent()
+    return function(task)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,158 @@
+"""SIGKILL at any moment: nothing stays behind, the next run finishes, and the bytes are those of an undisturbed run."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from prep.synthetic.frame_numbers import write_frame_number_video
+from shards.dataset import current_variant
+from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
+
+QUICK = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
+SLOW = ("--len", "500ms", "--preset", "veryslow")  # an encoder pass takes a second or more
+
+
+@dataclass(frozen=True)
+class Job:
+    """A data folder with one finished variant, in which another is to be made."""
+
+    videos: Path
+    data: Path
+    scratch: Path
+    mark: str
+    quick: str
+
+    def start(self, engine: str) -> "subprocess.Popen[str]":
+        arguments = ("chunk", "--data", self.data, "--json", "--engine", engine, "--workers", 2, *SLOW)
+        return start(*arguments, TMPDIR=str(self.scratch), RAY_TMPDIR="/tmp", **{MARK: self.mark})
+
+    def finish(self, process: "subprocess.Popen[str]") -> Ran:
+        stdout, stderr = process.communicate(timeout=120)
+        return Ran(process.returncode, stdout, stderr)
+
+    def ffmpegs(self) -> list[Process]:
+        return [process for process in processes(self.mark) if process.is_ffmpeg]
+
+    def workers(self) -> list[Process]:
+        """Encoders and whatever may start one."""
+        starters = ("ray::make_shard", "multiprocessing.spawn")
+        found = processes(self.mark)
+        return [p for p in found if p.is_ffmpeg or any(name in " ".join(p.arguments) for name in starters)]
+
+    def commits(self) -> list[Path]:
+        return [path for path in self.data.glob("video/*/commits/*.json") if path.parent.parent.name != self.quick]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four shards: two of video a, two of video b."""
+    root = tmp_path_factory.mktemp("killed")
+    for number, name in enumerate("ab"):
+        write_frame_number_video(
+            root / f"videos/{name}.mp4",
+            num_frames=420,
+            fps=Fraction(30),
+            width=384,
+            height=288,
+            first_number=1000 * number,
+        )
+    manifest(root / "begun", root / "videos")
+    chunk(root / "begun", *QUICK)
+    return root / "begun"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(begun: Path) -> dict[str, str]:
+    """What the whole data folder holds when nothing disturbs the run."""
+    data = begun.with_name("undisturbed")
+    shutil.copytree(begun, data)
+    assert chunk(data, *SLOW)["num_encoded"] == 56
+    return contents(data)
+
+
+@pytest.fixture
+def job(begun: Path, tmp_path: Path) -> Iterator[Job]:
+    data, scratch = tmp_path / "data", tmp_path / "scratch"
+    shutil.copytree(begun, data)
+    scratch.mkdir()
+    quick = current_variant(data, "video")
+    assert quick is not None
+    job = Job(begun.parent / "videos", data, scratch, secrets.token_hex(8), quick)
+    yield job
+    for process in processes(job.mark):
+        process.kill()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_run_leaves_no_process_and_the_next_one_finishes(
+    engine: str, job: Job, undisturbed: dict[str, str]
+) -> None:
+    for moment in moments(job, engine):
+        process = job.start(engine)
+        wait_until(moment)
+        assert process.poll() is None, "the run ended before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        wait_until(lambda: not job.workers(), seconds=20)
+        assert current_variant(job.data, "video") == job.quick, "an unfinished variant became the current one"
+    assert job.commits()
+    ran = job.finish(job.start(engine))
+    assert ran.status == 0, ran.stderr
+    assert contents(job.data) == undisturbed
+    assert current_variant(job.data, "video") != job.quick
+    assert list(job.scratch.glob("clipmill-*")) == []
+
+
+def moments(job: Job, engine: str) -> Iterator[Callable[[], object]]:
+    """Conditions on which to kill the run, one after another."""
+    if engine == "processes":
+        yield job.ffmpegs
+        for seconds in (0.3, 0.9):
+            yield partial(_has_come, time.monotonic() + seconds)
+        yield lambda: any(Path(f"/proc/{p.pid}/cwd/000002.mp4").exists() for p in job.ffmpegs())
+    yield lambda: job.commits() and job.ffmpegs()
+
+
+def _has_come(moment_s: float) -> bool:
+    return time.monotonic() > moment_s
+
+
+def _has_gone(process: Process, job: Job) -> bool:
+    return process.pid not in {other.pid for other in job.ffmpegs()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_task_outlives_its_worker_but_not_each_of_its_workers(
+    engine: str, job: Job, undisturbed: dict[str, str]
+) -> None:
+    """Those of video a are killed every time, one of b's once."""
+    process = job.start(engine)
+    killed: list[str] = []
+    while process.poll() is None:
+        for ffmpeg in job.ffmpegs():
+            video = next((name for name in "ab" if f"file:{job.videos}/{name}.mp4" in ffmpeg.arguments), None)
+            if video == "a" or (video == "b" and "b" not in killed):
+                killed.append(video)
+                os.kill(ffmpeg.parent, signal.SIGKILL)
+                wait_until(partial(_has_gone, ffmpeg, job))
+        time.sleep(0.02)
+    ran = job.finish(process)
+    assert ran.status == 1, ran.stderr
+    assert killed.count("a") == 6 and killed.count("b") == 1
+    assert ran.summary["failures"] == {"worker_lost": 2} and ran.summary["num_encoded"] == 28
+    assert sorted(path.stem for path in job.commits()) == ["000002", "000003"]
+    assert list(job.data.glob("video/*/.tmp-*")) == []
+    assert current_variant(job.data, "video") == job.quick
+    ran = job.finish(job.start("processes"))
+    assert ran.status == 0 and ran.summary["num_encoded"] == 28
+    assert contents(job.data) == undisturbed
