@@ -222,7 +222,8 @@ def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | No
     manifest = read_manifest(data_dir)
     path = manifest_dir(data_dir) / name
     try:
-        table = pq.read_table(path, read_dictionary=coded)
+        with pq.ParquetFile(path, read_dictionary=coded) as file:
+            table = file.read()  # one chunk a row group, where `read_table` gives many
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"cannot read {path}: {error}", hint="run `prep manifest` again") from error
     mark = (table.schema.metadata or {}).get(FINGERPRINT_KEY, b"").decode()

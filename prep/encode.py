@@ -202,7 +202,7 @@ def _raise_for(outcome: Outcome, *, limit_s: float) -> None:
         raise SourceFailure(FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, most likely for want of memory")
     if "No such file or directory" in text:
         raise SourceFailure(FailureCode.SOURCE_MISSING, last_line)
-    damaged = ("error while decoding", "corrupt", "Error submitting packet to decoder", "Invalid data", "decode")
+    damaged = ("error while decoding", "corrupt", "Error submitting packet to decoder", "Invalid data found")
     if any(mark in text for mark in damaged):
         raise SourceFailure(FailureCode.DECODE_ERRORS, last_line)
     raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg ended with {outcome.return_code}: {last_line}")
@@ -213,8 +213,10 @@ def _source_times_s(path: Path, *, offset_s: Fraction) -> list[Fraction]:
     times_s = []
     for line in path.read_text().splitlines():
         _, count, time_base = line.split()
-        numerator, denominator = time_base.split("/")
-        times_s.append(Fraction(int(count) * int(numerator), int(denominator)) + offset_s)
+        numerator, denominator = map(int, time_base.split("/"))
+        # The sum of both as one fraction: there is one for every frame of the video.
+        from_start = int(count) * numerator * offset_s.denominator + offset_s.numerator * denominator
+        times_s.append(Fraction(from_start, denominator * offset_s.denominator))
     return times_s
 
 
@@ -234,11 +236,14 @@ def check_source_times(times_s: list[Fraction], *, span: Span, fps: Fraction, so
             FailureCode.SOURCE_TRUNCATED,
             f"span {span.index} has {len(times_s)} of {span.num_frames} frames: the source ends before its header says",
         )
-    half_frame_s = 1 / (2 * fps) + Fraction(1, 1_000_000)
+    # Counted in units that make frames and the limit whole, since there is a comparison for every frame of the video.
+    units_per_s = math.lcm(2 * fps.numerator, 1_000_000)
+    frame_units = units_per_s * fps.denominator // fps.numerator
+    late_units = frame_units // 2 + units_per_s // 1_000_000
     first_source_s = times_s[0]
     for number, time_s in enumerate(times_s, span.first_frame):
-        begins_with_gap = span.index == 0 and time_s == first_source_s
-        if time_s > number / fps + half_frame_s and not begins_with_gap:
+        is_late = time_s.numerator * units_per_s > (number * frame_units + late_units) * time_s.denominator
+        if is_late and not (span.index == 0 and time_s == first_source_s):
             raise SourceFailure(
                 FailureCode.FRAMES_DIFFER,
                 f"output frame {number} shows source time {float(time_s):.4f} s, due is {float(number / fps):.4f} s",

@@ -196,7 +196,7 @@ def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[int, floa
         if time.monotonic() >= deadline_s:
             return None
         time.sleep(pause_s)
-        pause_s = min(pause_s * 2, 0.02)
+        pause_s = min(pause_s * 2, 0.05)
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:

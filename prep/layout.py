@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from manifests.errors import UserError
 from manifests.publish import published
+from prep.columns import as_array
 from prep.recipe import SPAN_CHUNKS, Recipe
 
 MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default recipe
@@ -42,7 +43,11 @@ def read_layout(path: Path) -> pa.Table:
     if not path.exists():
         return LAYOUT.empty_table()
     try:
-        return pq.read_table(path, schema=LAYOUT)
+        with pq.ParquetFile(path) as file:
+            layout = file.read()
+        if not layout.schema.equals(LAYOUT):
+            raise pa.ArrowInvalid(f"its columns are {', '.join(layout.schema.names)}")
+        return layout
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"the layout {path} is damaged: {error}",
@@ -110,7 +115,7 @@ def wanted_rows(
     known = video_rows >= 0
     same_split = np.zeros(len(layout), bool)
     same_split[known] = np.asarray(
-        pc.equal(layout["split"].combine_chunks().filter(pa.array(known)), splits.take(pa.array(video_rows[known])))
+        pc.equal(as_array(layout["split"]).filter(pa.array(known)), splits.take(pa.array(video_rows[known])))
     )
     exists = np.zeros(len(layout), bool)
     exists[known] = np.asarray(layout["span_index"])[known] * SPAN_CHUNKS < num_chunks[video_rows[known]]
@@ -125,7 +130,7 @@ def _assigned_codes(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array) 
 
 
 def _video_rows(layout: pa.Table, *, video_ids: pa.Array) -> np.ndarray:
-    found = pc.index_in(layout["video_id"].combine_chunks(), value_set=video_ids)
+    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
     return np.asarray(pc.fill_null(found, -1)).astype(np.int64)
 
 

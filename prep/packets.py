@@ -61,6 +61,8 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
             is_reference = _reference_test(codec, extradata)
+            # Whole numbers for each packet: a fraction would cost more than reading it.
+            frames_per_tick = (stream.time_base or Fraction(0)) * fps
             offsets: list[int] = []
             sizes: list[int] = []
             frames: list[int] = []
@@ -68,16 +70,16 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             for packet in container.demux(stream):
                 if not packet.size:
                     continue
-                if packet.pts is None or packet.pos is None or stream.time_base is None:
+                if packet.pts is None or packet.pos is None:
                     raise SourceFailure(FailureCode.FRAMES_DIFFER, "a packet has no time or no place")
-                frame = packet.pts * stream.time_base * fps
-                if frame.denominator != 1:
+                frame, rest = divmod(packet.pts * frames_per_tick.numerator, frames_per_tick.denominator)
+                if rest:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER, f"a frame is off the {fps} fps grid: pts {packet.pts}"
                     )
                 offsets.append(packet.pos)
                 sizes.append(packet.size)
-                frames.append(int(frame))
+                frames.append(frame)
                 flags.append(packet.is_keyframe * PACKET_KEY | is_reference(packet) * PACKET_REFERENCE)
             return ChunkFacts(
                 codec=codec,

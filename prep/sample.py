@@ -63,7 +63,7 @@ def video_sample(
         "fps_num": fps.numerator,
         "fps_den": fps.denominator,
         "span_fingerprint": plan.fingerprint,
-        **asdict(chunk.facts),
+        **vars(chunk.facts),
     }
     return Sample(key=key, members=members, fields=fields)
 

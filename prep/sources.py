@@ -46,7 +46,8 @@ PROBES = pa.schema(
 def read_probes(data_dir: Path) -> pa.Table:
     """The probes as they were stored last (schema PROBES), empty where there are none; no source is looked at."""
     try:
-        table = pq.read_table(data_dir / PROBES_FILE)
+        with pq.ParquetFile(data_dir / PROBES_FILE) as file:
+            table = file.read()  # one chunk a column, which `read_table` does not give
     except (FileNotFoundError, pa.ArrowInvalid, OSError):
         return PROBES.empty_table()
     return table if table.schema.equals(PROBES) else PROBES.empty_table()
@@ -68,14 +69,14 @@ def probe_sources(
     """
     sizes, mtimes = _stat_all(paths, num_threads=num_threads)
     known = read_probes(data_dir)
-    rows = np.asarray(pc.fill_null(pc.index_in(paths.combine_chunks(), value_set=known["path"].combine_chunks()), -1))
+    rows = _rows_of(paths, known=known["path"])
     hit = rows >= 0
     hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
     hit[hit] &= np.asarray(known["mtime_ns"])[rows[hit]] == mtimes[hit]
     if again_failed:
         hit[hit] &= ~np.asarray(pc.is_valid(known["code"]))[rows[hit]]
     todo = np.flatnonzero(~hit)
-    if not len(todo) and len(known) == len(paths) and np.array_equal(rows, np.arange(len(rows))):
+    if not len(todo) and known["path"].equals(paths):
         return known
     fresh: list[dict[str, Any]] = []
 
@@ -103,6 +104,13 @@ def probe_sources(
     table = assembled()
     _write_cache(data_dir, table)
     return table
+
+
+def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
+    """Row of each path in `known`, or -1; int64."""
+    if known.equals(paths):  # as a rule; a table of a million paths to search in would take 200 MB
+        return np.arange(len(paths))
+    return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known), -1)).astype(np.int64)
 
 
 def _stat_all(paths: pa.ChunkedArray, *, num_threads: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,12 @@
-"""The engine without Ray: one process a task on this machine, so that a worker's death costs its own task only."""
+"""The engine without Ray: processes on this machine, one task at a time in each, so that a worker's death costs its
+own task only. A worker that is done takes the next task: a process of its own for each would import everything anew.
+"""
 
 import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -19,9 +22,15 @@ _CONTEXT = multiprocessing.get_context("spawn")
 @dataclass
 class _Worker:
     process: SpawnProcess
-    results: Connection
-    task: Any
-    tries: int
+    pipe: Connection
+    task: Any = None
+    tries: int = 0
+
+    def give(self, task: object, *, tries: int) -> None:
+        self.task, self.tries = task, tries
+        # A worker that died while it waited is found by its closed pipe, like any other.
+        with suppress(BrokenPipeError):
+            self.pipe.send(task)
 
 
 class ProcessEngine:
@@ -33,58 +42,66 @@ class ProcessEngine:
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
         """See `prep.engines.Engine`."""
         waiting, again = iter(tasks), deque[tuple[T, int]]()
-        workers: list[_Worker] = []
+        busy: list[_Worker] = []
+        idle: list[_Worker] = []
         try:
             while True:
-                while len(workers) < self._num_workers:
+                while len(busy) < self._num_workers:
                     task, tries = again.popleft() if again else (next(waiting, None), 0)
                     if task is None:
                         break
-                    workers.append(_start(function, task, tries=tries + 1))
-                if not workers:
+                    busy.append(idle.pop() if idle else _start(function))
+                    busy[-1].give(task, tries=tries + 1)
+                if not busy:
                     return
-                ready = wait([worker.results for worker in workers], timeout=TICK_S)
+                ready = wait([worker.pipe for worker in busy], timeout=TICK_S)
                 if not ready:
                     yield None
-                for worker in [worker for worker in workers if worker.results in ready]:
-                    workers.remove(worker)
+                for worker in [worker for worker in busy if worker.pipe in ready]:
                     try:
-                        error, result = worker.results.recv()
-                    except EOFError:
+                        error, result = worker.pipe.recv()
+                    except (EOFError, ConnectionResetError):
+                        busy.remove(worker)
                         worker.process.join()
                         if worker.tries < MAX_TRIES:
                             again.append((worker.task, worker.tries))
                         else:
                             yield Outcome(worker.task, None, lost=_how_it_died(worker.process.exitcode))
                         continue
-                    worker.process.join()
                     if error is not None:
                         raise error
+                    busy.remove(worker)
+                    idle.append(worker)
                     yield Outcome(worker.task, result)
         finally:
-            for worker in workers:
+            for worker in (*busy, *idle):
                 worker.process.kill()
-            for worker in workers:
+            for worker in (*busy, *idle):
                 worker.process.join()
 
 
-def _start(function: Callable[[Any], Any], task: object, *, tries: int) -> _Worker:
-    receiving, sending = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_work, args=(function, task, sending), daemon=True)
+def _start(function: Callable[[Any], Any]) -> _Worker:
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_work, args=(function, theirs), daemon=True)
     process.start()
-    sending.close()  # ours; the end of the child's is how its death is seen
-    return _Worker(process, receiving, task, tries)
+    theirs.close()  # the end of the worker's is how its death is seen
+    return _Worker(process, ours)
 
 
-def _work(function: Callable[[Any], Any], task: object, results: Connection) -> None:
+def _work(function: Callable[[Any], Any], pipe: Connection) -> None:
     die_with_parent()
     # Ctrl-C goes to the whole group; the driver decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        results.send((None, function(task)))
-    except Exception as error:  # noqa: BLE001 - raised again by the driver
-        error.add_note(f"in a worker process, on task {task!r:.500}")
-        results.send((error, None))
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:  # the driver has gone
+            return
+        try:
+            pipe.send((None, function(task)))
+        except Exception as error:  # noqa: BLE001 - raised again by the driver
+            error.add_note(f"in a worker process, on task {task!r:.500}")
+            pipe.send((error, None))
 
 
 def _how_it_died(exit_code: int | None) -> str:
