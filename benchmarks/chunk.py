@@ -17,31 +17,48 @@ What counts is CPU time: user and system seconds of the whole process tree, sinc
 that others use too. The ways take turns within a round, and the order turns from round to round. Figures are medians
 over the rounds; ratios are medians of the ratios within each round. `/ bare` is the cost over the floor (target for
 `prep chunk`: at most 1.05), `/ prep` how many times the cost of `prep chunk` a way has (target for the calls a chunk:
-at least 1.25). Starting Python costs a second or two once, so very short sets look worse than long ones.
+at least 1.25). `/ own passes` divides a run of `prep chunk` by the CPU time of the encoder passes within that same
+run: it is free of the noise between runs. Starting Python costs one or two seconds for each run, so very short sets
+look worse than long ones.
 
 Without VIDEOS, synthetic ones are made; natural videos are what the targets are about.
 """
 
-import math
 import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.measure import Usage, prep_command, run_measured
+from benchmarks.measure import prep_command, run_measured
 from benchmarks.report import parser_for, print_report
 from benchmarks.tree import run_watched
 from prep.codecs import codec_named
 from prep.encode import output_size, span_arguments
-from prep.ffmpeg import find_ffmpeg
+from prep.ffmpeg import PROGRAM_VARIABLE, find_ffmpeg
 from prep.plan import SpanPlan
 from prep.planning import Planned, make_plan
 from prep.recipe import Recipe, ResolvedRecipe, resolve
 
 PREP, BARE = "prep chunk", "bare ffmpeg"
+# Stands in for ffmpeg and notes what each encoder pass cost.
+WRAPPER = """#!/bin/sh
+"{program}" "$@"
+code=$?
+case "$*" in *-progress*) times > "{folder}/$$.times" ;; esac
+exit $code
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one way cost: seconds of CPU, of wall time, and of CPU within its encoder passes where they are known."""
+
+    cpu_s: float
+    wall_s: float
+    encoder_s: float | None = None
 
 
 class Ways:
@@ -53,7 +70,7 @@ class Ways:
         self._spans = [span for shard in planned.plan.shards for span in planned.plan.spans(shard.rows)]
         self._videos = list(whole_videos(planned))
 
-    def all(self) -> dict[str, Callable[[], Usage]]:
+    def all(self) -> dict[str, Callable[[], Cost]]:
         """Name -> way."""
         return {
             PREP: lambda: self.prep_chunk("processes"),
@@ -74,7 +91,7 @@ class Ways:
         """Length of all videos."""
         return sum(video.source.end_s for video in self._videos)
 
-    def prep_chunk(self, engine: str) -> Usage:
+    def prep_chunk(self, engine: str) -> Cost:
         """The whole command, in a data folder that has nothing but its manifest."""
         data = self._scratch / "data"
         shutil.copytree(self._data / "manifest", data / "manifest")
@@ -83,22 +100,23 @@ class Ways:
         try:
             if engine == "ray":  # whose daemon does not wait for its workers, so that the kernel forgets their cost
                 watched = run_watched(command)
-                return Usage(cpu_s=watched.cpu_s, wall_s=watched.wall_s, peak_bytes=0, stdout="")
-            return run_measured(command)
+                return Cost(watched.cpu_s, watched.wall_s)
+            with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
+                wrapper = Path(folder) / "ffmpeg"
+                wrapper.write_text(WRAPPER.format(program=self._program, folder=folder))
+                wrapper.chmod(0o755)
+                usage = run_measured(["env", f"{PROGRAM_VARIABLE}={wrapper}", *command])
+                encoder_s = sum(children_s(path.read_text()) for path in Path(folder).glob("*.times"))
+            return Cost(usage.cpu_s, usage.wall_s, encoder_s)
         finally:
             shutil.rmtree(data)
 
-    def _run(self, commands: Iterable[list[str]]) -> Usage:
+    def _run(self, commands: Iterable[list[str]]) -> Cost:
         usages = []
         for command in commands:
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
                 usages.append(run_measured(command, folder=Path(folder)))
-        return Usage(
-            cpu_s=sum(usage.cpu_s for usage in usages),
-            wall_s=sum(usage.wall_s for usage in usages),
-            peak_bytes=max(usage.peak_bytes for usage in usages),
-            stdout="",
-        )
+        return Cost(sum(usage.cpu_s for usage in usages), sum(usage.wall_s for usage in usages))
 
     def _span_command(self, plan: SpanPlan) -> list[str]:
         return span_arguments(
@@ -162,24 +180,37 @@ def make_manifest(videos: Path | None, data: Path, *, num_synthetic: int, minute
     run_measured(prep_command("manifest", "synthetic", *amount, "--data", data))
 
 
-def rows_of(costs: dict[str, list[Usage]]) -> list[dict[str, object]]:
+def children_s(times: str) -> float:
+    """Seconds of the second line of the shell's `times`: user and system time of its children, as `0m1.25s`."""
+    parts = (word.removesuffix("s").split("m") for word in times.splitlines()[1].split())
+    return sum(60 * int(minutes) + float(seconds) for minutes, seconds in parts)
+
+
+def rows_of(costs: dict[str, list[Cost]]) -> list[dict[str, object]]:
     """One row of the table for each way."""
 
-    def ratio(name: str, base: str) -> float:
+    def ratio(name: str, base: str) -> float | None:
+        if base not in costs:
+            return None
         pairs = zip(costs[name], costs[base], strict=True)
-        return statistics.median(usage.cpu_s / other.cpu_s for usage, other in pairs)
+        return statistics.median(cost.cpu_s / other.cpu_s for cost, other in pairs)
+
+    def own_ratio(runs: list[Cost]) -> float | None:
+        known = [cost.cpu_s / cost.encoder_s for cost in runs if cost.encoder_s]
+        return statistics.median(known) if known else None
 
     return [
         {
             "way": name,
-            "CPU s": statistics.median(usage.cpu_s for usage in usages),
-            "lowest": min(usage.cpu_s for usage in usages),
-            "highest": max(usage.cpu_s for usage in usages),
-            "/ bare": math.nan if BARE not in costs else ratio(name, BARE),
-            "/ prep": math.nan if PREP not in costs else ratio(name, PREP),
-            "wall s": statistics.median(usage.wall_s for usage in usages),
+            "CPU s": statistics.median(cost.cpu_s for cost in runs),
+            "lowest": min(cost.cpu_s for cost in runs),
+            "highest": max(cost.cpu_s for cost in runs),
+            "/ bare": ratio(name, BARE),
+            "/ prep": ratio(name, PREP),
+            "/ own passes": own_ratio(runs),
+            "wall s": statistics.median(cost.wall_s for cost in runs),
         }
-        for name, usages in costs.items()
+        for name, runs in costs.items()
     ]
 
 
@@ -200,7 +231,7 @@ def main() -> None:
         recipe = resolve(Recipe(), ffmpeg_version=ffmpeg.version)
         ways = Ways(data, recipe, scratch=scratch, program=ffmpeg.path)
         chosen = {name: way for name, way in ways.all().items() if name in (arguments.ways or ways.all())}
-        costs: dict[str, list[Usage]] = {name: [] for name in chosen}
+        costs: dict[str, list[Cost]] = {name: [] for name in chosen}
         for number in range(arguments.rounds):
             names = list(chosen)
             turned = names[number % len(names) :] + names[: number % len(names)]

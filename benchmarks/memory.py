@@ -1,0 +1,64 @@
+"""Peak memory of the processes of `prep chunk` for short and long videos: it must not grow with the length.
+
+    python -m benchmarks.memory [--minutes M ...] [--json FILE]
+
+One synthetic video of each length is cut by the whole command, processes engine, one worker, into one shard. The
+process tree is looked at ten times a second, and each process tells the most resident memory that it ever had, so
+that nothing is missed in between; shared libraries are counted in every process that has them.
+
+`driver MB` is the command itself, `worker MB` the process that makes the shard, `ffmpeg MB` the largest of its encoder
+passes (there is one at a time), `together MB` the sum of the three. The shard's index and the times of one span's
+frames are all that a worker keeps: what grows with the length are a few kilobytes for each chunk.
+"""
+
+import tempfile
+from pathlib import Path
+
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.report import parser_for, print_report
+from benchmarks.tree import Process, run_watched
+
+
+def role_of(process: Process) -> str:
+    """driver, worker, ffmpeg, or other for what multiprocessing keeps for itself."""
+    words = " ".join(process.command)
+    if "-progress" in process.command:
+        return "ffmpeg"
+    if "multiprocessing.spawn" in words:
+        return "worker"
+    return "driver" if "prep.cli" in words else "other"
+
+
+def measure_length(folder: Path, *, minutes: float) -> dict[str, object]:
+    """Cuts one video of that length."""
+    data = folder / "data"
+    run_measured(prep_command("manifest", "synthetic", "--videos", "1", "--minutes", str(minutes), "--data", data))
+    watched = run_watched(prep_command("chunk", "--data", data, "--engine", "processes", "--workers", "1"))
+    peaks = {"driver": 0, "worker": 0, "ffmpeg": 0}
+    for process in watched.processes:
+        role = role_of(process)
+        if role in peaks:
+            peaks[role] = max(peaks[role], process.peak_bytes)
+    return {
+        "minutes": minutes,
+        "shard MB": sum(path.stat().st_size for path in data.glob("video/*/*.tar")) / 1e6,
+        **{f"{role} MB": peak / 1e6 for role, peak in peaks.items()},
+        "together MB": sum(peaks.values()) / 1e6,
+    }
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--minutes", type=float, nargs="+", default=[2, 10, 40], help="lengths (default 2 10 40)")
+    arguments = parser.parse_args()
+    rows = []
+    for minutes in arguments.minutes:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure_length(Path(folder), minutes=minutes))
+    notes = ["Target: memory does not grow with the length."]
+    print_report("Peak memory of prep chunk", rows, notes=notes, json_path=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
