@@ -1,12 +1,11 @@
 """Time and memory of `prep manifest ego4d` on millions of narrations, and of the rerun that finds the old ids again.
 
-python benchmarks/manifest.py [--narrations 4000000] [--json FILE]
+python -m benchmarks.manifest [--narrations 4000000] [--json FILE]
 """
 
 import argparse
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -15,7 +14,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks.environment import REPOSITORY, surroundings
+
 NARRATIONS_PER_VIDEO = 400
 VERBS = ("picks", "opens", "closes", "washes", "cuts", "holds", "moves", "turns", "drops", "wipes")
 NOUNS = ("the knife", "a red bowl", "the drawer", "the tap", "a piece of wood", "the phone", "a cloth", "the door")
@@ -72,20 +72,6 @@ def measure(videos: Path, annotations: Path, data: Path) -> dict[str, Any]:
     return result
 
 
-def machine() -> str:
-    """Processor and cores that may be used."""
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def commit() -> str:
-    """The commit that is measured."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def main() -> None:
     """Runs the benchmark and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,8 +83,7 @@ def main() -> None:
         videos.mkdir()
         write_narrations(annotations, videos, num_narrations=arguments.narrations)
         result = {
-            "machine": machine(),
-            "commit": commit(),
+            **surroundings(),
             "num_narrations": arguments.narrations,
             "annotations_mib": annotations.stat().st_size >> 20,
             "first": measure(videos, annotations, data),
@@ -106,7 +91,7 @@ def main() -> None:
             "captions_parquet_mib": (data / "manifest" / "captions.parquet").stat().st_size >> 20,
         }
     print(f"{result['num_narrations']:,} narrations, {result['annotations_mib']} MiB of JSON")
-    print(f"{result['machine']}; commit {result['commit']}\n")
+    print(f"{result['machine']}; Python {result['python']}; commit {result['commit']}, {result['date']}\n")
     print("| run | seconds | peak MiB |\n|---|---|---|")
     for run in ("first", "rerun"):
         print(f"| {run} | {result[run]['seconds']} | {result[run]['peak_mib']} |")
