@@ -1,6 +1,7 @@
 """The command line of training. What the commands do is imported when one of them runs."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -93,7 +94,7 @@ def main() -> None:
 
 def _call() -> None:
     try:
-        app()
+        app(sys.argv[1:])
     except CycloptsError as error:
         message = " ".join(str(error).split())
         raise UserError(message[:1].lower() + message[1:], hint="see train --help, or --help after a command") from None

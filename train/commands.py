@@ -31,10 +31,11 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     progress = Progress()
     progress.say(f"attention: {door.name} ({door.reason})")
     task = DualEncoderTask(settings, door=door)
-    # Opened before the run's folder is made: a mistake in --shards leaves nothing behind.
+    old_run = reopen_run(settings) if resume else None
     samples = task.training_set()
     check_batch(settings, samples)
-    run = reopen_run(settings) if resume else create_run(settings)
+    # The folder is made last: a mistake in the flags leaves nothing behind.
+    run = old_run or create_run(settings)
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     facts = {
         "task": task.name,

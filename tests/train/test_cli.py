@@ -1,0 +1,191 @@
+"""The command line from outside: what is printed, and the exit status."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from train.cli import main
+from train.run_folder import RunFolder, read_lines
+from train.settings import DualEncoderSettings, load_settings
+
+Train = Callable[..., int]
+
+SMALL = [
+    "--model",
+    "tiny",
+    "--num-frames",
+    "2",
+    "--size-px",
+    "32",
+    "--batch",
+    "4",
+    "--warmup-steps",
+    "2",
+    "--lr",
+    "1e-3",
+]
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Runs the command in this process and gives its exit status."""
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr("sys.argv", ["train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return int(left.value.code or 0)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "first"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "sys.argv", ["train", "dual-encoder", "--shards", str(data_dir), "--out", str(out), *SMALL, "--steps", "8"]
+        )
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert not left.value.code
+    return out
+
+
+def two_lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and hint.startswith("hint: ")
+    return error, hint
+
+
+def test_a_run_leaves_settings_metrics_a_checkpoint_and_a_page(finished_run: Path, data_dir: Path) -> None:
+    run = RunFolder(finished_run)
+    settings = load_settings(run.settings, DualEncoderSettings)
+    assert (settings.shards, settings.out, settings.steps, settings.model) == (data_dir, finished_run, 8, "tiny")
+    lines = read_lines(run.metrics)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert {"loss", "lr", "grad_norm", "temperature", "samples_per_s", "step_s", "data_wait_s"} <= lines[0].keys()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000008.pt"]
+    assert "8" in run.page.read_text() and "sdpa" in run.page.read_text()
+
+
+def test_the_first_line_says_which_attention_and_why(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = train(
+        "dual-encoder", "--shards", data_dir, "--out", tmp_path / "run", *SMALL, "--steps", 1, "--attention", "sdpa"
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert lines[0] == "attention: sdpa (asked for by --attention sdpa)"
+    assert lines[1].startswith("data: 9 of 9 captions of split 'train'")
+    assert lines[2].startswith("step 1/1  loss ")
+
+
+def test_retrieval_prints_recalls_chance_and_protocol(
+    train: Train, finished_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eval", "retrieval", finished_run, "--shards", data_dir) == 0
+    printed = capsys.readouterr().out
+    for word in ("R@1", "R@5", "R@10", "median rank", "by chance", "protocol: 3 distinct texts, 3 clips"):
+        assert word in printed
+    assert train("eval", "retrieval", finished_run, "--split", "train", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    # "it begins" is the caption of three clips.
+    assert (result["text_to_video"]["num_queries"], result["video_to_text"]["num_queries"]) == (7, 9)
+    assert result["step"] == 8 and "examples" not in result
+    page = (finished_run / "index.html").read_text()
+    assert page.count("Retrieval on split") == 2 and "data:image/jpeg;base64," in page
+
+
+def test_a_run_is_not_begun_over_another(
+    train: Train, finished_run: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("dual-encoder", "--shards", data_dir, "--out", finished_run, *SMALL) == 2
+    error, hint = two_lines(capsys)
+    assert "exists already" in error and "--resume" in hint and "--out" in hint
+
+
+def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
+    train: Train, finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (finished_run / "metrics.jsonl").read_bytes()
+    assert train("dual-encoder", "--out", finished_run, "--resume") == 0
+    assert (finished_run / "metrics.jsonl").read_bytes() == before
+    capsys.readouterr()
+    assert train("dual-encoder", "--out", finished_run, "--resume", "--lr", 0.5) == 2
+    error, _ = two_lines(capsys)
+    assert "--lr is 0.5" in error and "has 0.001" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["--shards", "nowhere"], "there is no data folder nowhere", "--shards"),
+        (["--shards", "{empty}"], "holds no video shards", "prep chunk"),
+        (["--shards", "{data}", "--split", "test"], "no videos of split 'test'", "train, val"),
+        (["--shards", "{data}", "--batch", "10"], "--batch is 10, and there are 9 samples", "smaller --batch"),
+        (["--shards", "{data}", "--steps", "0"], "--steps is 0", "at least 1"),
+        (["--shards", "{data}", "--steps", "many"], "steps", "--help"),
+        (["--shards", "{data}", "--stepz", "3"], "--stepz", "--help"),
+        (["--shards", "{data}", "--preset", "huge"], "there is no preset 'huge'", "tiny"),
+        (["--shards", "{data}", "--config", "none.yaml"], "cannot read none.yaml", "YAML"),
+        (["--shards", "{data}", "--resume"], "there is no run in", "--out"),
+        (["--shards", "{data}", "--attention", "xformers", "--device", "cpu"], "xformers has no attention", "sdpa"),
+    ],
+)
+def test_mistakes_are_two_lines_and_leave_nothing_behind(
+    train: Train,
+    data_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    error: str,
+    hint: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = [argument.format(data=data_dir, empty=tmp_path / "empty") for argument in arguments]
+    assert train("dual-encoder", *SMALL[:6], *given, "--out", tmp_path / "run") == 2
+    printed_error, printed_hint = two_lines(capsys)
+    assert error in printed_error and hint in printed_hint
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_run_cannot_be_scored(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eval", "retrieval", tmp_path) == 2
+    assert "there is no run in" in two_lines(capsys)[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "text", "empty"])
+def test_a_damaged_checkpoint_is_named(
+    train: Train, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    content = (finished_run / "checkpoints" / "step_000008.pt").read_bytes()
+    middle = len(content) // 2
+    damaged = {
+        "cut": content[:middle],
+        "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "text": b"no checkpoint",
+        "empty": b"",
+    }[damage]
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "settings.yaml").write_bytes((finished_run / "settings.yaml").read_bytes())
+    (run / "checkpoints" / "step_000008.pt").write_bytes(damaged)
+    assert train("eval", "retrieval", run) == 2
+    error, hint = two_lines(capsys)
+    assert "step_000008.pt cannot be read" in error and "remove it" in hint
+
+
+def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["dual-encoder"], ["eval", "retrieval"]):
+        assert train(*command, "--help") == 0
+        printed = capsys.readouterr().out
+        assert f"train {' '.join(command)} " in printed and "Example" in printed
+        assert printed.count(" --") <= 30

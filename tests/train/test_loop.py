@@ -1,0 +1,251 @@
+"""The loop: resuming is exact, failures are budgeted, a loss that is no number stops the run."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from manifests.errors import FailedWork, UserError
+from train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from train.cli import main
+from train.data.batch import Batch, Sample
+from train.data.failures import SampleFailed
+from train.loop import train
+from train.optimizer import learning_rate, make_optimizer
+from train.progress import Progress
+from train.run_folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
+from train.settings import TrainingSettings
+
+CPU = torch.device("cpu")
+
+
+class Points:
+    """Points of a plane with noise; a generator per visit makes the noise, and some points fail."""
+
+    fingerprint = "points"
+
+    def __init__(self, *, failing: tuple[int, ...] = (), poisoned: int | None = None) -> None:
+        self._failing = failing
+        self._poisoned = poisoned
+
+    def __len__(self) -> int:
+        return 20
+
+    def describe(self) -> str:
+        return "points"
+
+    def load(self, sample: int, *, position: int, rng: np.random.Generator | None) -> Sample:
+        if sample in self._failing:
+            raise SampleFailed(f"point_{sample}", reason="undecodable", detail="as told")
+        assert rng is not None
+        values = torch.tensor([sample / 20, float(rng.normal())])
+        if sample == self._poisoned:
+            values[0] = torch.nan
+        return Sample(position=position, key=f"point_{sample}", caption_id=sample, video=values)
+
+
+class PlaneTask:
+    """A task that needs every kind of state: random numbers in the step, and a limit after it."""
+
+    name = "plane"
+    columns: tuple[str, ...] = ()
+
+    def training_set(self) -> Points:
+        return Points()
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        error = model(batch["video"]).squeeze(1) - 3 * batch["video"][:, 0]
+        return (error**2).mean(), {"worst": error.abs().max().item()}
+
+    def after_step(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-2, 2)
+
+
+def settings(out: Path, **changes: Any) -> TrainingSettings:
+    base = TrainingSettings(out=out, steps=12, batch=6, lr=0.05, warmup_steps=3, checkpoint_every=4, workers=2)
+    return replace(base, **changes)
+
+
+def train_plane(run: RunFolder, chosen: TrainingSettings, samples: Points | None = None) -> nn.Module:
+    return train(PlaneTask(), samples or Points(), chosen, run=run, device=CPU, progress=Progress())
+
+
+def stop_after(steps: int) -> Callable[[Any, dict[str, Any]], None]:
+    def show(self: Any, line: dict[str, Any]) -> None:
+        if line["step"] == steps:
+            raise KeyboardInterrupt
+
+    return show
+
+
+def weights(run: RunFolder) -> dict[str, Any]:
+    path = latest_checkpoint(run.checkpoints)
+    assert path is not None
+    return load_checkpoint(path, device=CPU).model
+
+
+@pytest.mark.parametrize("failing", [(), (3, 11)])
+@pytest.mark.parametrize("stop", [1, 4, 6, 9])
+def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, failing: tuple[int, ...]
+) -> None:
+    whole = create_run(settings(tmp_path / "whole"))
+    train_plane(whole, settings(tmp_path / "whole"), Points(failing=failing))
+    broken = create_run(settings(tmp_path / "broken"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "show", stop_after(stop))
+        with pytest.raises(KeyboardInterrupt):
+            train_plane(broken, settings(tmp_path / "broken"), Points(failing=failing))
+    torch.manual_seed(99)  # whatever happened in between
+    chosen = settings(tmp_path / "broken", workers=1)
+    train_plane(reopen_run(chosen), chosen, Points(failing=failing))
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(broken).items())
+    for name in ("step", "loss", "lr", "worst", "epoch", "num_failed"):
+        assert [one[name] for one in read_lines(broken.metrics)] == [one[name] for one in read_lines(whole.metrics)]
+    assert read_lines(broken.failures) == read_lines(whole.failures)
+
+
+def test_a_killed_run_resumes_to_the_same_weights(
+    repository: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole program, killed without warning between two checkpoints."""
+    flags = [
+        "--model",
+        "tiny",
+        "--num-frames",
+        "2",
+        "--size-px",
+        "32",
+        "--batch",
+        "4",
+        "--warmup-steps",
+        "2",
+        "--steps",
+        "12",
+        "--checkpoint-every",
+        "5",
+    ]
+
+    def arguments(out: str, *more: str) -> list[str]:
+        return ["dual-encoder", "--out", str(tmp_path / out), *more]
+
+    def run_here(given: list[str]) -> None:
+        monkeypatch.setattr("sys.argv", ["train", *given])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code
+
+    begin = ["--shards", str(data_dir), *flags]
+    program = [sys.executable, "-c", "from train.cli import main; main()"]
+    killed = subprocess.Popen([*program, *arguments("killed", *begin)], cwd=repository, stdout=subprocess.DEVNULL)
+    run_here(arguments("whole", *begin))
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    while killed.poll() is None and not (metrics.exists() and len(read_lines(metrics)) >= 7):
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    assert latest_checkpoint(tmp_path / "killed" / "checkpoints") is not None
+    run_here(arguments("killed", "--resume"))
+    expected = weights(RunFolder(tmp_path / "whole"))
+    found = weights(RunFolder(tmp_path / "killed"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_the_seed_decides_the_run(tmp_path: Path) -> None:
+    runs = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        chosen = settings(tmp_path / name, seed=seed)
+        run = create_run(chosen)
+        train_plane(run, chosen)
+        runs.append([line["loss"] for line in read_lines(run.metrics)])
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_failures_are_listed_and_the_budget_stops_the_run(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run", max_failures=3)
+    run = create_run(chosen)
+    with pytest.raises(FailedWork, match=r"4 samples failed, more than --max-failures 3.*failures\.jsonl"):
+        train_plane(run, chosen, Points(failing=(3, 11)))
+    lines = read_lines(run.failures)
+    assert [line["key"] for line in lines].count("point_3") == 2 and len(lines) == 4
+    assert {line["reason"] for line in lines} == {"undecodable"}
+    again = replace(chosen, max_failures=100)
+    train_plane(reopen_run(again), again, Points(failing=(3, 11)))
+    assert read_lines(run.metrics)[-1]["num_failed"] == len(read_lines(run.failures)) > 4
+
+
+def test_a_loss_that_is_no_number_stops_with_the_keys_of_its_batch(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run")
+    run = create_run(chosen)
+    with pytest.raises(FailedWork, match=r"the loss is nan at step \d+; .*bad_batch\.json"):
+        train_plane(run, chosen, Points(poisoned=7))
+    assert "point_7" in (run.path / "bad_batch.json").read_text()
+
+
+def test_other_samples_than_those_of_the_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(tmp_path / "run")
+    train_plane(create_run(chosen), chosen)
+    monkeypatch.setattr(Points, "fingerprint", "other points")
+    with pytest.raises(UserError, match="trained on other samples"):
+        train_plane(reopen_run(chosen), chosen)
+
+
+def test_a_checkpoint_executes_nothing_when_it_is_read(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "executed",))
+
+    torch.save({"format": 1, "step": Hostile()}, tmp_path / "step_000001.pt")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_checkpoint(tmp_path / "step_000001.pt", device=CPU)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "nothing") is None
+    for step in (999_999, 5, 1_000_000):
+        state = Checkpoint(
+            task="t", step=step, position=0, samples="", model={}, optimizer={}, rng={"cpu": torch.get_rng_state()}
+        )
+        save_checkpoint(tmp_path, state)
+    (tmp_path / ".tmp-00-step_2000000.pt").touch()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_1000000.pt"
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_lines(path, [{"step": 1}, {"step": 2}, {"step": 3}])
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert keep_lines(path, lambda line: line["step"] <= 2) == [{"step": 1}, {"step": 2}]
+    append_lines(path, [{"step": 3}])
+    assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [learning_rate(step, peak=2.0, warmup_steps=4, num_steps=10) for step in range(1, 11)]
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert all(rates[i] > rates[i + 1] > 0 for i in range(4, 9))
+    assert learning_rate(1, peak=2.0, warmup_steps=0, num_steps=1) == 2.0
+
+
+def test_gains_and_biases_do_not_decay() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    decayed, free = make_optimizer(model, lr=1.0, weight_decay=0.3).param_groups
+    assert (decayed["weight_decay"], [tuple(one.shape) for one in decayed["params"]]) == (0.3, [(3, 2)])
+    assert (free["weight_decay"], len(free["params"])) == (0.0, 3)

@@ -1,0 +1,97 @@
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+from manifests.publish import publish_json
+from train.chart import Line, line_chart, smoothed
+from train.report import write_page
+from train.run_folder import RunFolder, append_lines
+from train.settings import DualEncoderSettings, save_settings
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+class Tags(HTMLParser):
+    """Collects tags and what they load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def hostile_run(path: Path) -> RunFolder:
+    """A run in which every text that came from outside is markup."""
+    run = RunFolder(path / "run & <b>")
+    run.path.mkdir()
+    save_settings(DualEncoderSettings(split=HOSTILE), run.settings)
+    publish_json(run.facts, {"task": HOSTILE, "data": HOSTILE, "versions": {"torch": HOSTILE}, "machine": HOSTILE})
+    line = {"lr": 1e-3, "samples_per_s": 9.0, "step_s": 2.0, "data_wait_s": 0.5, "epoch": 1.0, "num_failed": 0}
+    append_lines(run.metrics, [{"step": step, "loss": 4 / step, **line} for step in range(1, 31)])
+    append_lines(run.failures, [{"position": 1, "key": HOSTILE, "reason": "undecodable", "detail": HOSTILE}])
+    direction = {
+        "num_queries": 3,
+        "gallery_size": 3,
+        "recall": {"1": 0.5, "5": 1.0, "10": 1.0},
+        "chance": {"1": 0.25, "5": 1.0, "10": 1.0},
+        "median_rank": 1.5,
+        "chance_median_rank": 2.0,
+    }
+    clip = {"key": HOSTILE, "begin_s": 0.0, "end_s": 1.0, "text": HOSTILE, "score": 0.5, "is_right": True}
+    result = {
+        **dict.fromkeys(("split", "data", "variant", "clip", "protocol"), HOSTILE),
+        "step": 30,
+        "text_to_video": direction,
+        "video_to_text": direction,
+        "failed": [],
+        "examples": [{"text": HOSTILE, "rank": 1, "found": [{**clip, "frames": ["data:image/jpeg;base64,AA=="]}]}],
+    }
+    run.write_evaluation("retrieval-val", result)
+    return run
+
+
+def test_nothing_from_outside_becomes_markup_and_nothing_is_loaded(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    write_page(run)
+    page = run.page.read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert "script" not in tags.tags and "b>" not in page.split("<h1>")[1].split("</h1>")[0].replace("&lt;b&gt;", "")
+    assert page.count("&lt;script&gt;") >= 10
+    assert set(tags.loaded) == {"data:image/jpeg;base64,AA=="}
+
+
+def test_the_page_shows_what_the_run_reached(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    write_page(run)
+    page = run.page.read_text()
+    for shown in ("50.0 %", "chance 25.0 %", "waiting for data", "25.0 %", "<polyline", "R@10"):
+        assert shown in page
+
+
+def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    save_settings(DualEncoderSettings(), run.settings)
+    write_page(run)
+    assert "Settings" in run.page.read_text()
+
+
+def test_charts_stay_small_and_inside_their_frame() -> None:
+    points = [(float(step), 1.0 / (1 + step)) for step in range(100_000)]
+    chart = line_chart([Line(points, "raw")], x_label="step", y_label="loss")
+    assert len(chart) < 30_000
+    places = chart.split('points="')[1].split('"')[0].split()
+    across, down = zip(*(map(float, place.split(",")) for place in places), strict=True)
+    assert min(across) >= 0 and max(across) <= 640 and min(down) >= 0 and max(down) <= 260
+    assert down[0] < down[-1]  # a falling loss goes down
+    assert line_chart([Line([], "raw")], x_label="step", y_label="loss") == ""
+    assert "polyline" in line_chart([Line([(1.0, 2.0)], "raw")], x_label="step", y_label="loss")
+
+
+def test_smoothing_keeps_a_constant_and_its_start() -> None:
+    assert smoothed([(0.0, 3.0), (1.0, 3.0)]) == [(0.0, 3.0), (1.0, 3.0)]
+    assert json.dumps(smoothed([(0.0, 5.0)])) == "[[0.0, 5.0]]"

@@ -1,0 +1,121 @@
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train.commands
+from manifests.errors import UserError
+from train.cli import main
+from train.settings import (
+    FREE_ON_RESUME,
+    PRESETS_FOLDER,
+    DualEncoderSettings,
+    differences,
+    load_settings,
+    preset_path,
+    save_settings,
+)
+
+
+def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
+    settings = DualEncoderSettings(
+        shards=Path("/some where/data"), lr=1e-5, model="tiny", steps=7, min_crop_area=1 / 3, split="1e3", size_px=64
+    )
+    save_settings(settings, tmp_path / "settings.yaml")
+    assert load_settings(tmp_path / "settings.yaml", DualEncoderSettings) == settings
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_preset_loads_and_says_on_top_what_it_costs(path: Path) -> None:
+    load_settings(path, DualEncoderSettings)
+    top = path.read_text().splitlines()[0]
+    assert top.startswith("# ") and len(top) > 20
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("steps", 0, "at least 1"),
+        ("steps", -5, "at least 1"),
+        ("batch", 1, "at least 2"),
+        ("num_frames", 0, "at least 1"),
+        ("size_px", 40, "multiple of 16"),
+        ("size_px", 0, "multiple of 16"),
+        ("lr", 0.0, "more than 0"),
+        ("lr", float("nan"), "more than 0"),
+        ("lr", float("inf"), "more than 0"),
+        ("min_crop_area", 1.5, "at most 1"),
+        ("seed", -1, "0 or more"),
+        ("workers", 0, "at least 1"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(field: str, value: float, rule: str) -> None:
+    changed: dict[str, Any] = {field: value}
+    with pytest.raises(UserError, match=f"--{field.replace('_', '-')} is {value}") as caught:
+        DualEncoderSettings(**changed)
+    assert rule in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("stepz: 3", "stepz"),
+        ("steps: many", "steps"),
+        ("- 1", "holds no settings"),
+        ("steps: [", "is not YAML"),
+        ("steps: 0", "--steps is 0"),
+        ("model: huge", "huge"),
+    ],
+)
+def test_a_bad_file_of_settings_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_settings(path, DualEncoderSettings)
+
+
+def test_an_unknown_preset_names_those_there_are() -> None:
+    with pytest.raises(UserError, match="no preset 'huge'") as caught:
+        preset_path("huge")
+    assert "tiny" in (caught.value.hint or "")
+
+
+def test_what_shapes_the_weights_may_not_change_on_resume() -> None:
+    assert {field.name for field in fields(DualEncoderSettings)} >= FREE_ON_RESUME
+    old = DualEncoderSettings()
+    changes: dict[str, Any] = {"workers": 9, "out": Path("elsewhere"), "lr": 0.5, "steps": 3}
+    assert differences(old, DualEncoderSettings(**{**asdict(old), **changes})) == ["steps", "lr"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "10000 0.0003 b16"),
+        (["--preset", "tiny"], "{steps} {lr} tiny"),
+        (["--preset", "tiny", "--config", "one.yaml"], "11 {lr} tiny"),
+        (["--preset", "tiny", "--config", "one.yaml", "--config", "two.yaml"], "22 0.5 tiny"),
+        (["--config", "two.yaml", "--steps", "33", "--preset", "tiny"], "33 0.5 tiny"),
+    ],
+)
+def test_flags_go_before_files_before_the_preset(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    (tmp_path / "one.yaml").write_text("steps: 11")
+    (tmp_path / "two.yaml").write_text("steps: 22\nlr: 0.5")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        train.commands,
+        "train_dual_encoder",
+        lambda settings, resume: print(settings.steps, settings.lr, settings.model),
+    )
+    monkeypatch.setattr("sys.argv", ["train", "dual-encoder", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    tiny = load_settings(preset_path("tiny"), DualEncoderSettings)
+    assert not left.value.code
+    assert capsys.readouterr().out.strip() == expected.format(steps=tiny.steps, lr=tiny.lr)
