@@ -5,7 +5,8 @@
     rejected.parquet   one row for each input row that cannot be used, with the reason
     manifest.json      format version, counts, and rejected rows by reason, for each data set in the manifest
 
-Times are seconds from the start of the video as a player shows it. Data sets that carry labels add columns
+Times are seconds from the start of the video as a player shows it; an end_s of +inf is the end of the video,
+whose length the manifest does not know. Data sets that carry labels add columns
 whose names begin with `label_` to the captions table.
 """
 

@@ -138,10 +138,12 @@ class _Window:
             more = self._file.read(max(_WINDOW_CHARS, len(self._text) - self._at))
         except UnicodeDecodeError as error:
             raise UserError(f"{self._path}, after line {self._line}: not UTF-8 ({error.reason})") from error
+        if not more:
+            self._at_file_end = True
+            return False
         self._line += self._text.count("\n", 0, self._at)
         self._text, self._at = self._text[self._at :] + more, 0
-        self._at_file_end = not more
-        return bool(more)
+        return True
 
     def _error(self, message: str) -> UserError:
         line = self._line + self._text.count("\n", 0, self._at)

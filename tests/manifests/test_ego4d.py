@@ -1,0 +1,198 @@
+"""Ego4D: the interval rule, what is left out, and pickles that may not run anything."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.adapters.ego4d import read_ego4d
+from manifests.adapters.reading import Reading
+from manifests.errors import UserError
+from tests.manifests.conftest import VideoMaker
+
+
+def narrations(*times_s: Any, text: str = "#C C does {}") -> dict[str, Any]:
+    rows = [
+        {"narration_text": text.format(n), "timestamp_sec": time_s, "timestamp_frame": 3}
+        for n, time_s in enumerate(times_s)
+    ]
+    return {"narrations": rows, "summaries": []}
+
+
+def save(path: Path, videos: dict[str, Any], *, older_form: bool = False) -> Path:
+    path.write_text(json.dumps(videos if older_form else {"version": "v2", "date": {"day": 1}, "videos": videos}))
+    return path
+
+
+def intervals(reading: Reading) -> list[tuple[str, float, float]]:
+    return [(row["video_id"], row["begin_s"], row["end_s"]) for row in reading.captions.to_pylist()]
+
+
+def reasons(reading: Reading) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in reading.rejected["reason"].value_counts().to_pylist()}
+
+
+@pytest.mark.parametrize("older_form", [False, True])
+def test_points_become_intervals_by_the_rule_of_egovlp(
+    make_videos: VideoMaker, tmp_path: Path, older_form: bool
+) -> None:
+    videos = {
+        "a": {"narration_pass_1": narrations(1.0, 3.0, 9.0), "status": "complete"},  # beta 4
+        "b": {"narration_pass_1": narrations(0.5, 2.5), "status": "complete"},  # beta 2
+    }
+    path = save(tmp_path / "narration.json", videos, older_form=older_form)
+    reading = read_ego4d(make_videos("a.mp4", "x/b.mp4"), annotations=[path])
+    # alpha 3, so half lengths of 4 / 6 and 2 / 6; a begin before 0 becomes 0.
+    long, short = 4 / 6, 2 / 6
+    assert intervals(reading) == [
+        ("a", 1 - long, 1 + long),
+        ("a", 3 - long, 3 + long),
+        ("a", 9 - long, 9 + long),
+        ("b", pytest.approx(0.5 - short), 0.5 + short),
+        ("b", 2.5 - short, 2.5 + short),
+    ]
+    assert reading.videos["split"].to_pylist() == ["train", "train"]
+    assert reading.captions["text"].to_pylist()[0] == "#C C does 0"
+
+
+def test_gaps_are_those_within_a_pass_and_passes_are_sources(make_videos: VideoMaker, tmp_path: Path) -> None:
+    videos = {"a": {"narration_pass_1": narrations(0.0, 4.0), "narration_pass_2": narrations(9.0, 1.0)}}
+    reading = read_ego4d(make_videos("a.mp4"), annotations=[save(tmp_path / "n.json", videos)])
+    assert intervals(reading) == [("a", 0.0, 0.5), ("a", 3.5, 4.5), ("a", 8.5, 9.5), ("a", 0.5, 1.5)]
+    assert reading.captions["source"].to_pylist() == ["narration_pass_1"] * 2 + ["narration_pass_2"] * 2
+
+
+def test_a_video_without_a_file_counts_for_alpha_and_is_listed_once(make_videos: VideoMaker, tmp_path: Path) -> None:
+    videos = {"a": {"narration_pass_1": narrations(1.0, 3.0)}, "gone": {"narration_pass_1": narrations(1.0, 7.0)}}
+    path = save(tmp_path / "n.json", videos)
+    few = read_ego4d(make_videos("a.mp4", folder="few"), annotations=[path])
+    assert reasons(few) == {"missing_file": 1}
+    assert few.num_captions_lost == 2
+    full = read_ego4d(make_videos("a.mp4", "gone.mp4", folder="all"), annotations=[path])
+    assert intervals(few) == intervals(full)[:2]
+
+
+def test_narrations_that_cannot_be_used_are_listed(make_videos: VideoMaker, tmp_path: Path) -> None:
+    good = narrations(1.0, 3.0, 5.0)
+    bad = [
+        {"narration_text": "#unsure", "timestamp_sec": 2.0},
+        {"narration_text": "#C C lifts #Unsure", "timestamp_sec": 2.0},
+        {"narration_text": " ", "timestamp_sec": 2.0},
+        {"narration_text": None, "timestamp_sec": 2.0},
+        {"narration_text": "x", "timestamp_sec": float("nan")},
+        {"narration_text": "x", "timestamp_sec": -1},
+        {"narration_text": "x", "timestamp_sec": "3"},
+        {"narration_text": "x"},
+        "x",
+    ]
+    good["narrations"] += bad
+    videos = {
+        "a": {"narration_pass_1": good},
+        "one": {"narration_pass_1": narrations(4.0)},
+        "none": {"status": "redacted"},
+    }
+    reading = read_ego4d(make_videos("a.mp4", "one.mp4", "none.mp4"), annotations=[save(tmp_path / "n.json", videos)])
+    assert reading.captions.num_rows == 3
+    assert reasons(reading) == {
+        "unsure": 2,
+        "empty_caption": 1,
+        "malformed_row": 2,
+        "bad_time": 4,
+        "no_interval": 1,
+        "redacted": 1,
+    }
+
+
+def test_a_video_that_comes_twice_in_the_file_is_taken_once(make_videos: VideoMaker, tmp_path: Path) -> None:
+    entry = json.dumps({"narration_pass_1": narrations(1.0, 3.0)})
+    path = tmp_path / "n.json"
+    path.write_text(f'{{"videos": {{"a": {entry}, "a": {entry}}}}}')
+    reading = read_ego4d(make_videos("a.mp4"), annotations=[path])
+    assert reading.captions.num_rows == 2
+    assert reasons(reading) == {"duplicate_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "no narrations"),
+        ("[]", "line 1"),
+        ('{"videos": {"a": {"status": "x"}\n,}}', "line 2"),
+        ("", "ends early"),
+    ],
+)
+def test_a_file_that_is_not_of_the_form_is_a_users_error(
+    make_videos: VideoMaker, tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "n.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_ego4d(make_videos("a.mp4"), annotations=[path])
+
+
+def test_a_pickled_list_is_read_with_its_own_intervals(make_videos: VideoMaker, tmp_path: Path) -> None:
+    rows = [
+        ("a", 1.5, 2.5, "#C C walks"),
+        ("b", 0, 3, ["one", "two"]),
+        ("gone", 0.0, 1.0, ["lost", "lost"]),
+        ("a", 2.0, 1.0, "backwards"),
+        ("a", None, 1.0, "no time"),
+        ("a", 1.0, 2.0),
+        (7, 1.0, 2.0, "number"),
+    ]
+    path = tmp_path / "ego4d_val.pkl"
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        path.write_bytes(pickle.dumps(rows, protocol=protocol))
+        reading = read_ego4d(make_videos("a.mp4", "b.mp4"), annotations=[path])
+        assert [tuple(row.values()) for row in reading.captions.to_pylist()] == [
+            ("a", 1.5, 2.5, "#C C walks", "ego4d_val"),
+            ("b", 0.0, 3.0, "one", "ego4d_val"),
+            ("b", 0.0, 3.0, "two", "ego4d_val"),
+        ]
+        assert reading.videos["split"].to_pylist() == ["val", "val"]
+        assert reasons(reading) == {"missing_file": 1, "bad_time": 2, "malformed_row": 1, "empty_id": 1}
+        assert reading.num_captions_lost == 2
+
+
+class _Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_pickle_that_would_run_code_does_not(make_videos: VideoMaker, tmp_path: Path, protocol: int) -> None:
+    bomb = tmp_path / "exploded"
+    path = tmp_path / "evil.pkl"
+    path.write_bytes(pickle.dumps([("a", 0.0, 1.0, _Bomb(bomb))], protocol=protocol))
+    with pytest.raises(UserError, match="which is refused") as caught:
+        read_ego4d(make_videos("a.mp4"), annotations=[path])
+    assert not bomb.exists()
+    assert any(name in str(caught.value) for name in ("pathlib.", "getattr"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"cposix\nsystem\n(S'true'\ntR.",
+        b"c__builtin__\neval\n(S'1'\ntR.",
+        b"(i__builtin__\neval\n.",
+        b"\x80\x02Porg\n.",
+        b"Psomething\n.",
+        b"not a pickle",
+        b"",
+        pickle.dumps([("a", 0.0, 1.0, "x")] * 100)[:-40],
+    ],
+)
+def test_forged_and_broken_pickles_are_users_errors(make_videos: VideoMaker, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "evil.pkl"
+    path.write_bytes(content)
+    with pytest.raises(UserError):
+        read_ego4d(make_videos("a.mp4"), annotations=[path])

@@ -1,0 +1,209 @@
+"""A folder of videos and its table of captions."""
+
+import json
+import os
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from manifests.adapters.folder import read_folder
+from manifests.adapters.reading import Reading
+from manifests.errors import UserError
+from manifests.keys import chunk_key, split_key
+from tests.manifests.conftest import VideoMaker
+
+STRANGE = [
+    "a.b.mp4",
+    "with space.MP4",
+    "🎬 film.mkv",
+    "deep/er/x.webm",
+    "x" * 200 + ".avi",
+    "deep/" + "y" * 140 + "/" + "z" * 150 + ".mov",
+]
+
+
+def reasons(reading: Reading) -> list[tuple[str, str | None]]:
+    return [(row["reason"], row["source_id"]) for row in reading.rejected.to_pylist()]
+
+
+def captions(reading: Reading) -> list[tuple[str, float, float, str, str]]:
+    return [tuple(row.values()) for row in reading.captions.to_pylist()]
+
+
+def test_every_kind_of_name_becomes_an_id_that_can_stand_in_a_key(make_videos: VideoMaker) -> None:
+    folder = make_videos(*STRANGE)
+    reading = read_folder(folder)
+    rows = reading.videos.to_pylist()
+    assert {row["path"] for row in rows} == {str(folder / name) for name in STRANGE}
+    assert {row["source_id"] for row in rows} == {name.rsplit(".", 1)[0] for name in STRANGE}
+    assert len({row["video_id"] for row in rows}) == len(STRANGE)
+    for row in rows:
+        key = chunk_key(row["video_id"], 15_000)
+        assert split_key(key) == (row["video_id"], 15_000)
+        assert len(f"{key}.latents.npy".encode()) <= 100
+
+
+def test_hidden_files_other_files_and_the_data_folder_are_passed_over(make_videos: VideoMaker) -> None:
+    folder = make_videos("a.mp4", ".b.mp4", ".hidden/c.mp4", "notes.txt", "list.m3u8", "data/video/d.mp4")
+    reading = read_folder(folder, skip=folder / "data")
+    assert reading.videos["source_id"].to_pylist() == ["a"]
+
+
+def test_links_to_folders_are_followed_once(make_videos: VideoMaker) -> None:
+    folder = make_videos("a.mp4", "sub/b.mp4")
+    (folder / "sub" / "loop").symlink_to(folder)
+    assert read_folder(folder).videos["source_id"].to_pylist() == ["a", "sub/b"]
+
+
+def test_the_later_of_two_files_with_one_stem_is_rejected(make_videos: VideoMaker) -> None:
+    reading = read_folder(make_videos("a.avi", "a.mp4", "sub/a.mp4"))
+    assert reading.videos["source_id"].to_pylist() == ["a", "sub/a"]
+    assert reasons(reading) == [("duplicate_id", "a")]
+
+
+def test_a_file_without_bytes_is_rejected(make_videos: VideoMaker) -> None:
+    folder = make_videos("a.mp4")
+    (folder / "empty.mp4").touch()
+    assert reasons(read_folder(folder)) == [("empty_file", "empty")]
+
+
+def test_a_file_name_that_is_not_unicode_is_rejected(make_videos: VideoMaker) -> None:
+    folder = make_videos("a.mp4")
+    try:
+        Path(os.fsdecode(os.fsencode(folder) + b"/\xff.mp4")).write_bytes(b"video")
+    except OSError:
+        pytest.skip("this file system takes Unicode names only")
+    reading = read_folder(folder)
+    assert [reason for reason, _ in reasons(reading)] == ["bad_name"]
+    assert reading.videos["source_id"].to_pylist() == ["a"]
+
+
+def test_splits_come_from_folders(make_videos: VideoMaker) -> None:
+    reading = read_folder(make_videos("val/a.mp4", "test/x/b.mp4", "c.mp4", "Validation/d.mp4"))
+    assert dict(zip(reading.videos["source_id"].to_pylist(), reading.videos["split"].to_pylist(), strict=True)) == {
+        "val/a": "val",
+        "test/x/b": "test",
+        "c": "train",
+        "Validation/d": "val",
+    }
+
+
+def test_captions_name_videos_by_path_or_name_with_or_without_ending(make_videos: VideoMaker, tmp_path: Path) -> None:
+    folder = make_videos("a.b.mp4", "sub/c.mp4")
+    table = tmp_path / "captions.csv"
+    names = ["a.b.mp4", "a.b", "sub/c.mp4", "sub/c", "c.mp4", "c"]
+    table.write_text("video,text\n" + "".join(f"{name},caption {n}\n" for n, name in enumerate(names)))
+    reading = read_folder(folder, captions=table)
+    videos = reading.videos["video_id"].to_pylist()
+    assert [row[0] for row in captions(reading)] == [videos[0]] * 2 + [videos[1]] * 4
+    assert reading.rejected.num_rows == 0
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_table_gives_times_sources_and_splits(make_videos: VideoMaker, tmp_path: Path, ending: str) -> None:
+    folder = make_videos("a.mp4", "b.mp4")
+    rows = [
+        {"video": "a", "text": "  A, with comma ", "begin_s": 1.5, "end_s": 2, "source": "asr", "split": "val"},
+        {"video": "b", "text": "whole"},
+        {"video": "b", "text": "from here", "begin_s": 3},
+    ]
+    table = tmp_path / f"captions.{ending}"
+    if ending == "jsonl":
+        table.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        table.write_text(
+            '\ufeffvideo,text,begin_s,end_s,source,split\r\na,"  A, with comma ",1.5,2,asr,val\r\n'
+            "b,whole,,,,\r\nb,from here,3,,,\r\n"
+        )
+    reading = read_folder(folder, captions=table)
+    assert captions(reading) == [
+        ("a", 1.5, 2.0, "A, with comma", "asr"),
+        ("b", 0.0, inf, "whole", "human"),
+        ("b", 3.0, inf, "from here", "human"),
+    ]
+    assert reading.videos["split"].to_pylist() == ["val", "train"]
+
+
+def test_unusable_rows_are_listed_with_their_reason(make_videos: VideoMaker, tmp_path: Path) -> None:
+    folder = make_videos("a.mp4", "x/same.mp4", "y/same.mp4")
+    (folder / "empty.mp4").touch()
+    table = tmp_path / "captions.csv"
+    bad = [
+        ("gone,lost,0,1,", "missing_file"),
+        ("gone,lost too,0,1,", None),
+        ("empty,lost,0,1,", "missing_file"),
+        (",no video,0,1,", "empty_id"),
+        ("a,  ,0,1,", "empty_caption"),
+        ("a,x,nan,1,", "bad_time"),
+        ("a,x,-1,1,", "bad_time"),
+        ("a,x,2,2,", "bad_time"),
+        ("a,x,inf,,", "bad_time"),
+        ("a,x,0,nan,", "bad_time"),
+        ("a,x,soon,1,", "bad_time"),
+        ("same,x,0,1,", "ambiguous_video"),
+        ("a,x,0,1,dev", "bad_split"),
+        ("a,too few", "malformed_row"),
+    ]
+    table.write_text("video,text,begin_s,end_s,split\na,good,0,1,\n" + "".join(f"{line}\n" for line, _ in bad))
+    reading = read_folder(folder, captions=table)
+    assert [row[3] for row in captions(reading)] == ["good"]
+    listed = reading.rejected.to_pylist()
+    expected = {(row, reason) for row, (_, reason) in enumerate(bad, start=1) if reason not in {None, "missing_file"}}
+    assert {
+        (row["row"], row["reason"]) for row in listed if row["file"] == str(table) and row["row"] is not None
+    } == expected
+    lost = {row["source_id"]: row["detail"] for row in listed if row["reason"] == "missing_file"}
+    assert lost["gone"].endswith("captions lost: 2")
+    assert lost["empty"].endswith("captions lost: 1")
+    assert reading.num_captions_lost == 3
+
+
+def test_a_second_split_for_a_video_is_rejected(make_videos: VideoMaker, tmp_path: Path) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text,split\na,one,val\na,two,test\na,three,\n")
+    reading = read_folder(make_videos("a.mp4"), captions=table)
+    assert reading.videos["split"].to_pylist() == ["val"]
+    assert [row[3] for row in captions(reading)] == ["one", "three"]
+    assert reasons(reading) == [("bad_split", "a")]
+
+
+def test_bad_lines_of_json_are_listed_and_the_others_read(make_videos: VideoMaker, tmp_path: Path) -> None:
+    table = tmp_path / "captions.jsonl"
+    table.write_text(
+        '{"video": "a", "text": "one"}\n{"video": \n[1]\n{"video": "a", "text": 5}\n{"video": "a", "text": "\\ud800"}\n'
+    )
+    reading = read_folder(make_videos("a.mp4"), captions=table)
+    assert reading.captions.num_rows == 1
+    assert [row["reason"] for row in reading.rejected.to_pylist()] == ["malformed_row"] * 4
+    assert [row["row"] for row in reading.rejected.to_pylist()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.csv", b"film,text\na,b\n", "no column video"),
+        ("c.csv", b"", "no column video"),
+        ("c.csv", b"video,text\na,one\nb,\xff\n", "not UTF-8"),
+        ("c.csv", b"video,text\na,one\0\n", "line 2"),
+        ("c.xlsx", b"", "neither .csv nor .jsonl"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_a_users_error(
+    make_videos: VideoMaker, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_folder(make_videos("a.mp4", "b.mp4"), captions=tmp_path / name)
+
+
+def test_a_folder_that_is_missing_a_file_or_empty_is_a_users_error(make_videos: VideoMaker, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        read_folder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is a file"):
+        read_folder(make_videos("a.mp4") / "a.mp4")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no video files"):
+        read_folder(tmp_path / "empty")
+    with pytest.raises(UserError, match="cannot read"):
+        read_folder(make_videos("a.mp4"), captions=tmp_path / "nothing.csv")

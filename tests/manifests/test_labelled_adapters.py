@@ -1,0 +1,153 @@
+"""VATEX, EPIC-KITCHENS-100 and Kinetics, on rows of their published forms."""
+
+import json
+from math import inf
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from manifests.adapters.epic_kitchens import read_epic_kitchens, seconds_of_timestamp
+from manifests.adapters.kinetics import read_kinetics
+from manifests.adapters.reading import Reading
+from manifests.adapters.splits import split_in_file_name
+from manifests.adapters.vatex import read_vatex
+from manifests.errors import UserError
+from tests.manifests.conftest import VideoMaker
+
+EPIC_HEADER = (
+    "narration_id,participant_id,video_id,narration_timestamp,start_timestamp,stop_timestamp,start_frame,stop_frame,"
+    "narration,verb,verb_class,noun,noun_class,all_nouns,all_noun_classes"
+)
+
+
+def rows(reading: Reading) -> list[tuple[object, ...]]:
+    return [tuple(row.values()) for row in reading.captions.to_pylist()]
+
+
+def reasons(reading: Reading) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in reading.rejected["reason"].value_counts().to_pylist()}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("vatex_training_v1.0.json", "train"),
+        ("vatex_validation_v1.0.json", "val"),
+        ("vatex_public_test_english_v1.1.json", "test"),
+        ("EPIC_100_validation.csv", "val"),
+        ("ego4d_train.narrator.pkl", "train"),
+        ("k400-val.txt", "val"),
+        ("contest.json", "train"),
+        ("captions.json", "train"),
+    ],
+)
+def test_the_split_is_a_word_in_the_name_of_the_file(name: str, split: str) -> None:
+    assert split_in_file_name(name) == split
+
+
+def test_vatex_captions_hold_for_the_whole_clip(make_videos: VideoMaker, tmp_path: Path) -> None:
+    first, second = "-_x8eH0EAvk_000019_000029", "__NrybzYzUg_000415_000425"
+    texts = [f"caption {n}" for n in range(10)]
+    path = tmp_path / "vatex_validation_v1.0.json"
+    path.write_text(
+        json.dumps(
+            [
+                {"videoID": first, "enCap": texts, "chCap": ["一"]},
+                {"videoID": second, "enCap": [*texts[:9], ""]},
+                {"videoID": "gone_000001_000011", "enCap": texts},
+                {"enCap": texts},
+                {"videoID": first, "enCap": "no list"},
+                "no object",
+            ]
+        )
+    )
+    reading = read_vatex(make_videos(f"{first}.mp4", f"sub/{second}.webm"), annotations=[path])
+    assert rows(reading)[0] == (first, 0.0, inf, "caption 0", "human-en")
+    assert reading.captions.num_rows == 19
+    assert reading.videos["split"].to_pylist() == ["val", "val"]
+    assert reasons(reading) == {"empty_caption": 1, "missing_file": 1, "empty_id": 1, "malformed_row": 2}
+    assert reading.num_captions_lost == 10
+
+
+def test_epic_kitchens_takes_times_and_classes(make_videos: VideoMaker, tmp_path: Path) -> None:
+    train, validation = tmp_path / "EPIC_100_train.csv", tmp_path / "EPIC_100_validation.csv"
+    train.write_text(
+        f"{EPIC_HEADER}\n"
+        "P01_01_0,P01,P01_01,00:00:01.089,00:00:00.14,00:00:03.37,8,202,open door,open,3,door,3,['door'],[3]\n"
+        "P01_01_1,P01,P01_01,00:00:02,01:02:03.50,01:02:04,1,2,put cups,put,1,cup,13,\"['cup', 'lid']\",\"[13, 25]\"\n"
+        "P01_01_2,P01,P01_01,00:00:02,00:00:04,00:00:03,1,2,backwards,put,1,cup,13,['cup'],[13]\n"
+        "P01_01_3,P01,P01_01,00:00:02,4.5,00:00:03,1,2,no time,put,1,cup,13,['cup'],[13]\n"
+        "P01_01_4,P01,P01_01,00:00:02,00:00:01,00:00:03,1,2,no class,put,?,cup,13,['cup'],[13]\n"
+        "P01_01_5,P01,P01_01,00:00:02,00:00:01,00:00:03,1,2,no list,put,1,cup,13,['cup'],13\n"
+        "P09_99_0,P09,P09_99,00:00:02,00:00:01,00:00:03,1,2,gone,put,1,cup,13,['cup'],[13]\n"
+    )
+    validation.write_text(
+        f"{EPIC_HEADER}\nP02_12_0,P02,P02_12,0,00:00:01,00:00:03,1,2,wash pan,wash,2,pan,5,['pan'],[5]\n"
+    )
+    reading = read_epic_kitchens(
+        make_videos("P01/videos/P01_01.MP4", "P02/videos/P02_12.MP4"), annotations=[train, validation]
+    )
+    assert rows(reading) == [
+        ("P01_01", 0.14, 3.37, "open door", "narrator", 3, 3, [3]),
+        ("P01_01", 3723.5, 3724.0, "put cups", "narrator", 1, 13, [13, 25]),
+        ("P02_12", 1.0, 3.0, "wash pan", "narrator", 2, 5, [5]),
+    ]
+    assert reading.captions.schema.field("label_nouns").type == pa.list_(pa.int32())
+    assert reading.videos["split"].to_pylist() == ["train", "val"]
+    assert reasons(reading) == {"bad_time": 2, "bad_label": 2, "missing_file": 1}
+
+
+def test_epic_kitchens_without_a_column_says_which(make_videos: VideoMaker, tmp_path: Path) -> None:
+    path = tmp_path / "EPIC_100_test_timestamps.csv"
+    path.write_text("narration_id,video_id,start_timestamp,stop_timestamp\n")
+    with pytest.raises(UserError, match="no column narration, verb_class, noun_class"):
+        read_epic_kitchens(make_videos("P01_01.MP4"), annotations=[path])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("00:00:00.00", 0.0), ("01:01:01.25", 3661.25), ("100:00:00", 360_000.0)]
+)
+def test_timestamps_are_read_to_the_digit(text: str, expected: float) -> None:
+    assert seconds_of_timestamp(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "1.5", "00:61:00", "00:00:60", "-00:00:01", "00:00:nan"])
+def test_other_forms_of_time_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="HH:MM:SS"):
+        seconds_of_timestamp(text)
+
+
+def test_kinetics_finds_trimmed_and_untrimmed_videos(make_videos: VideoMaker, tmp_path: Path) -> None:
+    path = tmp_path / "kinetics.csv"
+    path.write_text(
+        "label,youtube_id,time_start,time_end,split\n"
+        "riding a bike,---QUuC4vJs,84,94,validate\n"
+        '"abseiling, fast",-3B32lodo2M,59,69,train\n'
+        "zumba,gone,1,2,train\n"
+        "zumba,-3B32lodo2M,59,69,holdout\n"
+        "zumba,-3B32lodo2M,x,69,train\n"
+        "zumba,,1,2,train\n"
+    )
+    folder = make_videos("val/---QUuC4vJs_000084_000094.mp4", "-3B32lodo2M.mkv")
+    reading = read_kinetics([path], videos=folder)
+    assert rows(reading) == [
+        ("---QUuC4vJs_000084_000094", 0.0, inf, "riding a bike", "class", "riding a bike"),
+        ("-3B32lodo2M", 59.0, 69.0, "abseiling, fast", "class", "abseiling, fast"),
+    ]
+    assert reading.videos["split"].to_pylist() == ["val", "train"]
+    assert reasons(reading) == {"missing_file": 1, "bad_split": 1, "bad_time": 1, "empty_id": 1}
+
+
+def test_plain_lists_name_paths_beside_the_list(make_videos: VideoMaker) -> None:
+    folder = make_videos("a b/x.mp4", "y.mp4", "z.mp4")
+    (folder / "train.txt").write_text("a b/x.mp4 12\ny.mp4,surfing water\n\nalone\ngone.mp4 3\n")
+    (folder / "val.txt").write_text("z.mp4 12\ny.mp4 12\n")
+    reading = read_kinetics([folder / "train.txt", folder / "val.txt"])
+    assert [(row[0], row[3], row[5]) for row in rows(reading)] == [
+        (reading.videos["video_id"][0].as_py(), "12", "12"),
+        (reading.videos["video_id"][1].as_py(), "surfing water", "surfing water"),
+        (reading.videos["video_id"][2].as_py(), "12", "12"),
+    ]
+    assert reading.videos["split"].to_pylist() == ["train", "train", "val"]
+    assert reasons(reading) == {"malformed_row": 1, "missing_file": 1, "bad_split": 1}
