@@ -1,36 +1,23 @@
 """Time and memory of `prep manifest ego4d` on millions of narrations, and of the rerun that finds the old ids again.
 
-python -m benchmarks.manifest [--narrations 4000000] [--json FILE]
+    python -m benchmarks.manifest [--narrations N] [--json FILE]
+
+The narrations are made up, in the form of Ego4D's narration.json. Targets: under 60 s and 1 GB each. `peak MB` is the
+resident memory of the command, shared libraries included.
 """
 
-import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import uuid
 from pathlib import Path
-from typing import Any
 
-from benchmarks.environment import REPOSITORY, surroundings
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.report import parser_for, print_report
 
 NARRATIONS_PER_VIDEO = 400
 VERBS = ("picks", "opens", "closes", "washes", "cuts", "holds", "moves", "turns", "drops", "wipes")
 NOUNS = ("the knife", "a red bowl", "the drawer", "the tap", "a piece of wood", "the phone", "a cloth", "the door")
-
-# Run in a process of its own, so that its peak memory is that of the work alone.
-WORK = """
-import json, resource, sys, time
-from pathlib import Path
-begin_s = time.perf_counter()
-from prep.manifest_commands import app
-app(["ego4d", sys.argv[1], "--annotations", sys.argv[2], "--data", sys.argv[3]], result_action="return_value")
-seconds = time.perf_counter() - begin_s
-peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": round(seconds, 1), "peak_mib": peak_kib // 1024}))
-"""
 
 
 def write_narrations(path: Path, videos: Path, *, num_narrations: int) -> None:
@@ -63,40 +50,37 @@ def write_narrations(path: Path, videos: Path, *, num_narrations: int) -> None:
         file.write("}}")
 
 
-def measure(videos: Path, annotations: Path, data: Path) -> dict[str, Any]:
-    """Runs the command once; seconds and peak_mib."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", WORK, str(videos), str(annotations), str(data)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    result: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return result
+def measure(run: str, *, videos: Path, annotations: Path, data: Path) -> dict[str, object]:
+    """Runs the command once; the row of the table."""
+    command = prep_command("manifest", "ego4d", videos, "--annotations", annotations, "--data", data, "--json")
+    usage = run_measured(command)
+    summary = json.loads(usage.stdout)
+    return {
+        "run": run,
+        "captions": summary["num_captions"],
+        "new captions": summary["num_captions_added"],
+        "JSON MB": annotations.stat().st_size // 1_000_000,
+        "wall s": usage.wall_s,
+        "cpu s": usage.cpu_s,
+        "peak MB": usage.peak_bytes // 1_000_000,
+    }
 
 
 def main() -> None:
     """Runs the benchmark and prints its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--narrations", type=int, default=4_000_000)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
+    parser = parser_for(__doc__ or "")
+    parser.add_argument(
+        "--narrations", type=int, default=4_000_000, metavar="N", help="how many (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         videos, annotations, data = (Path(folder) / name for name in ("videos", "narration.json", "data"))
         videos.mkdir()
         write_narrations(annotations, videos, num_narrations=arguments.narrations)
-        result = {
-            **surroundings(),
-            "num_narrations": arguments.narrations,
-            "annotations_mib": annotations.stat().st_size >> 20,
-            "first": measure(videos, annotations, data),
-            "rerun": measure(videos, annotations, data),
-            "captions_parquet_mib": (data / "manifest" / "captions.parquet").stat().st_size >> 20,
-        }
-    print(f"{result['num_narrations']:,} narrations, {result['annotations_mib']} MiB of JSON")
-    print(f"{result['machine']}; Python {result['python']}; commit {result['commit']}, {result['date']}\n")
-    print("| run | seconds | peak MiB |\n|---|---|---|")
-    for run in ("first", "rerun"):
-        print(f"| {run} | {result[run]['seconds']} | {result[run]['peak_mib']} |")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+        rows = [measure(run, videos=videos, annotations=annotations, data=data) for run in ("first", "rerun")]
+    print_report(
+        "prep manifest ego4d", rows, notes=["Targets: under 60 s and 1,000 MB each."], json_path=arguments.json
+    )
 
 
 if __name__ == "__main__":
