@@ -15,12 +15,14 @@ from fractions import Fraction
 from pathlib import Path
 
 import ffmpeg
+import numpy as np
 
 from prep.codecs import codec_named
 from prep.failures import FailureCode, SourceFailure
 from prep.ffmpeg import Outcome, run
 from prep.probe import DEMUXERS, PROTOCOLS, SourceFacts
 from prep.recipe import Recipe, ResolvedRecipe
+from prep.source_times import TIMES_FORMAT, check_source_times, read_source_times
 from prep.spans import Span
 
 _TIMES_FILE = "times.txt"
@@ -35,12 +37,12 @@ class EncodedSpan:
 
     Attributes:
         segments: the chunks' files, in order.
-        source_times_s: for each output frame, the time of the source frame that it shows, from the start of the video.
+        source_times_s: float64 [frames]: the time of the source frame that each output frame shows (source_times).
         cpu_s: user and system seconds of the encoder.
     """
 
     segments: list[Path]
-    source_times_s: list[Fraction]
+    source_times_s: np.ndarray
     cpu_s: float
 
 
@@ -79,7 +81,7 @@ def encode_span(
         arguments, folder=folder, limit_s=limit_s, on_poll=lambda: on_frames(_encoded_frames(folder / _PROGRESS_FILE))
     )
     _raise_for(outcome, limit_s=limit_s)
-    times_s = _source_times_s(folder / _TIMES_FILE, offset_s=_seek_s(span, fps=fps, source=source))
+    times_s = read_source_times(folder / _TIMES_FILE, offset_s=_seek_s(span, fps=fps, source=source))
     check_source_times(times_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
     return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
 
@@ -145,7 +147,7 @@ def span_arguments(
         # B frames begin with a negative decoding time, which muxers would otherwise shift into the presentation times.
         "avoid_negative_ts": "disabled",
         "stats_enc_pre:v": _TIMES_FILE,
-        "stats_enc_pre_fmt:v": "{n} {ptsi} {tbi}",
+        "stats_enc_pre_fmt:v": TIMES_FORMAT,
         "format": "segment",
         "segment_frames": ",".join(str(cut - span.first_frame) for cut in cuts) or str(span.num_frames),
         "reset_timestamps": 1,
@@ -206,45 +208,3 @@ def _raise_for(outcome: Outcome, *, limit_s: float) -> None:
     if any(mark in text for mark in damaged):
         raise SourceFailure(FailureCode.DECODE_ERRORS, last_line)
     raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg ended with {outcome.return_code}: {last_line}")
-
-
-def _source_times_s(path: Path, *, offset_s: Fraction) -> list[Fraction]:
-    """Source time of each output frame from the start of the video: ffmpeg counts from where it began to read."""
-    times_s = []
-    for line in path.read_text().splitlines():
-        _, count, time_base = line.split()
-        numerator, denominator = map(int, time_base.split("/"))
-        # The sum of both as one fraction: there is one for every frame of the video.
-        from_start = int(count) * numerator * offset_s.denominator + offset_s.numerator * denominator
-        times_s.append(Fraction(from_start, denominator * offset_s.denominator))
-    return times_s
-
-
-def check_source_times(times_s: list[Fraction], *, span: Span, fps: Fraction, source_frame_s: float) -> None:
-    """Compares the source frames that were encoded with the span's plan.
-
-    Every output frame must show the source frame that was on show at its time: one that begins at most half an
-    output frame later. Only the first frames of a video that begins with a gap may show what comes after. The last
-    span may end earlier than its header promised by two frames or one source frame, whichever is longer.
-
-    Raises:
-        SourceFailure: source_truncated, or frames_differ.
-    """
-    slack_frames = max(2, math.ceil(source_frame_s * fps) + 1) if span.is_last else 0
-    if len(times_s) < span.num_frames - slack_frames or not times_s:
-        raise SourceFailure(
-            FailureCode.SOURCE_TRUNCATED,
-            f"span {span.index} has {len(times_s)} of {span.num_frames} frames: the source ends before its header says",
-        )
-    # Counted in units that make frames and the limit whole, since there is a comparison for every frame of the video.
-    units_per_s = math.lcm(2 * fps.numerator, 1_000_000)
-    frame_units = units_per_s * fps.denominator // fps.numerator
-    late_units = frame_units // 2 + units_per_s // 1_000_000
-    first_source_s = times_s[0]
-    for number, time_s in enumerate(times_s, span.first_frame):
-        is_late = time_s.numerator * units_per_s > (number * frame_units + late_units) * time_s.denominator
-        if is_late and not (span.index == 0 and time_s == first_source_s):
-            raise SourceFailure(
-                FailureCode.FRAMES_DIFFER,
-                f"output frame {number} shows source time {float(time_s):.4f} s, due is {float(number / fps):.4f} s",
-            )

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from prep.codecs import codec_named
 from prep.encode import EncodedSpan, encode_span, output_size
 from prep.failures import TRANSIENT, FailureCode, SourceFailure
@@ -86,8 +88,8 @@ def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) ->
     # Only the last span of a video may be shorter than planned (prep.encode); its last chunk then is, or is not there.
     times_s, frames = encoded.source_times_s, []
     for planned in plan.span.chunk_frames:
-        if times_s:
-            frames.append((min(planned, len(times_s)), len(set(times_s[:planned]))))
+        if len(times_s):
+            frames.append((min(planned, len(times_s)), len(np.unique(times_s[:planned]))))
             times_s = times_s[planned:]
     if len(encoded.segments) != len(frames):
         raise SourceFailure(

@@ -6,6 +6,7 @@ cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
@@ -17,6 +18,7 @@ from prep.engines import MAX_TRIES, TICK_S, Outcome, R, T
 from prep.ffmpeg import die_with_parent
 
 _MAX_PENDING_PER_CPU = 2  # enough that no core waits; few enough that a lost driver leaves little behind
+_ANSWER_LIMIT_S = 10.0
 
 
 class RayEngine:
@@ -56,8 +58,9 @@ class RayEngine:
             return
         quiet.pop("include_dashboard")
         try:
+            _require_answer(self._address)
             ray.init(address=self._address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f'no Ray cluster answers at "{self._address}": {reason}',
@@ -90,6 +93,13 @@ class RayEngine:
         if self._address is not None and self._num_workers is not None:
             return self._num_workers
         return _MAX_PENDING_PER_CPU * max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _require_answer(address: str) -> None:
+    """Raises OSError when nothing listens at `host:port`: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "://" not in address:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
 
 
 def _work(function: Callable[[T], R], task: T) -> R:
