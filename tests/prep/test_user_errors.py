@@ -1,0 +1,106 @@
+"""A user's mistake: exit status 2, one line that says what is wrong and one that says what to do."""
+
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.prep.running import MARK, contents, manifest, prep, processes, start, wait_until
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
+    root = tmp_path_factory.mktemp("errors")
+    write_video(root / "videos/v.mp4", seconds=2)
+    manifest(root / "data", root / "videos")
+    return root / "data"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--len", "15"], '"15"'),
+        (["--len", "15sec"], '"15sec"'),
+        (["--len", "-1s"], "--len"),
+        (["--len", "0s"], '"0s"'),
+        (["--len", "0.1ms"], '"0.1ms"'),
+        (["--len", "1.01s"], "30.3 frames"),
+        (["--len", "2h"], '"2h"'),
+        (["--codec", "divx"], '"divx"'),
+        (["--codec", "h264_nvenc"], "h264_nvenc"),
+        (["--crf", "20", "--bitrate", "800k"], "--crf and --bitrate"),
+        (["--crf", "99"], "--crf 99"),
+        (["--bitrate", "800kbps"], '"800kbps"'),
+        (["--bitrate", "0"], '"0"'),
+        (["--gop", "star", "--codec", "av1"], "--gop star"),
+        (["--gop", "star", "--keyint", "60"], "--keyint 60"),
+        (["--preset", "warp"], '"warp"'),
+        (["--short-side", "287"], "--short-side 287"),
+        (["--fps", "0"], "--fps 0"),
+        (["--fps", "thirty"], '"thirty"'),
+        (["--tail", "wag"], "wag"),
+        (["--workers", "0"], "--workers 0"),
+        (["--max-failures", "some"], '"some"'),
+        (["--max-failures", "101%"], '"101%"'),
+        (["--address", "nowhere:1", "--engine", "processes"], "--address nowhere:1"),
+        (["--engine", "slurm"], "slurm"),
+        (["--lenn", "15s"], "--lenn"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], named: str, data: Path) -> None:
+    before = contents(data)
+    engine = [] if "--engine" in arguments else ["--engine", "processes"]
+    assert named in prep("chunk", "--data", data, *engine, *arguments, status=2).error
+    assert contents(data) == before
+
+
+def test_a_folder_without_manifest_or_shards(data: Path, tmp_path: Path) -> None:
+    assert str(tmp_path / "none") in prep("chunk", "--data", tmp_path / "none", status=2).error
+    assert "manifest" in prep("chunk", "--data", tmp_path, "--engine", "processes", status=2).error
+    assert list(tmp_path.iterdir()) == [tmp_path / ".lock"] or not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    assert "not a folder" in prep("chunk", "--data", tmp_path / "file", status=2).error
+    assert "holds no video shards" in prep("retry", "--data", data, status=2).error
+    assert "pest" in prep("retry", "--data", data, "--only", "pest", status=2).error
+    assert '"nobody"' in prep("plan", "--data", data, "--explain", "nobody", status=2).error
+
+
+def test_no_cluster_at_the_address(data: Path) -> None:
+    for address in ("localhost:1", "no-such-host.invalid:6379"):
+        assert f'"{address}"' in prep("chunk", "--data", data, "--address", address, status=2).error
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        ("#!/bin/sh\necho 'ffmpeg version 5.1 Copyright'\n", "has version 5.1"),
+        ("#!/bin/sh\nexit 3\n", "does not run"),
+        (None, "does not run"),
+    ],
+)
+def test_an_ffmpeg_that_will_not_do(script: str | None, named: str, data: Path, tmp_path: Path) -> None:
+    program = tmp_path / "ffmpeg"
+    if script is not None:
+        program.write_text(script)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    error = prep("chunk", "--data", data, status=2, CLIPMILL_FFMPEG=str(program)).error
+    assert str(program) in error and named in error and "$CLIPMILL_FFMPEG" in error
+
+
+def test_two_commands_on_one_data_folder(tmp_path: Path, write_video: Callable[..., Path]) -> None:
+    data, mark = tmp_path / "data", secrets.token_hex(8)
+    write_video(tmp_path / "videos/v.mp4", seconds=60)
+    manifest(data, tmp_path / "videos")
+    slow = ("chunk", "--data", data, "--engine", "processes", "--len", "5s")
+    first = start(*slow, "--preset", "veryslow", **{MARK: mark})
+    try:
+        wait_until(lambda: [process for process in processes(mark) if process.is_ffmpeg])
+        error = prep(*slow, status=2).error
+        assert f"process {first.pid}" in error
+    finally:
+        stdout, stderr = first.communicate(timeout=120)
+    assert first.returncode == 0, stderr
+    assert "12 chunks encoded" in stdout
