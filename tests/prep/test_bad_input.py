@@ -63,10 +63,10 @@ def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., 
         content = (root / "made" / made).read_bytes()
         (videos / name).write_bytes(content[: len(content) * 6 // 10])
     (videos / "cut-slow.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size * 6 // 10])
-    content = bytearray((root / "made/fast.mp4").read_bytes())
-    middle = content.index(b"mdat") + (len(content) - content.index(b"mdat")) // 2
-    content[middle : middle + 1500] = bytes(byte ^ 0x5A for byte in content[middle : middle + 1500])
-    (videos / "damaged.mp4").write_bytes(content)
+    damaged = bytearray((root / "made/fast.mp4").read_bytes())
+    middle = damaged.index(b"mdat") + (len(damaged) - damaged.index(b"mdat")) // 2
+    damaged[middle : middle + 1500] = bytes(byte ^ 0x5A for byte in damaged[middle : middle + 1500])
+    (videos / "damaged.mp4").write_bytes(damaged)
     (videos / "nothing.mp4").write_text("not for long")
     (videos / "text.mp4").write_text("This is no video at all.\n" * 100)
     list_of_parts = f"#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nfile:{whole}\n#EXT-X-ENDLIST\n"
