@@ -26,7 +26,7 @@ BELOW = {
 }
 # What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
 OUTSIDE = {
-    "manifests": {"ijson", "numpy", "pyarrow"},
+    "manifests": {"numpy", "pyarrow"},
     "shards": {"numpy", "pyarrow", "webdataset"},
 }
 MODULES_OF_DISTRIBUTION = {
