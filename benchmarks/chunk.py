@@ -26,6 +26,7 @@ Without VIDEOS, synthetic ones are made; natural videos are what the targets are
 
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -237,6 +238,7 @@ def main() -> None:
             turned = names[number % len(names) :] + names[: number % len(names)]
             for name in turned:
                 costs[name].append(chosen[name]())
+                print(f"round {number + 1}, {name}: {costs[name][-1].cpu_s:.2f} CPU s", file=sys.stderr, flush=True)
     notes = [
         f"{ways.num_chunks} chunks of {ways.seconds / 60:.1f} minutes of "
         f"{'synthetic' if arguments.videos is None else 'the given'} video, {arguments.rounds} rounds."
