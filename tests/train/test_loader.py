@@ -80,6 +80,11 @@ def test_an_epoch_holds_every_sample_once_whatever_the_batch() -> None:
         assert sorted(visited[20 * epoch : 20 * epoch + 20]) == list(range(20))
 
 
+def test_every_visit_draws_its_own_random_numbers() -> None:
+    drawn = [number for loaded in take(Numbers(8), 6) for number in loaded.batch["tokens"][:, 1].tolist()]
+    assert len(set(drawn)) == 24
+
+
 def test_a_failed_sample_is_named_and_its_place_filled_by_the_next() -> None:
     batches = take(Numbers(10, failing=(4,)), 9)
     for loaded in batches:
