@@ -154,24 +154,27 @@ def run(
 
     Args:
         arguments: program and arguments.
-        folder: working directory; also takes the standard error while it runs.
+        folder: working directory.
         limit_s: wall-clock limit in seconds.
         on_poll: called about ten times a second, for progress.
     """
-    log_path = folder / "stderr.txt"
-    with log_path.open("wb") as log:
+    # A pipe, because a file could not tell of a full disk.
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    try:
         process = subprocess.Popen(
             list(arguments),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=log,
+            stderr=writing,
             process_group=0,
             preexec_fn=die_with_parent,
         )
-        begin_s, timed_out = time.monotonic(), False
+        begin_s, timed_out, tail = time.monotonic(), False, b""
         try:
             while (waited := _wait(process, _POLL_S)) is None:
+                tail = _read_tail(reading, tail)
                 on_poll()
                 if time.monotonic() - begin_s > limit_s:
                     timed_out = True
@@ -179,9 +182,14 @@ def run(
         finally:
             if process.returncode is None:
                 waited = _kill_group(process)
+        tail = _read_tail(reading, tail)
+    finally:
+        os.close(reading)
+        os.close(writing)
     assert waited is not None
     return_code, cpu_s = waited
-    return Outcome(return_code=return_code, stderr_tail=_tail(log_path), timed_out=timed_out, cpu_s=cpu_s)
+    text = tail.decode("utf-8", "replace").strip()
+    return Outcome(return_code=return_code, stderr_tail=text, timed_out=timed_out, cpu_s=cpu_s)
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[int, float] | None:
@@ -210,10 +218,16 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:
     return -signal.SIGKILL, 0.0
 
 
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _STDERR_TAIL_BYTES))
-        return file.read().decode("utf-8", "replace").strip()
+def _read_tail(descriptor: int, tail: bytes) -> bytes:
+    """Empties a pipe without waiting; the last bytes of `tail` and of what was in the pipe."""
+    while True:
+        try:
+            piece = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return tail
+        if not piece:
+            return tail
+        tail = (tail + piece)[-_STDERR_TAIL_BYTES:]
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
