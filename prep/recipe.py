@@ -16,8 +16,8 @@ from prep.codecs import MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
 
 RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
 SPAN_CHUNKS = 20  # chunks of one encoder pass: five minutes of video at 15 s
-_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)")
-_BITRATE = re.compile(r"[1-9]\d*[kM]?")
+_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
+_BITRATE = re.compile(r"[1-9]\d*[kM]?", re.ASCII)
 
 Gop = Literal["star", "closed", "intra"]
 Tail = Literal["keep", "drop", "merge"]
