@@ -1,11 +1,24 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 
 NUM_FRAMES = 55  # chunks of 20, 20 and 15
 VIDEOS = {"a": "train", "b": "train", "c": "train", "d": "val"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps this small are faster on one thread, and threads of torch that share a busy core crawl."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")  # for the programs that tests start
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
