@@ -69,9 +69,9 @@ def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., 
     (videos / "damaged.mp4").write_bytes(damaged)
     (videos / "nothing.mp4").write_text("not for long")
     (videos / "text.mp4").write_text("This is no video at all.\n" * 100)
-    list_of_parts = f"#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\nfile:{whole}\n#EXT-X-ENDLIST\n"
+    list_of_parts = f"#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\n{whole.name}\n#EXT-X-ENDLIST\n"
     (videos / "playlist.mp4").write_text(list_of_parts)
-    (videos / "concat.mp4").write_text(f"ffconcat version 1.0\nfile '{whole}'\n")
+    (videos / "concat.mp4").write_text(f"ffconcat version 1.0\nfile {whole.name}\n")
     (videos / "directory.mp4").mkdir()
     for name in ("gone.mp4", "pipe.mp4"):
         shutil.copy(root / "made" / name, videos / name)

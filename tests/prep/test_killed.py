@@ -89,8 +89,8 @@ def job(begun: Path, tmp_path: Path) -> Iterator[Job]:
     assert quick is not None
     job = Job(begun.parent / "videos", data, scratch, secrets.token_hex(8), quick)
     yield job
-    for process in processes(job.mark):
-        process.kill()
+    for left in processes(job.mark):
+        left.kill()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -101,6 +101,8 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_finishes(
         process = job.start(engine)
         wait_until(moment)
         assert process.poll() is None, "the run ended before it could be killed"
+        for ffmpeg in job.ffmpegs():
+            os.kill(ffmpeg.pid, signal.SIGSTOP)  # so that it cannot just come to its end
         process.send_signal(signal.SIGKILL)
         process.communicate()
         wait_until(lambda: not job.workers(), seconds=20)
