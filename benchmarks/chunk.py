@@ -9,7 +9,7 @@ Every way makes 15 s chunks with a short side of 288 pixels of the same files, o
     prep chunk, ray      the same through a Ray instance of its own; its daemons are counted too
     bare ffmpeg          the same encoder passes, run one by one and nothing else: the floor
     one pass a video     the same recipe, without cutting passes every five minutes
-    call a chunk         `-ss S -i VIDEO -t 15` for each chunk, with this recipe's encoder settings and rate
+    call a chunk         `-ss S -i VIDEO -t 15` for each chunk, with this recipe's resize, rate and encoder settings
     LaViLa's call        `-ss S -i VIDEO -vf scale -t 15` for each chunk, everything else as ffmpeg and x264 have it
                          (preset medium, the source's rate, audio kept); its output is not the same
 
@@ -137,7 +137,8 @@ class Ways:
         }
         listed = [str(word) for name, value in options.items() for word in (f"-{name}", value) if word is not None]
         width, height = self._size(plan)
-        resize = f"scale={width}:{height},fps={settings.fps}"
+        flags = f"{settings.scaler}+accurate_rnd+bitexact"
+        resize = f"scale={width}:{height}:flags={flags}:out_range=tv,fps={settings.fps}"
         for begin_s in self._starts_s(plan):
             source = ["-threads", "1", "-ss", begin_s, "-i", plan.path, "-t", self._length_s]
             yield [self._program, "-v", "error", "-nostdin", *source, "-vf", resize, *listed, "out.mp4"]
