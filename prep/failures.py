@@ -36,6 +36,9 @@ TRANSIENT = frozenset(
     }
 )
 
+# What may pass as soon as the source can be read again: it had gone, or a disk was not mounted.
+SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
+
 
 class SourceFailure(Exception):
     """A part of the work failed for a named reason; the rest goes on."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prep.columns import as_array
-from prep.failures import TRANSIENT
+from prep.failures import SOURCE_AWAY, TRANSIENT
 from prep.layout import extend_layout, wanted_rows
 from prep.probe import SourceFacts
 from prep.recipe import SPAN_CHUNKS, ResolvedRecipe
@@ -190,6 +190,7 @@ class Plan:
         # The layout grows in shard order, so the rows of a shard lie together.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
         describe = self._description()
+        unreadable = frozenset(self._videos["video_id"].filter(pc.is_valid(self._probes["code"])).to_pylist())
         splits = as_array(self.layout["split"])
         wanted = set()
         for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -199,7 +200,11 @@ class Plan:
             digest.update(describe(rows))
             fingerprint = digest.hexdigest()
             state, reason = _state_of(
-                commits.get(shard_id), fingerprint, problem=problems.get(shard_id), retry_codes=retry_codes
+                commits.get(shard_id),
+                fingerprint,
+                problem=problems.get(shard_id),
+                retry_codes=retry_codes,
+                unreadable=unreadable,
             )
             yield ShardPlan(
                 shard_id=shard_id,
@@ -257,14 +262,20 @@ def _state_of(
     *,
     problem: tuple[ShardState, str] | None,
     retry_codes: frozenset[str],
+    unreadable: frozenset[str],
 ) -> tuple[ShardState, str]:
+    """State of a shard, and why; `unreadable` are the videos whose sources cannot be read now."""
     if problem is not None:
         return problem
     if commit is None:
         return ShardState.NEW, "not committed yet"
     if commit.plan_fingerprint != fingerprint:
         return ShardState.CHANGED, "its videos, their files or their captions have changed"
-    again = Counter(failure.code for failure in commit.failures if failure.code in retry_codes)
+    again = Counter(
+        failure.code
+        for failure in commit.failures
+        if failure.code in retry_codes or (failure.code in SOURCE_AWAY and failure.video_id not in unreadable)
+    )
     if again:
         listed = ", ".join(f"{count} x {code}" for code, count in sorted(again.items()))
         return ShardState.RETRY, f"failed before and may pass now: {listed}"

@@ -9,7 +9,9 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from manifests.errors import UserError
 from prep.codecs import MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
@@ -29,7 +31,7 @@ Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
 class Recipe:
     """Settings of `prep chunk` that change what is made."""
 
-    len: str = "15s"
+    len: Annotated[str, Parameter(allow_leading_hyphen=True)] = "15s"
     """Length of a chunk, with its unit: 15s, 2.5s, 500ms."""
 
     codec: str = "h264"

@@ -1,51 +1,71 @@
 """Chunks of an old shard that can be taken over: intact bytes of an encoder pass that the new plan wants as well."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manifests.keys import split_key
 from prep.failures import SourceFailure
 from prep.plan import SpanPlan
 from prep.recipe import ResolvedRecipe
+from prep.sample import start_ms
 from prep.span_task import ReadyChunk, checked_chunk
 from shards.commits import Commit
 from shards.salvage import readable_rows
 
 
-class OldChunks:
-    """The reusable spans of a shard's last commit, unpacked into scratch space.
+@dataclass(frozen=True)
+class SpanChunks:
+    """Chunks of one span: all that it has, or what is left of them.
 
-    A span is reusable when all its chunks are intact; one damaged chunk means that its whole span is encoded again.
+    Attributes:
+        chunks: by their number in the span, ascending.
+        num_chunks: that the span has when it is whole.
     """
 
-    def __init__(self, variant_dir: Path, commit: Commit | None, *, wanted: set[str], folder: Path) -> None:
-        """Unpacks the chunks whose span's fingerprint is in `wanted` into `folder`."""
-        self._spans: dict[str, list[tuple[int, Path, dict[str, int]]]] = {}
-        if commit is None:
-            return
-        for sample in readable_rows(variant_dir, commit):
+    chunks: dict[int, ReadyChunk]
+    num_chunks: int
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.chunks) == self.num_chunks
+
+
+class OldChunks:
+    """The intact chunks of a shard's last commit, unpacked into scratch space."""
+
+    def __init__(self, variant_dir: Path, commit: Commit | None, *, plans: Iterable[SpanPlan], folder: Path) -> None:
+        """Unpacks the chunks of those spans of `plans` whose fingerprint has not changed into `folder`."""
+        wanted = {(plan.video_id, plan.fingerprint) for plan in plans}
+        self._found: dict[tuple[str, str], dict[int, tuple[Path, dict[str, Any]]]] = {}
+        for sample in readable_rows(variant_dir, commit) if commit is not None else ():
             description = json.loads(sample.members["json"])
-            fingerprint = description["span_fingerprint"]
-            if fingerprint in wanted:
+            video_id, begin_ms = split_key(sample.key)
+            span = (video_id, description["span_fingerprint"])
+            if span in wanted:
                 path = folder / f"{sample.key}.mp4"
                 path.write_bytes(sample.members["mp4"])
-                self._spans.setdefault(fingerprint, []).append((split_key(sample.key)[1], path, description))
+                self._found.setdefault(span, {})[begin_ms] = path, description
 
-    def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk] | None:
-        """The chunks of a span, or None when it has to be encoded."""
-        found = sorted(self._spans.get(plan.fingerprint, []), key=lambda entry: entry[0])
-        if not found or len(found) != found[0][2]["span_chunks"]:
-            return None
-        try:
-            return [
-                checked_chunk(
+    def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
+        """What is left of one span; each chunk of it was read back and compared with the plan."""
+        found = self._found.get((plan.video_id, plan.fingerprint), {})
+        chunks, num_chunks = {}, len(plan.span.chunk_frames)
+        for number, first_frame in enumerate(plan.span.chunk_starts()):
+            path, description = found.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))
+            if path is None:
+                continue
+            num_chunks = description["span_chunks"]
+            try:
+                chunks[number] = checked_chunk(
                     path,
                     num_frames=description["num_frames"],
                     num_source_frames=description["num_source_frames"],
                     plan=plan,
                     recipe=recipe,
                 )
-                for _, path, description in found
-            ]
-        except SourceFailure:
-            return None
+            except SourceFailure:  # made by something else than this recipe: not ours to take over
+                continue
+        return SpanChunks(chunks, num_chunks)

@@ -19,7 +19,7 @@ from prep.ffmpeg import Ffmpeg, find_ffmpeg
 from prep.heartbeat import Heartbeat
 from prep.plan import SpanPlan
 from prep.recipe import ResolvedRecipe
-from prep.reuse import OldChunks
+from prep.reuse import OldChunks, SpanChunks
 from prep.sample import start_ms, video_sample
 from prep.scratch import scratch_folder
 from prep.span_task import make_span
@@ -101,7 +101,7 @@ def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
     if task.captions_file is not None:
         captions = captions_of(task.captions_file, [plan.video_id for plan in task.spans])
     extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
-    old = OldChunks(task.variant_dir, task.old_commit, wanted={plan.fingerprint for plan in task.spans}, folder=scratch)
+    old = OldChunks(task.variant_dir, task.old_commit, plans=task.spans, folder=scratch)
     content = hashlib.sha256(task.plan_fingerprint.encode())
     failures: list[Failure] = []
     num_reused, encoded_s, files = 0, 0.0, None
@@ -117,31 +117,33 @@ def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
                 beat.show(done + frames // settings.chunk_frames)
 
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
-                reused = old.span(plan, recipe=task.recipe)
-                try:
-                    chunks = reused or make_span(
-                        plan, recipe=task.recipe, program=ffmpeg.path, folder=Path(folder), on_frames=show
-                    )
-                except SourceFailure as failure:
-                    key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=settings.fps_exact))
-                    failures.append(Failure(plan.video_id, key, str(failure.code), failure.message))
-                    content.update(f" {key} failed".encode())
-                    continue
-                for number, chunk in enumerate(chunks):
+                span = old.span(plan, recipe=task.recipe)
+                is_new = not span.is_whole
+                if is_new:
+                    try:
+                        made = make_span(
+                            plan, recipe=task.recipe, program=ffmpeg.path, folder=Path(folder), on_frames=show
+                        )
+                        span = SpanChunks(dict(enumerate(made)), len(made))
+                        encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / settings.fps_exact)
+                    except SourceFailure as failure:
+                        # What is intact stays, even when its source can give no more of it.
+                        is_new = False
+                        key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=settings.fps_exact))
+                        failures.append(Failure(plan.video_id, key, str(failure.code), failure.message))
+                        content.update(f" {key} failed, kept {list(span.chunks)}".encode())
+                num_reused += 0 if is_new else len(span.chunks)
+                for number, chunk in span.chunks.items():
                     sample = video_sample(
                         chunk,
                         plan=plan,
                         number=number,
-                        span_chunks=len(chunks),
+                        span_chunks=span.num_chunks,
                         split=task.split,
                         recipe=settings,
                         captions=None if captions is None else captions.get(plan.video_id, []),
                     )
                     writer.add(sample)
-                if reused:
-                    num_reused += len(chunks)
-                else:
-                    encoded_s += float(sum(chunk.facts.num_frames for chunk in chunks) / settings.fps_exact)
         num_chunks = writer.num_samples
         if num_chunks:
             files = writer.publish(content.hexdigest())

@@ -19,12 +19,18 @@ def read_source_times(path: Path, *, offset_s: Fraction) -> np.ndarray:
     Args:
         path: a line in TIMES_FORMAT for each output frame.
         offset_s: where the pass began to read; ffmpeg counts from there.
+
+    Raises:
+        SourceFailure: io_error, when a line is cut off.
     """
     lines = path.read_text().splitlines()
     if not lines:
         return np.zeros(0)
-    unit_s = Fraction(lines[0].split()[1])  # one stream, hence one unit
-    counts = np.array([line.split()[0] for line in lines], np.int64)
+    try:
+        unit_s = Fraction(lines[0].split()[1])  # one stream, hence one unit
+        counts = np.array([line.split()[0] for line in lines], np.int64)
+    except (ValueError, IndexError):
+        raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times was not written whole") from None
     return counts * unit_s.numerator / unit_s.denominator + float(offset_s)
 
 

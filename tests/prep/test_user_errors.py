@@ -23,7 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
     [
         (["--len", "15"], '"15"'),
         (["--len", "15sec"], '"15sec"'),
-        (["--len", "-1s"], "--len"),
+        (["--len", "-1s"], '"-1s"'),
         (["--len", "0s"], '"0s"'),
         (["--len", "0.1ms"], '"0.1ms"'),
         (["--len", "1.01s"], "30.3 frames"),
