@@ -26,7 +26,7 @@ class Codec:
 
     Attributes:
         encoder: the name that ffmpeg knows.
-        decoder: libav's decoder name, written into the index.
+        decoder: libav's name of what it writes, for the index.
         gops: GOP layouts that it can write, the default first.
         crf_range: smallest (best) and largest value of `--crf`; for MJPEG this is the quantiser scale.
         presets: values of `--preset`; empty where the encoder has none.

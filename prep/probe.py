@@ -43,7 +43,7 @@ class SourceFacts:
         fps: frames per second, averaged where they vary.
         width: of the picture as shown, pixels: rotated, with square pixels.
         height: likewise.
-        codec: libav's decoder name.
+        codec: libav's name of it.
         key_gap_s: longest time between two key frames, where a seek may land between them; 0 where it lands on one.
     """
 

@@ -52,7 +52,7 @@ VIDEO_FIELDS = [
     pa.field("fps_den", pa.int32(), nullable=False),
     pa.field("width", pa.int32(), nullable=False),
     pa.field("height", pa.int32(), nullable=False),
-    pa.field("codec", pa.string(), nullable=False),  # libav's decoder name: h264, hevc, av1, vp9, mjpeg
+    pa.field("codec", pa.string(), nullable=False),  # libav's name of the codec: h264, hevc, av1, vp9, mjpeg
     pa.field("extradata", pa.binary(), nullable=False),
     pa.field("span_fingerprint", pa.string(), nullable=False),  # of the encoder pass that made it
     # The packet table in decode order: byte range within the mp4 payload, presentation index, flags.
