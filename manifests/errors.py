@@ -52,7 +52,7 @@ def run_command(command: Callable[[], object]) -> NoReturn:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED_WORK)
     except KeyboardInterrupt:
-        print("interrupted: what is committed stays; the same command goes on from there", file=sys.stderr)
+        print("interrupted; nothing that was finished is lost", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; Python would complain once more while it flushes.

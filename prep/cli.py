@@ -13,6 +13,7 @@ app = App(
     help="Turn long videos into training shards, once; again only what a change changes.",
     help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,  # run_command says what an interruption means
 )
 app.command(manifest_app)
 app.command(chunk_commands.chunk)

@@ -134,6 +134,6 @@ def summary_text(summary: Summary) -> str:
                 f"speed    {summary.encoded_s / summary.cpu_s:.1f}x real time a core ({summary.cpu_s:.1f} CPU-s)"
             )
     else:
-        lines.append("nothing was encoded: everything is as planned")
+        lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
     lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]
     return "\n".join(lines)

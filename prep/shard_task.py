@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
 from manifests.keys import chunk_key
 from prep.captions import captions_of
 from prep.failures import FailureCode, SourceFailure
@@ -84,6 +86,8 @@ def make_shard(task: ShardTask) -> ShardResult:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         where = f": {error.filename}" if error.filename else ""
         return stopped(task, code, f"{error.strerror or error}{where}")
+    except pa.ArrowException as error:
+        return stopped(task, FailureCode.IO_ERROR, f"the manifest's captions cannot be read: {error}")
     except MemoryError:
         return stopped(task, FailureCode.OUT_OF_MEMORY, "the worker has no memory left")
 

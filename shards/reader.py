@@ -21,7 +21,7 @@ from shards.format import RECIPE_FILE
 from shards.index import extensions_of, open_index
 
 _MAX_OPEN_TARS = 128
-_RECIPE_HINT = "the command that made the data writes it; run that again"
+_RECIPE_HINT = "the command that made the data writes it anew: run it again with the same settings"
 
 
 class _OpenTar:
@@ -157,11 +157,9 @@ class Variant:
         try:
             recipe = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path} cannot be read: {error}", hint="the command that made the data writes it"
-            ) from error
+            raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
         if not isinstance(recipe, dict):
-            raise UserError(f"{path} is not a recipe", hint="the command that made the data writes it")
+            raise UserError(f"{path} is not a recipe", hint=_RECIPE_HINT)
         return recipe
 
     def shards(self, split: str | None = None) -> list[CommittedShard]:

@@ -16,6 +16,7 @@ app = App(
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # run_command says what an interruption means
     config=add_files,
 )
 evaluate = App(name="eval", help="Scores a trained run.")

@@ -158,3 +158,16 @@ def test_a_task_outlives_its_worker_but_not_each_of_its_workers(
     ran = job.finish(job.start("processes"))
     assert ran.status == 0 and ran.summary["num_encoded"] == 28
     assert contents(job.data) == undisturbed
+
+
+def test_an_interrupted_run_says_that_nothing_is_lost_and_leaves_no_process(
+    job: Job, undisturbed: dict[str, str]
+) -> None:
+    process = job.start("processes")
+    wait_until(job.ffmpegs)
+    process.send_signal(signal.SIGINT)
+    ran = job.finish(process)
+    assert ran.status == 130 and "nothing that was finished is lost" in ran.stderr
+    wait_until(lambda: not job.workers(), seconds=20)
+    assert job.finish(job.start("processes")).status == 0
+    assert contents(job.data) == undisturbed
