@@ -1,8 +1,8 @@
 """What a plan will cost, before it is carried out: core-hours and bytes.
 
-Bytes come from the shards that are committed already, else from the bitrate or from measured averages. Core-hours
-come from a model fitted to measurements (docs/recipes.md): decoding grows with the source's pixels, encoding with
-the output's.
+Bytes come from the shards that are committed already, else from the bitrate or from measured averages. Core-hours come
+from a model with two terms: reading grows with the source's pixels, writing with the output's. Both were fitted to runs
+on natural videos; expect the right order of magnitude, not the minute.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from prep.plan import Workload
 from prep.recipe import Recipe
 
 # Core-seconds for a million pixels, measured on an x86-64 server core at about 3 GHz.
-_DECODE_S_PER_MEGAPIXEL = 0.0011
+_DECODE_S_PER_MEGAPIXEL = 0.0029
 _ENCODE_S_PER_MEGAPIXEL = {
-    "h264": 0.0028,
+    "h264": 0.0026,
     "hevc": 0.019,
     "av1": 0.014,
     "vp9": 0.045,
-    "mjpeg": 0.0016,
+    "mjpeg": 0.001,
     "h264_nvenc": 0.0007,
     "hevc_nvenc": 0.0007,
 }

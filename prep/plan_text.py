@@ -42,7 +42,7 @@ def plan_report(planned: Planned) -> Report:
     lines += [f"unusable {count:>7} videos: {code}" for code, count in sorted(plan.unusable.items())]
     if any(shard.has_work for shard in plan.shards):
         lines.append(
-            f"estimate {cost.core_hours:.2f} core-hours for {cost.video_hours:.2f} h of video,"
+            f"estimate {_hours(cost.core_hours)} of one core for {_hours(cost.video_hours)} of video,"
             f" {cost.size_bytes / 1e9:.2f} GB"
         )
     else:
@@ -137,3 +137,7 @@ def summary_text(summary: Summary) -> str:
         lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
     lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]
     return "\n".join(lines)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
