@@ -24,6 +24,15 @@ functions of what was written: no times, hosts or paths. A commit carries the SH
 Index columns for every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Columns of data add fields of their own (VIDEO_FIELDS for `video`).
 The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separated, in member order).
+
+Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, where the data set has captions, txt.
+
+Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not be
+encoded is absent, and a failure of the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits of bfloat16
+as uint16. Frame i shows the chunk at i / fps seconds after its beginning; values are scaled by the factor in recipe.json.
+
+Column `text`: one sample a video, its key the video_id. Members: `text.npy`, float16 [R, D], one row of unit length for
+each distinct text among the video's captions, and `json`, the texts of the rows and the row of every caption.
 """
 
 import re
@@ -60,6 +69,33 @@ VIDEO_FIELDS = [
     pa.field("packet_size", pa.list_(pa.uint32()), nullable=False),
     pa.field("packet_frame", pa.list_(pa.int32()), nullable=False),
     pa.field("packet_flags", pa.list_(pa.uint8()), nullable=False),
+]
+
+# Fields of a `latents` index row.
+LATENTS_FIELDS = [
+    pa.field("video_id", pa.string(), nullable=False),
+    pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
+    pa.field("num_frames", pa.int32(), nullable=False),  # F
+    pa.field("fps_num", pa.int32(), nullable=False),  # of the latents
+    pa.field("fps_den", pa.int32(), nullable=False),
+    pa.field("channels", pa.int32(), nullable=False),
+    pa.field("height", pa.int32(), nullable=False),
+    pa.field("width", pa.int32(), nullable=False),
+    pa.field("dtype", pa.string(), nullable=False),  # float16, or bfloat16 (npy has none: its bits are stored as uint16)
+    # left, top, width and height in the chunk's pixels, for each segment of the recipe one after another
+    pa.field("crops", pa.list_(pa.int32()), nullable=False),
+    pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded
+]
+
+# Fields of a `text` index row.
+TEXT_FIELDS = [
+    pa.field("video_id", pa.string(), nullable=False),
+    pa.field("num_rows", pa.int32(), nullable=False),  # R
+    pa.field("width", pa.int32(), nullable=False),  # D
+    pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one a row
+    # The captions of the video, ascending by id, and the row of each.
+    pa.field("caption_id", pa.list_(pa.int64()), nullable=False),
+    pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
 ]
 
 
