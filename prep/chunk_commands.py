@@ -86,7 +86,7 @@ def retry(
 
     Example: prep retry --only timeout
     """
-    from prep.data_folder import COLUMN, require_data_folder
+    from prep.data_folder import VIDEO, require_data_folder
     from prep.failures import FailureCode
     from prep.recipe import recipe_from_dict
     from shards.reader import Variant
@@ -94,7 +94,7 @@ def retry(
     codes = frozenset(only or FailureCode)
     if unknown := sorted(codes - set(FailureCode)):
         raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"codes are {', '.join(FailureCode)}")
-    stored = Variant.open(require_data_folder(data), column=COLUMN).recipe
+    stored = Variant.open(require_data_folder(data), column=VIDEO).recipe
     _run(recipe_from_dict(stored), data, engine, address, workers, max_failures, json, retry_codes=codes)
 
 

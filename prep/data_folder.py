@@ -1,4 +1,4 @@
-"""The data folder that a command works in: where its parts lie, and that one command at a time writes."""
+"""The data folder that a command works in: where its parts lie, and that one command at a time writes a column."""
 
 import fcntl
 import os
@@ -10,8 +10,7 @@ from pathlib import Path
 from manifests.errors import UserError
 from manifests.publish import TEMPORARY_PREFIX
 
-LOCK_FILE = ".lock"
-COLUMN = "video"
+VIDEO, LATENTS, TEXT = COLUMNS = ("video", "latents", "text")
 
 
 def require_data_folder(data_dir: Path) -> Path:
@@ -30,13 +29,15 @@ def require_data_folder(data_dir: Path) -> Path:
 
 
 @contextmanager
-def writing(data_dir: Path) -> Iterator[None]:
-    """Holds the data folder for one writing command; the kernel lets go when the process ends, however it ends.
+def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
+    """Holds one column for one writing command; the kernel lets go when the process ends, however it ends.
+
+    Other columns can be written meanwhile. Who holds `video` holds the manifest and the layout too.
 
     Raises:
         UserError: another command holds it, or it cannot be written to.
     """
-    path = data_dir / LOCK_FILE
+    path = data_dir / (".lock" if column == VIDEO else f".{column}.lock")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -49,7 +50,8 @@ def writing(data_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown"
             raise UserError(
-                f"another command is writing to {data_dir} ({holder})", hint="wait for it to end, or stop it"
+                f"another command is writing to {data_dir} ({holder})",
+                hint=f"it holds the column {column}: wait for it to end, or stop it",
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)

@@ -15,7 +15,7 @@ from typing import Any
 from manifests.errors import UserError
 from manifests.publish import TEMPORARY_PREFIX
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.data_folder import COLUMN
+from prep.data_folder import VIDEO
 from prep.heartbeat import RUNNING_FOLDER
 from prep.recipe import recipe_from_dict
 from prep.run import FAILURES_FILE
@@ -73,13 +73,13 @@ def find_garbage(data_dir: Path) -> Garbage:
         UserError: a record cannot be read, or is of another version.
     """
     items = list(_temporaries(data_dir))
-    current = current_variant(data_dir, COLUMN)
+    current = current_variant(data_dir, VIDEO)
     reason = _why_keep_all(data_dir, current)
     if reason is not None or current is None:
         return Garbage(items, [], reason)
     unknown: list[Path] = []
-    for name in list_variants(data_dir, COLUMN):
-        folder = variant_dir(data_dir, COLUMN, name)
+    for name in list_variants(data_dir, VIDEO):
+        folder = variant_dir(data_dir, VIDEO, name)
         if name != current and not _is_variant(folder):
             unknown.append(folder)
             continue
@@ -117,7 +117,7 @@ def _why_keep_all(data_dir: Path, current: str | None) -> str | None:
     """Why nothing of any variant may go, or None."""
     if current is None:
         return "no variant is current"
-    folder = variant_dir(data_dir, COLUMN, current)
+    folder = variant_dir(data_dir, VIDEO, current)
     if not folder.is_dir():
         return f"the current variant {current} is missing"
     variant = Variant(folder)
@@ -189,9 +189,9 @@ def _uncommitted(folder: Path, known: list[Path]) -> Iterator[Item]:
 
 def _temporaries(data_dir: Path) -> Iterator[Item]:
     """What killed commands left. The folder is held, so nobody is writing them."""
-    folders = [data_dir, manifest_dir(data_dir), data_dir / "layout", data_dir / COLUMN]
-    for name in list_variants(data_dir, COLUMN):
-        folder = variant_dir(data_dir, COLUMN, name)
+    folders = [data_dir, manifest_dir(data_dir), data_dir / "layout", data_dir / VIDEO]
+    for name in list_variants(data_dir, VIDEO):
+        folder = variant_dir(data_dir, VIDEO, name)
         folders += [folder, folder / COMMITS_FOLDER]
         for path in sorted((folder / RUNNING_FOLDER).glob("*")):
             if _COMMIT_FILE.fullmatch(path.name):

@@ -6,7 +6,7 @@ from typing import Any
 
 from manifests.errors import UserError
 from manifests.keys import split_key
-from prep.data_folder import COLUMN
+from prep.data_folder import VIDEO
 from prep.plan import ShardState
 from prep.planning import Planned
 from prep.recipe import recipe_differences
@@ -72,10 +72,10 @@ def plan_report(planned: Planned) -> Report:
 
 def changed_settings(planned: Planned) -> list[str]:
     """Settings in which the plan differs from the current variant; empty when it is the current variant."""
-    current = current_variant(planned.data_dir, COLUMN)
+    current = current_variant(planned.data_dir, VIDEO)
     if current is None or current == planned.plan.recipe.variant:
         return []
-    old = Variant.open(planned.data_dir, column=COLUMN, variant=current).recipe
+    old = Variant.open(planned.data_dir, column=VIDEO, variant=current).recipe
     return recipe_differences(old, planned.plan.recipe.as_dict())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from manifests.store import read_videos
-from prep.data_folder import COLUMN
+from prep.data_folder import VIDEO
 from prep.estimate import Estimate, estimate
 from prep.layout import layout_path, read_layout
 from prep.plan import Plan, ShardPlan, ShardState
@@ -78,7 +78,7 @@ def make_plan(
         again_failed=bool(retry_codes),
         on_progress=on_probe,
     )
-    folder = variant_dir(data_dir, COLUMN, recipe.variant)
+    folder = variant_dir(data_dir, VIDEO, recipe.variant)
     found = read_commits(folder)
     problems = look_at(folder, found.commits)
     for damaged in found.damaged:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from manifests.publish import publish_bytes, publish_json
 from manifests.store import CAPTIONS_FILE, manifest_dir
-from prep.data_folder import COLUMN, remove_temporaries
+from prep.data_folder import VIDEO, remove_temporaries
 from prep.engines import Engine
 from prep.failures import FailureCode
 from prep.heartbeat import running_shards
@@ -59,9 +59,9 @@ def execute(planned: Planned, engine: Engine) -> Summary:
     folder.mkdir(parents=True, exist_ok=True)
     remove_temporaries(folder)
     _record(planned)
-    if current_variant(planned.data_dir, COLUMN) is None:
+    if current_variant(planned.data_dir, VIDEO) is None:
         # The first variant can be read while it grows; a later one takes its place when it is whole.
-        set_current_variant(planned.data_dir, COLUMN, plan.recipe.variant)
+        set_current_variant(planned.data_dir, VIDEO, plan.recipe.variant)
     summary = Summary(plan.recipe.variant)
     stops = []
     for result in _results(planned, engine):
@@ -144,7 +144,7 @@ def _finish(planned: Planned, summary: Summary, stops: list[Failure]) -> None:
     write_failures(planned.variant_dir / FAILURES_FILE, summary.failures)
     wanted = {shard.shard_id for shard in planned.plan.shards if shard.state != ShardState.ORPHANED}
     if not stops and wanted <= commits.keys():
-        set_current_variant(planned.data_dir, COLUMN, planned.plan.recipe.variant)
+        set_current_variant(planned.data_dir, VIDEO, planned.plan.recipe.variant)
 
 
 def write_failures(path: Path, failures: list[Failure]) -> None:

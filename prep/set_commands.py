@@ -45,14 +45,14 @@ def verify(
 
     Example: prep verify --deep
     """
-    from prep.data_folder import COLUMN, require_data_folder
+    from prep.data_folder import VIDEO, require_data_folder
     from prep.progress import CountProgress
     from prep.verify import verify_variant
     from prep.verify_text import failure_text, verified_text
     from shards.reader import Variant
 
     data_dir = require_data_folder(data)
-    opened = Variant.open(data_dir, column=COLUMN, variant=variant)
+    opened = Variant.open(data_dir, column=VIDEO, variant=variant)
     found = verify_variant(
         opened,
         deep=deep,
@@ -82,12 +82,12 @@ def inspect(
     key
         Key of a chunk, such as bikes_000015000.
     """
-    from prep.data_folder import COLUMN, require_data_folder
+    from prep.data_folder import VIDEO, require_data_folder
     from prep.inspection import chunk_report, set_report
     from shards.reader import Variant
 
     data_dir = require_data_folder(data)
-    opened = Variant.open(data_dir, column=COLUMN, variant=variant)
+    opened = Variant.open(data_dir, column=VIDEO, variant=variant)
     if html is not None:
         from prep.contact_sheet import write_contact_sheet
         from prep.progress import CountProgress

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.data_folder import COLUMN
+from prep.data_folder import VIDEO
 from prep.heartbeat import running_shards
 from prep.planning import look_at
 from prep.recipe import recipe_from_dict
@@ -110,10 +110,10 @@ def read_status(data_dir: Path) -> Status:
     has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
     table = read_videos(data_dir) if has_manifest else None
     probes = read_probes(data_dir)
-    current = current_variant(data_dir, COLUMN)
+    current = current_variant(data_dir, VIDEO)
     variants, problems, failures_file = [], [], None
-    for name in list_variants(data_dir, COLUMN):
-        opened = Variant(variant_dir(data_dir, COLUMN, name))
+    for name in list_variants(data_dir, VIDEO):
+        opened = Variant(variant_dir(data_dir, VIDEO, name))
         num_wanted = None if table is None else _num_wanted_chunks(data_dir, opened, videos=table, probes=probes)
         variants.append(_variant_status(opened, is_current=name == current, num_wanted_chunks=num_wanted))
         if name == current:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from manifests.errors import UserError
-from prep.data_folder import COLUMN
+from prep.data_folder import VIDEO
 from prep.recipe_text import chunk_command
 from prep.status import Status, VariantStatus, VideosStatus
 from shards.dataset import variant_dir
@@ -34,7 +34,7 @@ def repair_command(status: Status) -> str:
     if status.current is None:
         return "prep chunk"
     try:
-        stored = Variant(variant_dir(status.data_dir, COLUMN, status.current.name)).recipe
+        stored = Variant(variant_dir(status.data_dir, VIDEO, status.current.name)).recipe
         return chunk_command(stored, data_dir=status.data_dir)
     except UserError:
         return "prep chunk"
