@@ -3,9 +3,10 @@ own task only. A worker that is done takes the next task: a process of its own f
 """
 
 import multiprocessing
+import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -34,10 +35,15 @@ class _Worker:
 
 
 class ProcessEngine:
-    """Runs up to `num_workers` tasks at a time, each in a process of its own."""
+    """Runs up to `num_workers` tasks at a time, each in a process of its own.
 
-    def __init__(self, *, num_workers: int) -> None:
-        self._num_workers = num_workers
+    Args:
+        gpus: numbers of the GPUs, as CUDA has them, of which each worker sees one; empty leaves what it sees alone.
+    """
+
+    def __init__(self, *, num_workers: int, gpus: Sequence[str] = ()) -> None:
+        self._num_workers, self._gpus = num_workers, gpus
+        self._num_started = 0
 
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
         """See `prep.engines.Engine`."""
@@ -50,7 +56,7 @@ class ProcessEngine:
                     task, tries = again.popleft() if again else (next(waiting, None), 0)
                     if task is None:
                         break
-                    busy.append(idle.pop() if idle else _start(function))
+                    busy.append(idle.pop() if idle else self._start(function))
                     busy[-1].give(task, tries=tries + 1)
                 if not busy:
                     return
@@ -80,16 +86,20 @@ class ProcessEngine:
                 worker.process.join()
 
 
-def _start(function: Callable[[Any], Any]) -> _Worker:
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_work, args=(function, theirs), daemon=True)
-    process.start()
-    theirs.close()  # the end of the worker's is how its death is seen
-    return _Worker(process, ours)
+    def _start(self, function: Callable[[Any], Any]) -> _Worker:
+        gpu = self._gpus[self._num_started % len(self._gpus)] if self._gpus else None
+        self._num_started += 1
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_work, args=(function, theirs, gpu), daemon=True)
+        process.start()
+        theirs.close()  # the end of the worker's is how its death is seen
+        return _Worker(process, ours)
 
 
-def _work(function: Callable[[Any], Any], pipe: Connection) -> None:
+def _work(function: Callable[[Any], Any], pipe: Connection, gpu: str | None) -> None:
     die_with_parent()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when torch first asks for a GPU, which is later than this
     # Ctrl-C goes to the whole group; the driver decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:

@@ -1,4 +1,5 @@
-"""The Ray engine: the one file that knows Ray. Core tasks, a bounded window of them, kilobytes in and out.
+"""The Ray engine: the one file that knows Ray. Core tasks, or actors for functions that hold a model; a bounded
+window of them, kilobytes in and out.
 
 Without an address the command starts an instance of its own on this machine and ends it; with one it joins a
 cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder under the same path.
@@ -8,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from itertools import islice
@@ -22,15 +24,16 @@ _ANSWER_LIMIT_S = 10.0
 
 
 class RayEngine:
-    """Runs tasks as Ray tasks of one CPU each.
+    """Runs tasks as Ray tasks of one CPU each, or in actors, which live on and keep what the function has loaded.
 
     Args:
         num_workers: CPUs of the private instance, or most tasks at a time on a cluster; None takes all there are.
         address: of an existing cluster (`auto`, or host:port); None starts a private instance.
+        actor_gpus: makes it actors, of so many GPUs each (0 for one CPU each); None for plain tasks.
     """
 
-    def __init__(self, *, num_workers: int | None, address: str | None) -> None:
-        self._num_workers, self._address = num_workers, address
+    def __init__(self, *, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> None:
+        self._num_workers, self._address, self._actor_gpus = num_workers, address, actor_gpus
 
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
         """See `prep.engines.Engine`."""
@@ -39,7 +42,8 @@ class RayEngine:
         with redirect_stdout(sys.stderr):
             self._init(ray)
             try:
-                yield from self._run(ray, function, tasks)
+                run = self._run if self._actor_gpus is None else self._run_in_actors
+                yield from run(ray, function, tasks)
             finally:
                 ray.shutdown()
 
@@ -49,7 +53,9 @@ class RayEngine:
             # A private instance on this machine needs no token file in the user's home folder.
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")
             try:
-                ray.init(address="local", num_cpus=self._num_workers, **quiet)
+                # Actors with GPUs are as many as the GPUs allow, whatever the number of CPUs.
+                num_cpus = None if self._actor_gpus else self._num_workers
+                ray.init(address="local", num_cpus=num_cpus, **quiet)
             except OSError as error:  # for one, its sockets take a path of at most 107 bytes
                 raise UserError(
                     f"Ray cannot start on this machine: {error}",
@@ -81,13 +87,53 @@ class RayEngine:
             if not ready:
                 yield None
             for reference in ready:
-                task = pending.pop(reference)
-                try:
-                    yield Outcome(task, ray.get(reference))
-                except ray.exceptions.RayTaskError as error:
-                    raise error.as_instanceof_cause() from None
-                except ray.exceptions.RayError as error:
-                    yield Outcome(task, None, lost=_first_line(error))
+                yield _outcome(ray, reference, pending.pop(reference))
+
+    def _run_in_actors(
+        self, ray: Any, function: Callable[[T], R], tasks: Iterable[T]
+    ) -> Iterator[Outcome[T, R] | None]:
+        actor = ray.remote(_Actor).options(num_cpus=0 if self._actor_gpus else 1, num_gpus=self._actor_gpus)
+        waiting, again = iter(tasks), deque[tuple[T, int]]()
+        # An actor gets a task when it has started, never before: its node may have gone, and others have room.
+        starting, idle, busy = dict[Any, Any](), list[Any](), dict[Any, tuple[Any, T, int]]()
+        while True:
+            while idle and (given := again.popleft() if again else _first(waiting)) is not None:
+                worker = idle.pop()
+                busy[worker.work.remote(given[0])] = worker, *given
+            if idle and not busy:
+                return
+            while not idle and len(starting) + len(busy) < self._num_actors(ray):
+                worker = actor.remote(function)
+                starting[worker.answer.remote()] = worker
+            ready, _ = ray.wait([*starting, *busy], timeout=TICK_S)
+            if not ready:
+                yield None
+            for reference in ready:
+                if reference in starting:
+                    worker = starting.pop(reference)
+                    ray.get(reference)  # what keeps an actor from starting would keep the next one too
+                    idle.append(worker)
+                    continue
+                worker, task, tries = busy.pop(reference)
+                outcome = _outcome(ray, reference, task)
+                if outcome.lost is None:
+                    idle.append(worker)
+                elif tries < MAX_TRIES:
+                    again.append((task, tries + 1))
+                    continue
+                yield outcome
+
+    def _num_actors(self, ray: Any) -> int:
+        there = ray.cluster_resources()
+        if not self._actor_gpus:
+            return self._num_workers or max(1, int(there.get("CPU", 1)))
+        room = int(there.get("GPU", 0) / self._actor_gpus)
+        if not room:
+            raise UserError(
+                f"Ray finds {there.get('GPU', 0):g} GPUs, a worker needs {self._actor_gpus:g}",
+                hint="use --num-gpus 0 for the CPU, or a smaller share such as 0.5",
+            )
+        return min(room, self._num_workers or room)
 
     def _window(self, ray: Any) -> int:
         if self._address is not None and self._num_workers is not None:
@@ -100,6 +146,34 @@ def _require_answer(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "://" not in address:
         socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
+
+
+class _Actor:
+    """A worker that lives until the run ends."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        die_with_parent()
+        self._function = function
+
+    def answer(self) -> None:
+        """Returns when the actor has started."""
+
+    def work(self, task: Any) -> Any:
+        return self._function(task)
+
+
+def _first(waiting: Iterator[T]) -> tuple[T, int] | None:
+    """The next task, for its first try."""
+    return next(((task, 1) for task in waiting), None)
+
+
+def _outcome(ray: Any, reference: Any, task: T) -> Outcome[T, Any]:
+    try:
+        return Outcome(task, ray.get(reference))
+    except ray.exceptions.RayTaskError as error:
+        raise error.as_instanceof_cause() from None
+    except ray.exceptions.RayError as error:
+        return Outcome(task, None, lost=_first_line(error))
 
 
 def _work(function: Callable[[T], R], task: T) -> R:
