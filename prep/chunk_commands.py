@@ -109,6 +109,7 @@ def _run(
     *,
     retry_codes: frozenset[str],
 ) -> None:
+    from prep.chunk_job import chunk_job
     from prep.data_folder import require_data_folder, writing
     from prep.engines import Engine
     from prep.ffmpeg import find_ffmpeg, require_encoder
@@ -140,7 +141,7 @@ def _run(
     with writing(data_dir):
         resolved = resolve(recipe, ffmpeg_version=ffmpeg.version)
         planned = make_plan(data_dir, resolved, retry_codes=retry_codes, on_probe=CountProgress("probing sources"))
-        summary = execute(planned, chosen)
+        summary = execute(chunk_job(planned), chosen)
     print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
     if summary.num_failed_videos > budget(planned.plan.num_videos):
         listed = planned.variant_dir / FAILURES_FILE

@@ -11,7 +11,7 @@ from manifests.store import read_videos
 from prep.data_folder import VIDEO
 from prep.estimate import Estimate, estimate
 from prep.layout import layout_path, read_layout
-from prep.plan import Plan, ShardPlan, ShardState
+from prep.plan import Plan, ShardState
 from prep.recipe import ResolvedRecipe
 from prep.sources import probe_sources
 from shards.commits import Commit, read_commits
@@ -33,14 +33,11 @@ class Planned:
     variant_dir: Path
     commits: dict[int, Commit]
 
-    @property
-    def work(self) -> list[ShardPlan]:
-        """Shards with something to do, the longest first: a long one begun last would be waited for alone."""
-        return sorted((shard for shard in self.plan.shards if shard.has_work), key=lambda shard: -shard.num_chunks)
-
     def estimate(self) -> Estimate:
         """Cost of the shards that have to be encoded; those that are only written anew count as nothing."""
-        ranges = [np.asarray(shard.rows) for shard in self.work if shard.state != ShardState.CHANGED]
+        ranges = [
+            np.asarray(shard.rows) for shard in self.plan.shards if shard.has_work and shard.state != ShardState.CHANGED
+        ]
         work = self.plan.workload(np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64))
         return estimate(work, recipe=self.plan.recipe.settings, bytes_per_second=self._bytes_per_second())
 

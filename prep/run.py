@@ -1,22 +1,21 @@
 """Carrying a plan out: the driver. What it knows is in the commits, so it can be killed at any moment and run again."""
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Generic
 
 from manifests.publish import publish_bytes, publish_json
-from manifests.store import CAPTIONS_FILE, manifest_dir
-from prep.data_folder import VIDEO, remove_temporaries
+from prep.data_folder import remove_temporaries
 from prep.engines import Engine
 from prep.failures import FailureCode
 from prep.heartbeat import running_shards
-from prep.layout import layout_path, read_layout, write_layout
 from prep.plan import ShardPlan, ShardState
-from prep.planning import Planned
 from prep.progress import ChunkProgress
-from prep.shard_task import ShardResult, ShardTask, make_shard, stopped
+from prep.shard_result import ShardResult, W, stopped
 from shards.commits import Failure, commit_path, read_commits
 from shards.dataset import current_variant, set_current_variant
 from shards.format import RECIPE_FILE
@@ -39,6 +38,7 @@ class Summary:
     num_bytes_written: int = 0
     encoded_s: float = 0.0
     cpu_s: float = 0.0
+    wall_s: float = 0.0
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -50,21 +50,50 @@ class Summary:
         return dict(Counter(failure.code for failure in self.failures).most_common())
 
 
-def execute(planned: Planned, engine: Engine) -> Summary:
-    """Makes every shard of the plan that has work, and brings the variant's records up to date.
+@dataclass(frozen=True)
+class Job(Generic[W]):
+    """One column's plan, made ready to be carried out.
 
-    Call it while holding the data folder (`prep.data_folder.writing`).
+    Attributes:
+        recipe: what recipe.json is to say.
+        shards: all that the plan knows, with work or without.
+        make: makes and commits one shard from its task; a module's function, since it travels to the workers.
+        task: what `make` has to know of a shard.
+        failed_before: failures that no shard tells of, such as sources that cannot be used.
+        chunk_s: seconds of video in a full chunk, for the progress.
     """
-    plan, folder = planned.plan, planned.variant_dir
+
+    column: str
+    data_dir: Path
+    variant_dir: Path
+    recipe: dict[str, Any]
+    shards: Sequence[ShardPlan]
+    make: Callable[[W], ShardResult]
+    task: Callable[[ShardPlan], W]
+    failed_before: Sequence[Failure]
+    chunk_s: float
+
+    @property
+    def variant(self) -> str:
+        return self.variant_dir.name
+
+
+def execute(job: Job[W], engine: Engine) -> Summary:
+    """Makes every shard of the job that has work, and brings the variant's records up to date.
+
+    Call it while holding the column (`prep.data_folder.writing`).
+    """
+    folder = job.variant_dir
     folder.mkdir(parents=True, exist_ok=True)
     remove_temporaries(folder)
-    _record(planned)
-    if current_variant(planned.data_dir, VIDEO) is None:
+    write_recipe(folder, job.recipe)
+    if current_variant(job.data_dir, job.column) is None:
         # The first variant can be read while it grows; a later one takes its place when it is whole.
-        set_current_variant(planned.data_dir, VIDEO, plan.recipe.variant)
-    summary = Summary(plan.recipe.variant)
+        set_current_variant(job.data_dir, job.column, job.variant)
+    summary = Summary(job.variant)
+    begin_s = time.monotonic()
     stops = []
-    for result in _results(planned, engine):
+    for result in _results(job, engine):
         summary.num_encoded += result.num_chunks - result.num_reused
         summary.num_reused += result.num_reused
         summary.num_bytes_written += result.num_bytes
@@ -73,34 +102,30 @@ def execute(planned: Planned, engine: Engine) -> Summary:
         summary.num_shards_made += result.stopped_by is None
         if result.stopped_by is not None:
             stops.append(result.stopped_by)
+    summary.wall_s = time.monotonic() - begin_s
     remove_temporaries(folder)  # of workers that were lost
-    _finish(planned, summary, stops)
+    _finish(job, summary, stops)
     return summary
 
 
-def _record(planned: Planned) -> None:
-    """Writes layout and recipe, where they are not there already: a run with nothing to do touches no file."""
-    layout, recipe = planned.plan.layout, planned.plan.recipe
-    path = layout_path(planned.data_dir, recipe.settings)
-    if not path.exists() or not read_layout(path).equals(layout):
-        write_layout(path, layout)
+def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """Publishes recipe.json where it is not there already: a run with nothing to do touches no file."""
     try:
-        is_recorded = json.loads((planned.variant_dir / RECIPE_FILE).read_bytes()) == recipe.as_dict()
+        is_recorded = json.loads((folder / RECIPE_FILE).read_bytes()) == recipe
     except (OSError, ValueError):
         is_recorded = False
     if not is_recorded:
-        publish_json(planned.variant_dir / RECIPE_FILE, recipe.as_dict())
+        publish_json(folder / RECIPE_FILE, recipe)
 
 
-def _results(planned: Planned, engine: Engine) -> Iterator[ShardResult]:
-    work = planned.work
+def _results(job: Job[W], engine: Engine) -> Iterator[ShardResult]:
+    work = with_work(job.shards)
     if not work:
         return
-    tasks = (_task(planned, shard) for shard in work)
+    tasks = (job.task(shard) for shard in work)
     full_disks, made = 0, 0
-    settings = planned.plan.recipe.settings
-    with ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=float(settings.len_s)) as progress:
-        for outcome in engine.run(make_shard, tasks):
+    with ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress:
+        for outcome in engine.run(job.make, tasks):
             if outcome is not None:
                 result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")
                 made += result.num_chunks
@@ -111,40 +136,32 @@ def _results(planned: Planned, engine: Engine) -> Iterator[ShardResult]:
                 full_disks = full_disks + 1 if is_full else 0
                 if full_disks == _MAX_FULL_DISKS:
                     return
-            progress.show(made + sum(shard.num_done for shard in running_shards(planned.variant_dir)))
+            progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
 
 
-def _task(planned: Planned, shard: ShardPlan) -> ShardTask:
-    return ShardTask(
-        variant_dir=planned.variant_dir,
-        shard_id=shard.shard_id,
-        split=shard.split,
-        plan_fingerprint=shard.plan_fingerprint,
-        recipe=planned.plan.recipe,
-        spans=tuple(planned.plan.spans(shard.rows)),
-        old_commit=planned.commits.get(shard.shard_id),
-        captions_file=manifest_dir(planned.data_dir) / CAPTIONS_FILE if planned.plan.has_captions else None,
-    )
+def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
+    """Shards with something to do, the longest first: a long one begun last would be waited for alone."""
+    return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
-def _finish(planned: Planned, summary: Summary, stops: list[Failure]) -> None:
+def _finish(job: Job[W], summary: Summary, stops: list[Failure]) -> None:
     """Drops commits that nothing wants, writes the lists, and makes a complete variant the current one."""
-    for shard in planned.plan.shards:
+    for shard in job.shards:
         if shard.state == ShardState.ORPHANED:
-            commit_path(planned.variant_dir, shard.shard_id).unlink(missing_ok=True)
-    commits = read_commits(planned.variant_dir).commits
-    write_shard_lists(planned.variant_dir, commits)
+            commit_path(job.variant_dir, shard.shard_id).unlink(missing_ok=True)
+    commits = read_commits(job.variant_dir).commits
+    write_shard_lists(job.variant_dir, commits)
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     summary.failures = [
-        *planned.plan.failed_sources(),
+        *job.failed_before,
         *(failure for commit in commits.values() for failure in commit.failures),
         *stops,
     ]
-    write_failures(planned.variant_dir / FAILURES_FILE, summary.failures)
-    wanted = {shard.shard_id for shard in planned.plan.shards if shard.state != ShardState.ORPHANED}
+    write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
+    wanted = {shard.shard_id for shard in job.shards if shard.state != ShardState.ORPHANED}
     if not stops and wanted <= commits.keys():
-        set_current_variant(planned.data_dir, VIDEO, planned.plan.recipe.variant)
+        set_current_variant(job.data_dir, job.column, job.variant)
 
 
 def write_failures(path: Path, failures: list[Failure]) -> None:

@@ -5,17 +5,14 @@ chunk, new or taken over, is read back and compared with the plan before it goes
 named in the commit and does not hold up the others.
 """
 
-import errno
 import hashlib
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from manifests.keys import chunk_key
 from prep.captions import captions_of
+from prep.data_folder import VIDEO
 from prep.failures import FailureCode, SourceFailure
 from prep.ffmpeg import Ffmpeg, find_ffmpeg
 from prep.heartbeat import Heartbeat
@@ -24,6 +21,7 @@ from prep.recipe import ResolvedRecipe
 from prep.reuse import OldChunks, SpanChunks
 from prep.sample import start_ms, video_sample
 from prep.scratch import scratch_folder
+from prep.shard_result import ShardResult, cpu_s, stopped, stopping_at_trouble
 from prep.span_task import make_span
 from shards.commits import Commit, Failure, write_commit
 from shards.format import VIDEO_FIELDS
@@ -48,58 +46,27 @@ class ShardTask:
     old_commit: Commit | None
     captions_file: Path | None
 
-
-@dataclass(frozen=True)
-class ShardResult:
-    """What became of a shard.
-
-    Attributes:
-        num_chunks: in the committed shard.
-        num_reused: of these, taken over without encoding.
-        num_bytes: of the tar.
-        failures: as in the commit.
-        stopped_by: why nothing was committed, or None.
-        encoded_s: seconds of video that were encoded.
-        cpu_s: user and system seconds spent, the encoder's included.
-    """
-
-    shard_id: int
-    num_chunks: int = 0
-    num_reused: int = 0
-    num_bytes: int = 0
-    failures: tuple[Failure, ...] = ()
-    stopped_by: Failure | None = None
-    encoded_s: float = 0.0
-    cpu_s: float = 0.0
+    @property
+    def first_video_id(self) -> str:
+        return self.spans[0].video_id
 
 
 def make_shard(task: ShardTask) -> ShardResult:
     """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes under the same names."""
-    ffmpeg = find_ffmpeg()
-    if ffmpeg.version != task.recipe.ffmpeg:
-        message = f"this node has ffmpeg {ffmpeg.version}, the plan was made with {task.recipe.ffmpeg}"
+    version = find_ffmpeg().version
+    if version != task.recipe.ffmpeg:
+        message = f"this node has ffmpeg {version}, the plan was made with {task.recipe.ffmpeg}"
         return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
-    try:
-        with scratch_folder() as scratch:
-            return _make(task, ffmpeg=ffmpeg, scratch=scratch)
-    except OSError as error:
-        code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
-        where = f": {error.filename}" if error.filename else ""
-        return stopped(task, code, f"{error.strerror or error}{where}")
-    except pa.ArrowException as error:
-        return stopped(task, FailureCode.IO_ERROR, f"the manifest's captions cannot be read: {error}")
-    except MemoryError:
-        return stopped(task, FailureCode.OUT_OF_MEMORY, "the worker has no memory left")
+    return stopping_at_trouble(_make, task)
 
 
-def stopped(task: ShardTask, code: FailureCode, message: str) -> ShardResult:
-    """The result of a shard of which nothing was committed."""
-    failure = Failure(video_id=task.spans[0].video_id, key=None, code=str(code), message=message)
-    return ShardResult(task.shard_id, stopped_by=failure)
+def _make(task: ShardTask) -> ShardResult:
+    with scratch_folder() as scratch:
+        return _make_in(scratch, task, ffmpeg=find_ffmpeg())
 
 
-def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
-    begin_cpu_s = _cpu_s()
+def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
+    begin_cpu_s = cpu_s()
     settings = task.recipe.settings
     captions = None
     if task.captions_file is not None:
@@ -152,7 +119,7 @@ def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
         if num_chunks:
             files = writer.publish(content.hexdigest())
     commit = Commit(
-        column="video",
+        column=VIDEO,
         shard_id=task.shard_id,
         split=task.split,
         plan_fingerprint=task.plan_fingerprint,
@@ -167,10 +134,5 @@ def _make(task: ShardTask, *, ffmpeg: Ffmpeg, scratch: Path) -> ShardResult:
         num_bytes=files.tar_bytes if files else 0,
         failures=commit.failures,
         encoded_s=encoded_s,
-        cpu_s=_cpu_s() - begin_cpu_s,
+        cpu_s=cpu_s() - begin_cpu_s,
     )
-
-
-def _cpu_s() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system

@@ -27,9 +27,9 @@ The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separa
 
 Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, where the data set has captions, txt.
 
-Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not be
-encoded is absent, and a failure of the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits of bfloat16
-as uint16. Frame i shows the chunk at i / fps seconds after its beginning; values are scaled by the factor in recipe.json.
+Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not
+be encoded is absent, and a failure of the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits of
+bfloat16 as uint16. Frame i shows the chunk at i / fps seconds after its beginning; recipe.json says the scale.
 
 Column `text`: one sample a video, its key the video_id. Members: `text.npy`, float16 [R, D], one row of unit length for
 each distinct text among the video's captions, and `json`, the texts of the rows and the row of every caption.
@@ -81,7 +81,9 @@ LATENTS_FIELDS = [
     pa.field("channels", pa.int32(), nullable=False),
     pa.field("height", pa.int32(), nullable=False),
     pa.field("width", pa.int32(), nullable=False),
-    pa.field("dtype", pa.string(), nullable=False),  # float16, or bfloat16 (npy has none: its bits are stored as uint16)
+    pa.field(
+        "dtype", pa.string(), nullable=False
+    ),  # float16, or bfloat16 (npy has none: its bits are stored as uint16)
     # left, top, width and height in the chunk's pixels, for each segment of the recipe one after another
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
     pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded

@@ -85,7 +85,6 @@ class ProcessEngine:
             for worker in (*busy, *idle):
                 worker.process.join()
 
-
     def _start(self, function: Callable[[Any], Any]) -> _Worker:
         gpu = self._gpus[self._num_started % len(self._gpus)] if self._gpus else None
         self._num_started += 1

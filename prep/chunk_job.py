@@ -1,0 +1,42 @@
+"""The plan of the `video` column as a job that the driver carries out."""
+
+from manifests.store import CAPTIONS_FILE, manifest_dir
+from prep.data_folder import VIDEO
+from prep.layout import layout_path, read_layout, write_layout
+from prep.plan import ShardPlan
+from prep.planning import Planned
+from prep.run import Job
+from prep.shard_task import ShardTask, make_shard
+
+
+def chunk_job(planned: Planned) -> Job[ShardTask]:
+    """The job; the layout that it relies on is written first."""
+    plan = planned.plan
+    path = layout_path(planned.data_dir, plan.recipe.settings)
+    if not path.exists() or not read_layout(path).equals(plan.layout):
+        write_layout(path, plan.layout)
+    captions_file = manifest_dir(planned.data_dir) / CAPTIONS_FILE if plan.has_captions else None
+
+    def task(shard: ShardPlan) -> ShardTask:
+        return ShardTask(
+            variant_dir=planned.variant_dir,
+            shard_id=shard.shard_id,
+            split=shard.split,
+            plan_fingerprint=shard.plan_fingerprint,
+            recipe=plan.recipe,
+            spans=tuple(plan.spans(shard.rows)),
+            old_commit=planned.commits.get(shard.shard_id),
+            captions_file=captions_file,
+        )
+
+    return Job(
+        column=VIDEO,
+        data_dir=planned.data_dir,
+        variant_dir=planned.variant_dir,
+        recipe=plan.recipe.as_dict(),
+        shards=plan.shards,
+        make=make_shard,
+        task=task,
+        failed_before=list(plan.failed_sources()),
+        chunk_s=float(plan.recipe.settings.len_s),
+    )

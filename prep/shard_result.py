@@ -1,0 +1,77 @@
+"""What became of a shard, whatever its column, and how trouble of a worker's machine becomes a named failure."""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import pyarrow as pa
+
+from prep.failures import FailureCode
+from shards.commits import Failure
+
+
+class ShardWork(Protocol):
+    """What every task that makes a shard tells of itself."""
+
+    @property
+    def shard_id(self) -> int: ...
+
+    @property
+    def first_video_id(self) -> str:
+        """The first video of the shard; a failure of the whole shard is told of it."""
+        ...
+
+
+W = TypeVar("W", bound=ShardWork)
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """What became of a shard.
+
+    Attributes:
+        num_chunks: in the committed shard.
+        num_reused: of these, taken over without encoding.
+        num_bytes: of the tar.
+        failures: as in the commit.
+        stopped_by: why nothing was committed, or None.
+        encoded_s: seconds of video that were encoded.
+        cpu_s: user and system seconds spent, those of programs that it ran included.
+    """
+
+    shard_id: int
+    num_chunks: int = 0
+    num_reused: int = 0
+    num_bytes: int = 0
+    failures: tuple[Failure, ...] = ()
+    stopped_by: Failure | None = None
+    encoded_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
+    """The result of a shard of which nothing was committed."""
+    failure = Failure(video_id=work.first_video_id, key=None, code=str(code), message=message)
+    return ShardResult(work.shard_id, stopped_by=failure)
+
+
+def stopping_at_trouble(make: Callable[[W], ShardResult], work: W) -> ShardResult:
+    """`make(work)`; what its machine lacks (space, memory, a readable file) is the result, not an exception."""
+    try:
+        return make(work)
+    except OSError as error:
+        code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
+        where = f": {error.filename}" if error.filename else ""
+        return stopped(work, code, f"{error.strerror or error}{where}")
+    except pa.ArrowException as error:
+        return stopped(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
+    except MemoryError:
+        return stopped(work, FailureCode.OUT_OF_MEMORY, "the worker has no memory left")
+
+
+def cpu_s() -> float:
+    """User and system seconds of this process and of the programs that it waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
