@@ -66,13 +66,38 @@ def read_videos(data_dir: Path) -> pa.Table:
     return _read(data_dir, VIDEOS_FILE, VIDEOS)
 
 
-def read_captions(data_dir: Path) -> pa.Table:
+def read_captions(data_dir: Path, *, columns: list[str] | None = None) -> pa.Table:
     """The captions, schema.CAPTIONS plus label_ columns; each dictionary is one for all chunks.
+
+    Args:
+        columns: the only ones to read; without the texts, ten million captions are small.
 
     Raises:
         UserError: as `read_videos`.
     """
-    return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED)
+    return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED, columns=columns)
+
+
+def open_captions(data_dir: Path) -> pq.ParquetFile:
+    """The captions as an open file, to be read a row group at a time and then closed.
+
+    It stays the table that it is while another manifest takes its place.
+
+    Raises:
+        UserError: as `read_videos`.
+    """
+    manifest = read_manifest(data_dir)
+    path = manifest_dir(data_dir) / CAPTIONS_FILE
+    try:
+        file = pq.ParquetFile(path, pre_buffer=False)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"cannot read {path}: {error}", hint="run `prep manifest` again") from error
+    try:
+        _require_parts(path, file.schema_arrow, manifest=manifest, schema=CAPTIONS)
+    except UserError:
+        file.close()
+        raise
+    return file
 
 
 def read_rejected(data_dir: Path) -> pa.Table:
@@ -218,24 +243,36 @@ def _read_old(data_dir: Path) -> _Old:
     return _Old(tables[VIDEOS_FILE], tables[REJECTED_FILE], next_id, manifest.get("datasets", {}))
 
 
-def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | None = None) -> pa.Table:
+def _read(
+    data_dir: Path,
+    name: str,
+    schema: pa.Schema,
+    *,
+    coded: list[str] | None = None,
+    columns: list[str] | None = None,
+) -> pa.Table:
     manifest = read_manifest(data_dir)
     path = manifest_dir(data_dir) / name
     try:
         with pq.ParquetFile(path, read_dictionary=coded) as file:
-            table = file.read()  # one chunk a row group, where `read_table` gives many
+            table = file.read(columns)  # one chunk a row group, where `read_table` gives many
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"cannot read {path}: {error}", hint="run `prep manifest` again") from error
-    mark = (table.schema.metadata or {}).get(FINGERPRINT_KEY, b"").decode()
+    _require_parts(path, table.schema, manifest=manifest, schema=schema)
+    return table.replace_schema_metadata().unify_dictionaries()
+
+
+def _require_parts(path: Path, found: pa.Schema, *, manifest: dict[str, Any], schema: pa.Schema) -> None:
+    """Raises UserError unless a table is of this manifest and has the columns of `schema`."""
+    mark = (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode()
     if mark != manifest["fingerprint"]:
         raise UserError(
             f"{path} is not of the manifest that {MANIFEST_FILE} speaks of: a `prep manifest` was interrupted",
             hint="run the same `prep manifest` command again",
         )
-    missing = [field.name for field in schema if field.name not in table.column_names]
+    missing = [field.name for field in schema if field.name not in found.names]
     if missing:
         raise UserError(f"{path} lacks the column {missing[0]}", hint="run `prep manifest` again")
-    return table.replace_schema_metadata().unify_dictionaries()
 
 
 def _stable_ids(folder: Path, captions: pa.Table, *, own_ids: pa.ChunkedArray, next_id: int) -> tuple[np.ndarray, int]:

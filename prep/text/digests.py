@@ -1,0 +1,62 @@
+"""Digests of texts: how a text is known again in shards, in the bank, and from one run to the next.
+
+Many of them are one NumPy array of 16-byte strings, sorted where they are looked up: ten million take 160 MB. NumPy
+leaves out zero bytes at the end of a string when it becomes a Python object; take bytes by `tobytes`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import pyarrow as pa
+
+DIGEST_BYTES = 16
+DIGESTS = np.dtype(f"S{DIGEST_BYTES}")
+
+
+def text_digest(text: str) -> bytes:
+    """BLAKE2b-128 of the UTF-8 text."""
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def digests_of(texts: Iterable[str]) -> np.ndarray:
+    """Digests of texts, DIGESTS [texts]."""
+    return np.frombuffer(b"".join(map(text_digest, texts)), DIGESTS)
+
+
+def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
+    """The digests in an Arrow array without nulls, DIGESTS [rows]."""
+    return np.frombuffer(array.buffers()[1], DIGESTS)[array.offset : array.offset + len(array)]
+
+
+def places_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
+    """Where each of `digests` stands in `ordered`, which ascends without repeats; -1 where it does not, int64."""
+    if not len(ordered):
+        return np.full(len(digests), -1, np.int64)
+    places = np.minimum(np.searchsorted(ordered, digests), len(ordered) - 1)
+    return np.where(ordered[places] == digests, places, -1).astype(np.int64)
+
+
+class DigestSet:
+    """Collects digests, with repeats, and keeps each once; memory is about twice what is kept."""
+
+    _MIN_WAITING = 1 << 20
+
+    def __init__(self) -> None:
+        self._ordered = np.empty(0, DIGESTS)
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+
+    def add(self, digests: np.ndarray) -> None:
+        """Adds digests, DIGESTS [any]."""
+        self._waiting.append(digests)
+        self._num_waiting += len(digests)
+        if self._num_waiting > max(self._MIN_WAITING, len(self._ordered) // 2):
+            self.ordered()
+
+    def ordered(self) -> np.ndarray:
+        """All so far, ascending, each once."""
+        if self._waiting:
+            self._ordered = np.unique(np.concatenate([self._ordered, *self._waiting]))
+            self._waiting, self._num_waiting = [], 0
+        return self._ordered

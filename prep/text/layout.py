@@ -1,0 +1,71 @@
+"""Which video lies in which shard of `text`. An assignment, once made, stands: adding videos never moves what is there.
+
+The layout lies in `<data>/layout/text.parquet` and serves every text tower. It is a table as that of `video`
+(prep.layout), in which each video is a single span. Only videos with captions get a place.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prep.layout import LAYOUT, wanted_rows
+
+MAX_SHARD_VIDEOS = 4096
+MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more has a shard of its own
+
+
+def text_layout_path(data_dir: Path) -> Path:
+    """Where the layout lies."""
+    return data_dir / "layout" / "text.parquet"
+
+
+def extend_text_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray) -> pa.Table:
+    """Assigns every video with captions that has no shard yet; new videos go into new shards, split by split.
+
+    Args:
+        layout: schema prep.layout.LAYOUT.
+        video_ids: of the videos, in manifest order.
+        splits: of the videos, same order.
+        num_captions: of the videos, int.
+
+    Returns:
+        `layout` with new rows at its end; itself when nothing is new.
+    """
+    _, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
+    is_new = num_captions > 0
+    is_new[video_rows] = False
+    next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
+    added = []
+    for split in sorted(pc.unique(splits.filter(pa.array(is_new))).to_pylist()):
+        mine = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split)))
+        shard_ids = next_shard + _packed(num_captions[mine])
+        next_shard = int(shard_ids[-1]) + 1
+        columns = [
+            pa.array(shard_ids, pa.int32()),
+            pa.repeat(split, len(mine)),
+            video_ids.take(pa.array(mine)),
+            pa.array(np.zeros(len(mine)), pa.int32()),
+        ]
+        added.append(pa.table(columns, schema=LAYOUT))
+    return pa.concat_tables([layout, *added]).combine_chunks() if added else layout
+
+
+def wanted_text_rows(
+    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of `layout` whose video is in the manifest with captions and the same split, and the row of each video."""
+    return wanted_rows(layout, video_ids=video_ids, splits=splits, num_chunks=(num_captions > 0).astype(np.int64))
+
+
+def _packed(num_captions: np.ndarray) -> np.ndarray:
+    """Fills shards one after another; number of each video's shard, from 0."""
+    shard_of = np.empty(len(num_captions), np.int64)
+    shard = num_videos = held = 0
+    for row, captions in enumerate(num_captions.tolist()):
+        if num_videos == MAX_SHARD_VIDEOS or (num_videos and held + captions > MAX_SHARD_CAPTIONS):
+            shard, num_videos, held = shard + 1, 0, 0
+        shard_of[row] = shard
+        num_videos, held = num_videos + 1, held + captions
+    return shard_of

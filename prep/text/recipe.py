@@ -1,0 +1,113 @@
+"""The recipe of the `text` column: which text tower encodes the captions, and nothing else.
+
+`TextRecipe` is what the user states; `ResolvedTextRecipe` adds what the weights turn out to be. The resolved recipe is
+what is fingerprinted and stored beside the shards. The folder of a weights file is no part of it: a file that moves
+makes no other embeddings.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+
+TEXT_RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
+TINY = "tiny"
+DTYPE = "float16"
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
+_MAX_SLUG_CHARS = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecipe:
+    """Settings of `prep text` that change what is made."""
+
+    clip: str = "ViT-B-32:laion2b_s34b_b79k"
+    """Text tower: an open_clip model and the tag or file of its weights, or tiny (seeded, knows nothing)."""
+
+    def __post_init__(self) -> None:
+        if self.clip != TINY and not all(self.clip.partition(":")[::2]):
+            raise UserError(
+                f'--clip "{self.clip}" does not name a text tower',
+                hint="give MODEL:TAG or MODEL:FILE, for example ViT-B-32:laion2b_s34b_b79k, or tiny",
+            )
+
+    @property
+    def model(self) -> str:
+        """Name of the model, as open_clip's configurations have it."""
+        return self.clip.partition(":")[0].replace("/", "-")
+
+    @property
+    def weights(self) -> str:
+        """Tag or file of the weights; empty for tiny."""
+        return self.clip.partition(":")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTextRecipe:
+    """A recipe whose weights have been found.
+
+    Attributes:
+        clip: tiny, MODEL:TAG, or MODEL: and the file's name.
+        clip_sha256: of the weights file; for tiny, of the version of its recipe.
+        width: of an embedding.
+    """
+
+    clip: str
+    clip_sha256: str
+    width: int
+    dtype: str = DTYPE
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the canonical JSON of `as_dict`."""
+        canonical = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def variant(self) -> str:
+        """Folder name of the variant that this recipe makes: a readable part and the fingerprint's first 8 digits."""
+        readable = _UNSAFE.sub("-", self.clip).strip("-")[:_MAX_SLUG_CHARS]
+        return f"{readable}-{self.fingerprint[:8]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"schema": TEXT_RECIPE_SCHEMA, "column": "text", **asdict(self)}
+
+
+def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
+    """Finds the weights that `recipe` names; a tag's are downloaded where they are not here yet.
+
+    Raises:
+        UserError: there is no such model, tag or file, or the file is of another model.
+    """
+    from prep.text import tower
+    from prep.text.weights import file_sha256
+
+    if recipe.clip == TINY:
+        return ResolvedTextRecipe(clip=TINY, clip_sha256=tower.TINY_SHA256, width=tower.TINY_WIDTH)
+    path = tower.weights_file(recipe)
+    width = tower.check_weights(recipe, path)
+    return ResolvedTextRecipe(
+        clip=recipe.clip if tower.is_tag(recipe) else f"{recipe.model}:{Path(recipe.weights).name}",
+        clip_sha256=file_sha256(path),
+        width=width,
+    )
+
+
+def text_recipe_from_dict(stored: dict[str, Any]) -> ResolvedTextRecipe:
+    """The recipe in a variant's recipe.json, as written by `ResolvedTextRecipe.as_dict`.
+
+    Raises:
+        UserError: it was written by another version of the recipe's schema.
+    """
+    if stored.get("schema") != TEXT_RECIPE_SCHEMA or stored.get("column") != "text":
+        raise UserError(
+            f"the recipe has schema {stored.get('schema')!r} of column {stored.get('column')!r}, "
+            f"this version writes {TEXT_RECIPE_SCHEMA} of 'text'",
+            hint="run `prep text` with the tower that you want; it makes a new variant",
+        )
+    return ResolvedTextRecipe(**{field.name: stored[field.name] for field in fields(ResolvedTextRecipe)})

@@ -1,0 +1,292 @@
+"""The one door to open_clip and to the text towers of its models: which weights, and captions to embeddings.
+
+Every text is computed in a batch of a fixed size, at a length that depends on the text alone. So its embedding is the
+same bits whatever texts it meets in a batch, and however often a run was interrupted.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manifests.errors import UserError
+from prep.text.recipe import TINY, TextRecipe
+from prep.text.tokens import tokens_of
+from prep.text.weights import SAFETENSORS, file_sha256, safetensors_shapes
+
+TINY_WIDTH = 256  # of an embedding: a row is 512 bytes
+_TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"
+TINY_SHA256 = hashlib.sha256(_TINY_VERSION.encode()).hexdigest()
+_LENGTH_STEP = 8  # texts are computed at the next multiple of so many tokens
+_INSTALL_HINT = "install clipmill[columns]"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Embeddings of some texts.
+
+    Attributes:
+        rows: float16 [texts, width], of unit length; what is not finite is in there too.
+        is_finite: bool [texts].
+        num_cut: texts longer than the tower's context; only their beginning was read.
+    """
+
+    rows: np.ndarray
+    is_finite: np.ndarray
+    num_cut: int
+
+
+class Tower:
+    """A text tower with its tokenizer.
+
+    Args:
+        model: of open_clip; its image side goes away.
+        tokenizer: the model's own.
+        device: cuda or cpu.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, device: str) -> None:
+        import open_clip
+
+        if hasattr(model, "visual"):
+            del model.visual
+        self._model = model.to(device).eval()
+        self._tokenizer, self._device = tokenizer, device
+        self._context_length = int(tokenizer.context_length)
+        # Where tokens see only those before them and the end's is the embedding, what follows need not be computed.
+        self._can_shorten = (
+            type(model) is open_clip.CLIP
+            and isinstance(tokenizer, open_clip.SimpleTokenizer)
+            and model.text_pool_type == "argmax"
+            and model.attn_mask is not None
+        )
+
+    def encode(self, texts: Sequence[str], *, batch: int) -> Encoded:
+        """Embeddings of `texts`, `batch` of them at a time."""
+        import torch
+
+        ids, num_cut = self._ids(texts)
+        lengths = np.full(len(texts), self._context_length)
+        if self._can_shorten:
+            ends = ids.argmax(dim=1).numpy() + 1
+            lengths = np.minimum(-(-ends // _LENGTH_STEP) * _LENGTH_STEP, self._context_length)
+        parts, places = [], []
+        with torch.inference_mode():
+            for length in np.unique(lengths).tolist():
+                rows = np.flatnonzero(lengths == length)
+                for begin in range(0, len(rows), batch):
+                    part = rows[begin : begin + batch]
+                    parts.append(self._embed(ids[part, :length], batch=batch))
+                    places.append(part)
+        order = np.argsort(np.concatenate(places), kind="stable")
+        embedded = np.concatenate(parts)[order]
+        return Encoded(embedded, np.isfinite(embedded).all(axis=1), num_cut)
+
+    def _embed(self, ids: Any, *, batch: int) -> np.ndarray:
+        import torch
+
+        num_texts = len(ids)
+        # A smaller batch would be computed by other kernels, with other rounding.
+        filled = torch.cat([ids, ids[-1:].expand(batch - num_texts, -1)]).to(self._device)
+        features = (self._short(filled) if self._can_shorten else self._model.encode_text(filled)).float()
+        normal = torch.nn.functional.normalize(features, dim=-1)
+        return np.asarray(normal[:num_texts].half().cpu().numpy())
+
+    def _short(self, ids_BT: Any) -> Any:
+        """`encode_text` of open_clip's CLIP for texts that end within T tokens."""
+        import torch
+
+        model, length = self._model, ids_BT.shape[1]
+        x_BTD = model.token_embedding(ids_BT) + model.positional_embedding[:length]
+        x_BTD = model.ln_final(model.transformer(x_BTD, attn_mask=model.attn_mask[:length, :length]))
+        x_BD = x_BTD[torch.arange(len(ids_BT), device=ids_BT.device), ids_BT.argmax(dim=-1)]
+        projection = model.text_projection
+        if projection is None:
+            return x_BD
+        return projection(x_BD) if isinstance(projection, torch.nn.Linear) else x_BD @ projection
+
+    def _ids(self, texts: Sequence[str]) -> tuple[Any, int]:
+        import open_clip
+        import torch
+
+        length = self._context_length
+        if not isinstance(self._tokenizer, open_clip.SimpleTokenizer) or self._tokenizer.reduction_fn is not None:
+            ids = self._tokenizer(list(texts), context_length=length)
+            # One token more than the tower reads is padding, unless the text goes on.
+            longer = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
+            return ids, int((longer[:-1] != longer[-1]).sum())
+        found = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
+        ids = torch.zeros(len(texts), length, dtype=torch.long)
+        for row, tokens in enumerate(found):
+            ids[row, : len(tokens.ids)] = torch.tensor(tokens.ids)
+        return ids, sum(tokens.is_cut for tokens in found)
+
+
+@lru_cache(maxsize=1)
+def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
+    """The tower that `clip` names (see `TextRecipe`), once a process.
+
+    Raises:
+        UserError: this machine has no such weights, or others than those with `sha256`.
+    """
+    recipe = TextRecipe(clip=clip)
+    open_clip = _import_open_clip()
+    if clip == TINY:
+        return Tower(_tiny_model(), open_clip.SimpleTokenizer(), device=device)
+    path = weights_file(recipe)
+    if (found := file_sha256(path)) != sha256:
+        raise UserError(
+            f"{path} on this machine has SHA-256 {found[:12]}, the run was planned with {sha256[:12]}",
+            hint="put the same weights on every machine",
+        )
+    try:
+        model = open_clip.create_model(recipe.model, pretrained=str(path), weights_only=True)
+    except (RuntimeError, OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{path} cannot be loaded as {recipe.model}: {_first_line(error)}", hint="give its own weights to --clip"
+        ) from None
+    return Tower(model, open_clip.get_tokenizer(recipe.model), device=device)
+
+
+def best_device() -> str:
+    """cuda where there is a GPU, else cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def use_threads(num_threads: int) -> None:
+    """Computes on so many cores in this process."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def is_tag(recipe: TextRecipe) -> bool:
+    """Whether the weights are named by one of open_clip's tags."""
+    return bool(_import_open_clip().pretrained.is_pretrained_cfg(recipe.model, recipe.weights))
+
+
+def weights_file(recipe: TextRecipe) -> Path:
+    """The weights that `recipe` names, downloaded where a tag's are not here yet.
+
+    Raises:
+        UserError: there is no such model, tag or file.
+    """
+    open_clip = _import_open_clip()
+    models = open_clip.list_models()
+    if recipe.model not in models:
+        near = [name for name in models if name.lower()[:5] == recipe.model.lower()[:5]] or models
+        raise UserError(
+            f'open_clip has no model "{recipe.model}" (asked for by --clip {recipe.clip})',
+            hint=f"it has {len(models)}, for example {', '.join(near[:6])}; or use tiny",
+        )
+    config = open_clip.pretrained.get_pretrained_cfg(recipe.model, recipe.weights)
+    if not config:
+        path = Path(recipe.weights).expanduser()
+        if path.is_file():
+            return path.absolute()
+        tags = open_clip.list_pretrained_tags_by_model(recipe.model)
+        raise UserError(
+            f'"{recipe.weights}" is neither a file nor a tag of {recipe.model}',
+            hint=f"its tags: {', '.join(tags) or 'none'}; or give the file of its weights",
+        )
+    if config.get("quick_gelu", False) != open_clip.get_model_config(recipe.model).get("quick_gelu", False):
+        raise UserError(
+            f"the weights {recipe.weights} are of another activation than {recipe.model} has",
+            hint=f"name the model with -quickgelu, or without: {_other_gelu(recipe.model)}:{recipe.weights}",
+        )
+    try:
+        return Path(open_clip.pretrained.download_pretrained(config))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the weights of --clip {recipe.clip} cannot be downloaded: {_first_line(error)}",
+            hint=f"bring the file here and give it: --clip {recipe.model}:FILE",
+        ) from None
+
+
+def check_weights(recipe: TextRecipe, path: Path) -> int:
+    """Compares the file's tensors, by names and shapes alone, with the model; the width of an embedding.
+
+    Raises:
+        UserError: the file is no checkpoint, or of another model.
+    """
+    import torch
+
+    open_clip = _import_open_clip()
+    width = int(open_clip.get_model_config(recipe.model)["embed_dim"])
+    if is_tag(recipe):
+        return width  # open_clip knows how to convert what it lists
+    found = _shapes_in(path)
+    with torch.device("meta"):
+        model = open_clip.create_model(recipe.model, load_weights=False, pretrained_text=False, device="meta")
+    for name, tensor in model.state_dict().items():
+        # Before towers of their own, texts' tensors lay at the top.
+        shape = found.get(name, found.get(name.removeprefix("text.")))
+        if name.startswith(("visual.", "logit_")) or shape == tuple(tensor.shape):
+            continue
+        has = "is missing" if shape is None else f"is {list(shape)}"
+        raise UserError(
+            f"{path} is no checkpoint of {recipe.model}: {name} {has}, expected {list(tensor.shape)}",
+            hint="name the model whose weights these are, as open_clip saves them",
+        )
+    return width
+
+
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    import torch
+
+    if path.suffix == SAFETENSORS:
+        return safetensors_shapes(path)
+    try:
+        loaded = torch.load(path, map_location="meta", weights_only=True)
+        tensors = loaded.get("state_dict", loaded)
+        return {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in tensors.items()}
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(
+            f"{path} is no checkpoint of torch that can be read safely: {_first_line(error)}",
+            hint="give a .safetensors file, or one whose content torch.load(weights_only=True) accepts",
+        ) from None
+
+
+def _tiny_model() -> Any:
+    import open_clip
+    import torch
+
+    vision = {"layers": 1, "width": 64, "head_width": 64, "patch_size": 32, "image_size": 32}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
+    model = open_clip.CLIP(embed_dim=TINY_WIDTH, vision_cfg=vision, text_cfg=text)
+    # NumPy promises that RandomState's numbers stay the same for ever; torch promises no such thing.
+    random = np.random.RandomState(0)
+    with torch.no_grad():
+        for name, tensor in sorted(model.state_dict().items()):
+            if name.endswith("bias") or name.startswith(("visual.", "logit_")):
+                tensor.zero_()
+            elif ".ln_" in name or name.startswith("ln_"):
+                tensor.fill_(1.0)
+            else:
+                values = random.standard_normal(tuple(tensor.shape)) / np.sqrt(tensor.shape[-1])
+                tensor.copy_(torch.from_numpy(values.astype(np.float32)))
+    return model
+
+
+def _other_gelu(model: str) -> str:
+    return model.removesuffix("-quickgelu") if model.endswith("-quickgelu") else f"{model}-quickgelu"
+
+
+def _import_open_clip() -> Any:
+    try:
+        import open_clip
+        import open_clip.pretrained
+    except ImportError as error:
+        raise UserError(f"the text towers need open_clip: {error}", hint=_INSTALL_HINT) from None
+    return open_clip
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
