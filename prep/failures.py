@@ -16,6 +16,9 @@ class FailureCode(StrEnum):
     FRAMES_DIFFER = "frames_differ"  # the chunk is not the frames that were planned
     ENCODE_FAILED = "encode_failed"
     FFMPEG_DIFFERS = "ffmpeg_differs"  # a node has another ffmpeg than the one that was planned with
+    CHUNK_DAMAGED = "chunk_damaged"  # what another column is made from is not what was committed
+    MODEL_UNAVAILABLE = "model_unavailable"  # a node has not the weights that were planned with
+    NOT_FINITE = "not_finite"  # a model gave NaN or infinity
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
@@ -33,6 +36,8 @@ TRANSIENT = frozenset(
         FailureCode.IO_ERROR,
         FailureCode.WORKER_LOST,
         FailureCode.FFMPEG_DIFFERS,
+        FailureCode.CHUNK_DAMAGED,
+        FailureCode.MODEL_UNAVAILABLE,
     }
 )
 

@@ -7,7 +7,6 @@ content, so that a killed run's blocks are known to be whole and serve the next 
 import hashlib
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +39,7 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:
 
 
 class Bank:
-    """What the bank holds. Blocks that are damaged are removed when they are found.
+    """What the bank holds; one run at a time has it. Blocks that are damaged are removed when they are found.
 
     Args:
         folder: the bank's; it may not be there.
@@ -54,6 +53,8 @@ class Bank:
         self.digests = np.empty(0, DIGESTS)  # ascending, each once
         self._block = np.empty(0, np.int32)
         self._row = np.empty(0, np.int32)
+        for path in self.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of killed writers
+            path.unlink()
         self.look_again()
 
     def look_again(self) -> None:
@@ -106,11 +107,6 @@ class Bank:
             column = pa.ipc.open_file(file).read_all()["row"].combine_chunks()
             stored = np.frombuffer(column.buffers()[1], np.float16).reshape(-1, self._width)
             return np.asarray(stored[rows])
-
-
-def bank_leftovers(folder: Path) -> Iterable[Path]:
-    """Temporary files that killed writers left in a bank."""
-    return folder.glob(f"{TEMPORARY_PREFIX}*")
 
 
 def _fixed(array: np.ndarray, *, size: int) -> pa.Array:

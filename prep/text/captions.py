@@ -1,4 +1,4 @@
-"""The captions of some videos, read from the manifest in pieces: ten million captions are never Python objects at once."""
+"""The captions of some videos, read in pieces: ten million captions are never Python objects at once."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

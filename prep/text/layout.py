@@ -21,7 +21,9 @@ def text_layout_path(data_dir: Path) -> Path:
     return data_dir / "layout" / "text.parquet"
 
 
-def extend_text_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray) -> pa.Table:
+def extend_text_layout(
+    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
+) -> pa.Table:
     """Assigns every video with captions that has no shard yet; new videos go into new shards, split by split.
 
     Args:

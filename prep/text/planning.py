@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +117,7 @@ class _Planner:
     def shards(self) -> list[ShardPlan]:
         bounds = np.flatnonzero(np.diff(self.shard_ids, prepend=-1, append=-1)).tolist() if len(self.shard_ids) else [0]
         found = []
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for begin, end in pairwise(bounds):
             shard_id, part = int(self.shard_ids[begin]), self.videos.slice(begin, end - begin)
             fingerprint = self._fingerprint(part)
             state, reason = self._state(shard_id, fingerprint)

@@ -153,11 +153,13 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
     return Tower(model, open_clip.get_tokenizer(recipe.model), device=device)
 
 
-def best_device() -> str:
-    """cuda where there is a GPU, else cpu."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def num_gpus() -> int:
+    """GPUs that this process may use."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(f"the text towers need torch: {error}", hint=_INSTALL_HINT) from None
+    return int(torch.cuda.device_count())
 
 
 def use_threads(num_threads: int) -> None:

@@ -1,0 +1,112 @@
+"""Filling the bank: every distinct text of the shards with work has its embedding there, or a reason why not.
+
+What committed shards of the variant hold is copied; the rest goes through the tower, each text once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from prep.engines import Engine
+from prep.failures import FailureCode
+from prep.plan import ShardPlan
+from prep.run import with_work
+from prep.text.bank import Bank
+from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
+from prep.text.captions import CaptionReader
+from prep.text.digests import DigestSet, digests_of, places_in
+from prep.text.planning import TextPlan
+from prep.text.taking_over import take_over
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What the shards with work need.
+
+    Attributes:
+        video_ids: of the videos in these shards.
+        digests: of their texts, ascending, each once.
+        row_groups: of the table of captions, for each shard those with captions of it.
+    """
+
+    video_ids: pa.Array
+    digests: np.ndarray
+    row_groups: dict[int, list[int]]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What became of the texts.
+
+    Attributes:
+        num_encoded: that went through the tower.
+        num_cut: of these, longer than its context.
+        not_finite: digests of those that have no embedding.
+        trouble: why the bank lacks others, or None when it has them all.
+    """
+
+    num_encoded: int
+    num_cut: int
+    not_finite: frozenset[bytes]
+    trouble: tuple[FailureCode, str] | None
+
+
+def needed(plan: TextPlan, reader: CaptionReader) -> Needed:
+    """Reads the captions of the shards with work once, for their digests and their places."""
+    work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
+    video_ids = pa.concat_arrays([plan.video_ids[:0], *(_ids(plan, shard) for shard in work)])
+    if not work:
+        return Needed(video_ids, DigestSet().ordered(), {})
+    shard_ids = np.repeat([shard.shard_id for shard in work], [len(shard.rows) for shard in work])
+    digests = DigestSet()
+    row_groups: dict[int, list[int]] = {}
+    for piece in reader.pieces(video_ids):
+        digests.add(np.unique(digests_of(piece.texts.to_pylist())))
+        for shard_id in np.unique(shard_ids[piece.videos]).tolist():
+            row_groups.setdefault(shard_id, []).append(piece.row_group)
+    return Needed(video_ids, digests.ordered(), row_groups)
+
+
+def fill(
+    bank: Bank,
+    need: Needed,
+    *,
+    plan: TextPlan,
+    reader: CaptionReader,
+    tower: TowerUse,
+    engine: Engine,
+    on_encoded: Callable[[int, int], None],
+) -> Filled:
+    """Brings what is needed into the bank."""
+    num_encoded = num_cut = 0
+    not_finite: set[bytes] = set()
+    trouble: tuple[FailureCode, str] | None = None
+    missing = _missing(bank, need)
+    if len(missing) and take_over(plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.width):
+        bank.look_again()
+        missing = _missing(bank, need)
+    if not len(missing):
+        return Filled(0, 0, frozenset(), None)
+    blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
+    for outcome in engine.run(encode_block, blocks):
+        if outcome is not None:
+            result = outcome.result or BlockResult(stopped=(FailureCode.WORKER_LOST, outcome.lost or ""))
+            num_encoded += result.num_encoded
+            num_cut += result.num_cut
+            not_finite.update(result.not_finite)
+            trouble = result.stopped or trouble
+            if trouble is not None and trouble[0] == FailureCode.DISK_FULL:
+                break
+        on_encoded(num_encoded, len(missing))
+    bank.look_again()
+    return Filled(num_encoded, num_cut, frozenset(not_finite), trouble)
+
+
+def _missing(bank: Bank, need: Needed) -> np.ndarray:
+    return np.asarray(need.digests[places_in(bank.digests, need.digests) < 0])
+
+
+def _ids(plan: TextPlan, shard: ShardPlan) -> pa.Array:
+    return plan.video_ids[shard.rows.start : shard.rows.stop]

@@ -1,0 +1,90 @@
+"""Carrying a plan of `text` out: every distinct text through the tower once, then shards from the bank.
+
+What is known lies in commits and bank, so the run can be killed at any moment. The next one takes over what both hold.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prep.data_folder import TEXT
+from prep.engines import Engine, Outcome, R, T
+from prep.layout import read_layout, write_layout
+from prep.plan import ShardPlan
+from prep.run import Job, execute, with_work, write_recipe
+from prep.text.bank import BANK_FOLDER, Bank
+from prep.text.blocks import TowerUse
+from prep.text.captions import CaptionReader
+from prep.text.filling import fill, needed
+from prep.text.layout import text_layout_path
+from prep.text.planning import TextPlan
+from prep.text.shard_task import ShardMaker, TextShardTask
+from prep.text.summary import TextSummary
+
+
+def run_text(
+    plan: TextPlan,
+    tower: TowerUse,
+    engine: Engine,
+    *,
+    on_encoded: Callable[[int, int], None] = lambda done, total: None,
+) -> TextSummary:
+    """Makes every shard of the plan that has work; call it while holding the column.
+
+    Args:
+        tower: of the plan's recipe.
+        engine: where texts are encoded.
+        on_encoded: called with (encoded, to encode) now and then.
+    """
+    begin_s = time.monotonic()
+    path = text_layout_path(plan.data_dir)
+    if not path.exists() or not read_layout(path).equals(plan.layout):
+        write_layout(path, plan.layout)
+    plan.variant_dir.mkdir(parents=True, exist_ok=True)
+    write_recipe(plan.variant_dir, plan.recipe.as_dict())
+    bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width)
+    with CaptionReader(plan.data_dir) as reader:
+        need = needed(plan, reader)
+        filled = fill(bank, need, plan=plan, reader=reader, tower=tower, engine=engine, on_encoded=on_encoded)
+        maker = ShardMaker(plan, reader, bank, need.row_groups, filled.not_finite, filled.trouble)
+        ran = execute(_job(plan, maker), _Here())
+    if ran.num_shards_made == len(with_work(plan.shards)):
+        bank.remove()
+    return TextSummary(
+        variant=plan.recipe.variant,
+        num_videos=ran.num_chunks,
+        num_captions=plan.num_captions,
+        num_shards=ran.num_shards,
+        num_shards_made=ran.num_shards_made,
+        num_texts=len(need.digests),
+        num_encoded=filled.num_encoded,
+        num_cut=filled.num_cut,
+        num_bytes_written=ran.num_bytes_written,
+        wall_s=time.monotonic() - begin_s,
+        failures=ran.failures,
+    )
+
+
+class _Here:
+    """The engine that runs tasks in the driver, one after another: shards are copied from the bank, not computed."""
+
+    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+        for task in tasks:
+            yield Outcome(task, function(task))
+
+
+def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
+    def task(shard: ShardPlan) -> TextShardTask:
+        video_ids = plan.video_ids[shard.rows.start : shard.rows.stop]
+        return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids)
+
+    return Job(
+        column=TEXT,
+        data_dir=plan.data_dir,
+        variant_dir=plan.variant_dir,
+        recipe=plan.recipe.as_dict(),
+        shards=plan.shards,
+        make=maker.make,
+        task=task,
+        failed_before=[],
+        chunk_s=0.0,
+    )
