@@ -3,6 +3,7 @@
 #   make demo                        synthetic videos -> shards -> training -> retrieval, in demo/
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
+#   make peers                       what `make benchmarks BENCHMARKS=latents` compares with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,12 +13,13 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
-BENCHMARKS ?= chunk manifest memory plan rerun
+BENCHMARKS ?= chunk latents manifest memory plan rerun
+PEERS_VENV := .venv-peers
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test demo benchmarks lock clean
+.PHONY: help setup lint test demo peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +68,14 @@ demo: setup
 	@echo "The chunks: demo/chunks.html    The results: demo/run/index.html"
 endif
 
+# Other libraries need other versions than the lock has, hence an environment of their own.
+peers: $(PEERS_VENV)/.ready
+
+$(PEERS_VENV)/.ready: $(UV_READY) benchmarks/peers.txt
+	$(UV) venv --quiet --clear --python $(BIN)/python $(PEERS_VENV)
+	$(UV) pip install --quiet --python $(PEERS_VENV)/bin/python -r benchmarks/peers.txt
+	@touch $@
+
 benchmarks: setup
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit; done
 
@@ -75,4 +85,4 @@ lock: $(UV_READY)
 	echo uv | $(COMPILE) - --output-file requirements-uv.lock
 
 clean:
-	rm -rf $(VENV) demo build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS_VENV) demo build .mypy_cache .ruff_cache .pytest_cache

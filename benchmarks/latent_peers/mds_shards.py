@@ -1,0 +1,49 @@
+"""mosaicml-streaming: MDS shards on the local disk, its shuffle, torch's data loader without worker processes."""
+
+from pathlib import Path
+
+from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
+from benchmarks.latent_peers.segment_set import SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
+
+COLUMNS = {
+    "latents": f"ndarray:float16:{','.join(map(str, SEGMENT_SHAPE))}",
+    "text": f"ndarray:float16:{TEXT_WIDTH}",
+}
+
+
+class MdsShards(NothingToClose):
+    """A DataLoader over a StreamingDataset; every pass over it is an epoch with an order of its own."""
+
+    def __init__(self, folder: Path, batch: int) -> None:
+        from streaming import StreamingDataset
+        from torch.utils.data import DataLoader
+
+        dataset = StreamingDataset(local=str(folder), shuffle=True, batch_size=batch)
+        self._loader = DataLoader(dataset, batch_size=batch, num_workers=0)
+
+    def epoch(self, number: int) -> Batches:
+        """As `Way.epoch`."""
+        for batch in self._loader:
+            yield batch["latents"], batch["text"]
+
+
+def make(segments: SegmentSet, folder: Path) -> None:
+    """Writes the shards, of the 64 MB that the library has by default."""
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns=COLUMNS) as writer:
+        for segment in range(len(segments)):
+            text = segments.text[segments.video_of_segment[segment]]
+            writer.write({"latents": segments.latents[segment], "text": text})
+
+
+def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+    """Opens the shards; what a killed process left in shared memory goes first."""
+    from streaming.base.util import clean_stale_shared_memory
+
+    clean_stale_shared_memory()
+    return MdsShards(folder, batch)
+
+
+if __name__ == "__main__":
+    serve(make, open_way)

@@ -1,0 +1,62 @@
+"""The floor: the C library's memcpy of the same bytes into a ring of buffers, segment by segment in shuffled order.
+
+The source is the mapped set, whose pages are all in memory; one thread. The ring has as many buffers as the
+LatentLoader's, so that no cache serves one way better than the other.
+"""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
+from benchmarks.latent_peers.segment_set import SEGMENT_BYTES, SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
+
+RING_BATCHES = 4
+_TEXT_BYTES = 2 * TEXT_WIDTH
+
+
+class Memcpy(NothingToClose):
+    """One call a segment, and one for its text."""
+
+    def __init__(self, segments: SegmentSet, batch: int) -> None:
+        self._segments, self._batch = segments, batch
+        self._latents = np.empty((RING_BATCHES, batch, *SEGMENT_SHAPE), np.float16)
+        self._text = np.empty((RING_BATCHES, batch, TEXT_WIDTH), np.float16)
+
+    def epoch(self, number: int) -> Batches:
+        """As `Way.epoch`."""
+        memcpy = ctypes.CDLL(None).memcpy
+        memcpy.argtypes, memcpy.restype = [ctypes.c_size_t] * 3, None
+        ids = self._segments.shuffled(number)
+        sources = (address_of(self._segments.latents) + ids * SEGMENT_BYTES).tolist()
+        videos = self._segments.video_of_segment[ids]
+        text_sources = (address_of(self._segments.text) + videos * _TEXT_BYTES).tolist()
+        for turn, begin in enumerate(range(0, len(ids), self._batch)):
+            latents, text = self._latents[turn % RING_BATCHES], self._text[turn % RING_BATCHES]
+            size = min(self._batch, len(ids) - begin)
+            target, text_target = address_of(latents), address_of(text)
+            for place in range(begin, begin + size):
+                memcpy(target, sources[place], SEGMENT_BYTES)
+                memcpy(text_target, text_sources[place], _TEXT_BYTES)
+                target += SEGMENT_BYTES
+                text_target += _TEXT_BYTES
+            yield latents[:size], text[:size]
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where its first byte lies."""
+    return array.__array_interface__["data"][0]
+
+
+def make(segments: SegmentSet, folder: Path) -> None:
+    """Nothing: the set's own file is the source."""
+
+
+def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+    """Makes the ring."""
+    return Memcpy(segments, batch)
+
+
+if __name__ == "__main__":
+    serve(make, open_way)

@@ -1,0 +1,36 @@
+"""A raw `.npy` file, mapped: each batch is gathered by a list of segments, as NumPy does it, into a new array."""
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
+from benchmarks.latent_peers.segment_set import SegmentSet
+
+
+class NpyMemmap(NothingToClose):
+    """`latents[ids]`."""
+
+    def __init__(self, segments: SegmentSet, batch: int) -> None:
+        self._segments, self._batch = segments, batch
+
+    def epoch(self, number: int) -> Batches:
+        """As `Way.epoch`."""
+        source, segments = np.asarray(self._segments.latents), self._segments
+        ids = segments.shuffled(number)
+        for begin in range(0, len(ids), self._batch):
+            chosen = ids[begin : begin + self._batch]
+            yield source[chosen], segments.text[segments.video_of_segment[chosen]]
+
+
+def make(segments: SegmentSet, folder: Path) -> None:
+    """Nothing: the set is such a file."""
+
+
+def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+    """Maps the file."""
+    return NpyMemmap(segments, batch)
+
+
+if __name__ == "__main__":
+    serve(make, open_way)

@@ -1,0 +1,142 @@
+"""Zarr with worker processes: the way of the loader that clipmill's latents began from, as its notes describe it.
+
+Arrays `base_frames` (one segment a chunk, Blosc with zstd), `clip_emb` and `segment_to_video`. Each worker process
+opens its own connection to the store, waits for batches of segment ids on the input queue, decodes them into blocks of
+shared memory that were made once, and sends back which block it filled on the output queue. Batches are prefetched;
+nothing is copied between processes; a block is free again when the next batch is asked for.
+
+Where the notes leave a choice, the faster one was taken: one read a segment (asking Zarr for a list of segments is five
+times slower), text embeddings and map held in memory by the workers, batches in the order in which they are done.
+"""
+
+import argparse
+import multiprocessing
+from multiprocessing.queues import Queue
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.latent_peers.contestant import Batches, Way, serve
+from benchmarks.latent_peers.segment_set import SEGMENT_BYTES, SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
+
+PREFETCHED_A_WORKER = 2
+_TEXT_BYTES = 2 * TEXT_WIDTH
+
+
+class Block(NamedTuple):
+    """A batch's place in shared memory."""
+
+    memory: SharedMemory
+    latents: np.ndarray
+    text: np.ndarray
+
+
+def block_in(memory: SharedMemory, batch: int) -> Block:
+    """Arrays over a block of shared memory."""
+    latents = np.ndarray((batch, *SEGMENT_SHAPE), np.float16, memory.buf)
+    text = np.ndarray((batch, TEXT_WIDTH), np.float16, memory.buf, offset=batch * SEGMENT_BYTES)
+    return Block(memory, latents, text)
+
+
+class SeedZarr:
+    """Workers, queues and blocks for one batch size."""
+
+    def __init__(self, store: Path, segments: SegmentSet, *, batch: int, num_workers: int) -> None:
+        import zarr  # noqa: F401 - forked workers have it then, and its absence shows here
+
+        context = multiprocessing.get_context("fork")
+        self._segments, self._batch = segments, batch
+        block_bytes = batch * (SEGMENT_BYTES + _TEXT_BYTES)
+        num_blocks = PREFETCHED_A_WORKER * num_workers + 1
+        self._blocks = [block_in(SharedMemory(create=True, size=block_bytes), batch) for _ in range(num_blocks)]
+        for block in self._blocks:
+            block.latents[:] = 0  # the kernel gives pages when they are touched
+        self._input: Queue[Any] = context.Queue()
+        self._output: Queue[Any] = context.Queue()
+        names = [block.memory.name for block in self._blocks]
+        self._workers = [
+            context.Process(target=work, args=(store, names, batch, self._input, self._output), daemon=True)
+            for _ in range(num_workers)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def epoch(self, number: int) -> Batches:
+        """As `Way.epoch`."""
+        ids = self._segments.shuffled(number)
+        batches = iter([ids[begin : begin + self._batch] for begin in range(0, len(ids), self._batch)])
+        num_asked = 0
+        for slot, asked in zip(range(len(self._blocks)), batches, strict=False):
+            self._input.put((slot, asked))
+            num_asked += 1
+        while num_asked:
+            slot, size = self._output.get()
+            num_asked -= 1
+            block = self._blocks[slot]
+            yield block.latents[:size], block.text[:size]
+            following = next(batches, None)
+            if following is not None:
+                self._input.put((slot, following))
+                num_asked += 1
+
+    def close(self) -> None:
+        """Ends the workers and gives the blocks back."""
+        for _ in self._workers:
+            self._input.put(None)
+        for worker in self._workers:
+            worker.join()
+        memories = [block.memory for block in self._blocks]
+        self._blocks = []
+        for memory in memories:
+            memory.close()
+            memory.unlink()
+
+
+def work(store: Path, names: list[str], batch: int, asked: "Queue[Any]", done: "Queue[Any]") -> None:
+    """A worker process."""
+    import zarr
+
+    group = zarr.open_group(str(store), mode="r")
+    frames, clip_emb, segment_to_video = group["base_frames"], group["clip_emb"][:], group["segment_to_video"][:]
+    blocks = [block_in(SharedMemory(name=name), batch) for name in names]
+    while (job := asked.get()) is not None:
+        slot, ids = job
+        latents, text = blocks[slot].latents, blocks[slot].text
+        for row, segment in enumerate(ids.tolist()):
+            latents[row] = frames[segment]
+        text[: len(ids)] = clip_emb[segment_to_video[ids]]
+        done.put((slot, len(ids)))
+
+
+def make(segments: SegmentSet, folder: Path) -> None:
+    """Writes the store; these settings give the size that the notes give (723 MiB for 5000 segments)."""
+    import zarr
+    from numcodecs import Blosc
+
+    group = zarr.open_group(str(folder), mode="w")
+    zstd = Blosc(cname="zstd", clevel=5, shuffle=Blosc.SHUFFLE)
+    arrays = {"clip_emb": segments.text, "segment_to_video": segments.video_of_segment}
+    for name, values in arrays.items():
+        group.create_dataset(name, data=values, compressor=zstd)
+    shape = segments.latents.shape
+    frames = group.create_dataset("base_frames", shape=shape, chunks=(1, *shape[1:]), dtype="f2", compressor=zstd)
+    for segment in range(len(segments)):
+        frames[segment] = segments.latents[segment]
+
+
+def main() -> None:
+    """Serves with the number of workers of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, required=True)
+    num_workers = parser.parse_known_args()[0].workers
+
+    def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+        return SeedZarr(folder, segments, batch=batch, num_workers=num_workers)
+
+    serve(make, open_way)
+
+
+if __name__ == "__main__":
+    main()

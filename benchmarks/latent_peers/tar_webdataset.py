@@ -1,0 +1,53 @@
+"""The webdataset library on tars with one sample a segment, in the loading process itself.
+
+Ten tars, shuffled as tars and through a buffer of 300 segments, as the library shuffles; its own decoding and batching.
+"""
+
+from pathlib import Path
+
+from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
+from benchmarks.latent_peers.segment_set import SegmentSet
+
+NUM_TARS = 10
+SHUFFLE_BUFFER = 300
+
+
+class TarWebdataset(NothingToClose):
+    """One pipeline an epoch."""
+
+    def __init__(self, folder: Path, batch: int) -> None:
+        self._tars, self._batch = sorted(str(path) for path in folder.iterdir()), batch
+
+    def epoch(self, number: int) -> Batches:
+        """As `Way.epoch`."""
+        import webdataset
+
+        dataset = webdataset.WebDataset(
+            self._tars, shardshuffle=NUM_TARS, nodesplitter=webdataset.single_node_only, seed=number
+        )
+        yield from dataset.shuffle(SHUFFLE_BUFFER).decode().to_tuple("latents.npy", "text.npy").batched(self._batch)
+
+
+def make(segments: SegmentSet, folder: Path) -> None:
+    """Writes the tars."""
+    import webdataset
+
+    folder.mkdir()
+    size = -(-len(segments) // NUM_TARS)
+    for number, begin in enumerate(range(0, len(segments), size)):
+        with webdataset.TarWriter(str(folder / f"{number:06d}.tar")) as writer:
+            for segment in range(begin, min(begin + size, len(segments))):
+                text = segments.text[segments.video_of_segment[segment]]
+                members = {"latents.npy": segments.latents[segment], "text.npy": text}
+                writer.write({"__key__": f"{segment:09d}", **members})
+
+
+def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+    """Lists the tars."""
+    import webdataset  # noqa: F401 - not within the first epoch
+
+    return TarWebdataset(folder, batch)
+
+
+if __name__ == "__main__":
+    serve(make, open_way)
