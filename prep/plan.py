@@ -199,7 +199,7 @@ class Plan:
             digest = hashlib.sha256(f"{self.recipe.fingerprint} {self.has_captions}".encode())
             digest.update(describe(rows))
             fingerprint = digest.hexdigest()
-            state, reason = _state_of(
+            state, reason = state_of(
                 commits.get(shard_id),
                 fingerprint,
                 problem=problems.get(shard_id),
@@ -256,13 +256,14 @@ def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Spa
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _state_of(
+def state_of(
     commit: Commit | None,
     fingerprint: str,
     *,
     problem: tuple[ShardState, str] | None,
     retry_codes: frozenset[str],
-    unreadable: frozenset[str],
+    unreadable: frozenset[str] = frozenset(),
+    what_changed: str = "its videos, their files or their captions",
 ) -> tuple[ShardState, str]:
     """State of a shard, and why; `unreadable` are the videos whose sources cannot be read now."""
     if problem is not None:
@@ -270,7 +271,7 @@ def _state_of(
     if commit is None:
         return ShardState.NEW, "not committed yet"
     if commit.plan_fingerprint != fingerprint:
-        return ShardState.CHANGED, "its videos, their files or their captions have changed"
+        return ShardState.CHANGED, f"{what_changed} have changed"
     again = Counter(
         failure.code
         for failure in commit.failures

@@ -1,13 +1,14 @@
 """What a plan and a run say to people and to scripts."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from manifests.errors import UserError
 from manifests.keys import split_key
 from prep.data_folder import VIDEO
-from prep.plan import ShardState
+from prep.plan import ShardPlan, ShardState
 from prep.planning import Planned
 from prep.recipe import recipe_differences
 from prep.run import Summary
@@ -28,17 +29,9 @@ class Report:
 def plan_report(planned: Planned) -> Report:
     """What would be done, by state and reason, with an estimate."""
     plan, cost = planned.plan, planned.estimate()
-    states = Counter(str(shard.state) for shard in plan.shards)
-    chunks = Counter[str]()
-    for shard in plan.shards:
-        chunks[str(shard.state)] += shard.num_chunks
     against = changed_settings(planned)
-    listed = [shard for shard in plan.shards if shard.state not in (ShardState.CURRENT, ShardState.NEW)]
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
-    lines += [f"{state:<9}{count:>7} shards {chunks[state]:>9} chunks" for state, count in sorted(states.items())]
-    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:_MAX_LISTED]]
-    if len(listed) > _MAX_LISTED:
-        lines.append(f"... and {len(listed) - _MAX_LISTED} more")
+    lines += states_lines(plan.shards)
     lines += [f"unusable {count:>7} videos: {code}" for code, count in sorted(plan.unusable.items())]
     if any(shard.has_work for shard in plan.shards):
         lines.append(
@@ -52,22 +45,45 @@ def plan_report(planned: Planned) -> Report:
         "changed_settings": against,
         "num_videos": plan.num_videos,
         "num_chunks": plan.num_chunks,
-        "shards": dict(states),
-        "chunks": dict(chunks),
-        "work": [
-            {
-                "shard_id": shard.shard_id,
-                "state": str(shard.state),
-                "reason": shard.reason,
-                "num_chunks": shard.num_chunks,
-            }
-            for shard in plan.shards
-            if shard.state != ShardState.CURRENT
-        ],
+        **states_values(plan.shards),
         "unusable_videos": dict(plan.unusable),
         "estimate": asdict(cost),
     }
     return Report("\n".join(lines), values)
+
+
+def states_lines(shards: Sequence[ShardPlan], *, of: str = "chunks") -> list[str]:
+    """How many shards are in each state, and those about which there is something to say; `of` what they hold."""
+    states, held = _count_states(shards)
+    listed = [shard for shard in shards if shard.state not in (ShardState.CURRENT, ShardState.NEW)]
+    lines = [f"{state:<9}{count:>7} shards {held[state]:>9} {of}" for state, count in sorted(states.items())]
+    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in listed[:_MAX_LISTED]]
+    if len(listed) > _MAX_LISTED:
+        lines.append(f"... and {len(listed) - _MAX_LISTED} more")
+    return lines
+
+
+def states_values(shards: Sequence[ShardPlan], *, of: str = "chunks") -> dict[str, Any]:
+    """The same for scripts."""
+    states, held = _count_states(shards)
+    work = [
+        {
+            "shard_id": shard.shard_id,
+            "state": str(shard.state),
+            "reason": shard.reason,
+            f"num_{of}": shard.num_chunks,
+        }
+        for shard in shards
+        if shard.state != ShardState.CURRENT
+    ]
+    return {"shards": dict(states), of: dict(held), "work": work}
+
+
+def _count_states(shards: Sequence[ShardPlan]) -> tuple[Counter[str], Counter[str]]:
+    states, held = Counter(str(shard.state) for shard in shards), Counter[str]()
+    for shard in shards:
+        held[str(shard.state)] += shard.num_chunks
+    return states, held
 
 
 def changed_settings(planned: Planned) -> list[str]:

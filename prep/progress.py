@@ -17,10 +17,10 @@ class ChunkProgress:
 
     Args:
         num_chunks: that the run will make.
-        chunk_s: seconds of video in a chunk.
+        chunk_s: seconds of video in a chunk; None where it does not matter.
     """
 
-    def __init__(self, *, num_chunks: int, chunk_s: float) -> None:
+    def __init__(self, *, num_chunks: int, chunk_s: float | None) -> None:
         self._num_chunks, self._chunk_s = num_chunks, chunk_s
         self._failures: Counter[str] = Counter()
         self._begin_s = self._line_s = time.monotonic()
@@ -62,7 +62,9 @@ class ChunkProgress:
     def _rates(self) -> str:
         elapsed_s = time.monotonic() - self._begin_s
         rate = self._done / elapsed_s if elapsed_s > 0 else 0.0
-        parts = [f"{rate:.2f} chunks/s", f"{rate * self._chunk_s:.1f}x real time"]
+        parts = [f"{rate:.2f} chunks/s"]
+        if self._chunk_s is not None:
+            parts.append(f"{rate * self._chunk_s:.1f}x real time")
         if rate > 0:
             parts.append(f"{_clock((self._num_chunks - self._done) / rate)} left")
         parts += [f"{count} x {code}" for code, count in sorted(self._failures.items())]

@@ -60,7 +60,7 @@ class Job(Generic[W]):
         make: makes and commits one shard from its task; a module's function, since it travels to the workers.
         task: what `make` has to know of a shard.
         failed_before: failures that no shard tells of, such as sources that cannot be used.
-        chunk_s: seconds of video in a full chunk, for the progress.
+        chunk_s: seconds of video in a full chunk, for the progress; None to leave them out.
     """
 
     column: str
@@ -71,7 +71,7 @@ class Job(Generic[W]):
     make: Callable[[W], ShardResult]
     task: Callable[[ShardPlan], W]
     failed_before: Sequence[Failure]
-    chunk_s: float
+    chunk_s: float | None
 
     @property
     def variant(self) -> str:

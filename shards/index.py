@@ -77,8 +77,11 @@ def index_bytes(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def open_index(path: Path) -> pa.Table:
+def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
     """Maps the index at `path`; its columns are views of the file, one chunk each.
+
+    Args:
+        columns: those that are wanted; the others are neither checked nor read from the disk. None for all.
 
     Raises:
         DamagedIndex: the file is not an index of this format, or its structure is broken. Changed values in an
@@ -88,10 +91,11 @@ def open_index(path: Path) -> pa.Table:
     try:
         with pa.memory_map(str(path)) as mapped:
             table = pa.ipc.open_file(mapped).read_all()
-        table.validate(full=True)
+        used = table if columns is None else table.select(list(columns))
+        used.validate(full=True)
     except FileNotFoundError:
         raise
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DamagedIndex(path, f"not a readable Arrow file ({error})") from error
     metadata = table.schema.metadata or {}
     version = metadata.get(_FORMAT_KEY)
@@ -99,12 +103,12 @@ def open_index(path: Path) -> pa.Table:
         raise DamagedIndex(path, f"format {version!r}, expected {FORMAT_VERSION}")
     extensions = extensions_of(table)
     own = 1 + 3 * len(extensions)
-    wanted = index_schema(extensions, fields=list(table.schema)[own:])
-    if not table.schema.equals(wanted):
+    expected = index_schema(extensions, fields=list(table.schema)[own:])
+    if not table.schema.equals(expected):
         raise DamagedIndex(path, f"columns {table.schema.names} do not fit extensions {','.join(extensions)}")
     if table.num_rows == 0 or any(column.num_chunks != 1 for column in table.columns):
         raise DamagedIndex(path, "expected one batch with at least one row")
-    return table
+    return used
 
 
 def extensions_of(table: pa.Table) -> tuple[str, ...]:

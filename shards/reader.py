@@ -108,6 +108,17 @@ class CommittedShard:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
+    """The shard of one commit, by itself.
+
+    Raises:
+        ValueError: the commit has no files.
+    """
+    if commit.files is None:
+        raise ValueError(f"shard {commit.shard_id} has no files")
+    return CommittedShard(variant_directory, commit=commit, files=commit.files, open_tars=_OpenTars())
+
+
 class Variant:
     """One variant of one column, as its commits have it when it is opened."""
 

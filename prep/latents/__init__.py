@@ -1,0 +1,1 @@
+"""The `latents` column: frames of chunks as a VAE sees them."""

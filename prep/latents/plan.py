@@ -1,0 +1,177 @@
+"""The plan of the `latents` column: which shards have to be made and why, from the commits of `video` and its own.
+
+Shard N of `latents` holds the chunks of shard N of `video`. What is committed of `video` is planned, whether or not
+`prep chunk` is still at work; the rest is found by the next plan.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from prep.data_folder import LATENTS
+from prep.failures import TRANSIENT, FailureCode
+from prep.latents.frames import frames_on_screen
+from prep.latents.recipe import LatentsRecipe
+from prep.latents.sample import FINGERPRINT_COLUMNS, chunk_fingerprints
+from prep.plan import ShardPlan, ShardState, state_of
+from prep.planning import look_at
+from shards.commits import Commit, Failure, read_commits
+from shards.damage import DamagedIndex
+from shards.dataset import variant_dir
+from shards.index import open_index
+
+_MANY_THREADS = 8  # looking at files waits more than it computes
+_COLUMNS = [*FINGERPRINT_COLUMNS, "num_frames", "fps_num", "fps_den"]
+
+
+@dataclass(frozen=True)
+class VideoShard:
+    """What a plan has to know of a shard of chunks.
+
+    Attributes:
+        fingerprint: of the keys and bytes of its chunks; changed captions leave it alone.
+        num_frames: latents of all its chunks together.
+    """
+
+    shard_id: int
+    split: str
+    fingerprint: str
+    num_chunks: int
+    num_frames: int
+
+
+@dataclass(frozen=True)
+class LatentsPlan:
+    """A plan and what it was made from.
+
+    Attributes:
+        shards: in shard order.
+        num_frames: shard id -> frames to encode if all of the shard is made.
+        unreadable: shards of `video` that cannot be planned, since their index cannot be read.
+    """
+
+    recipe: LatentsRecipe
+    data_dir: Path
+    variant_dir: Path
+    video_dir: Path
+    video_commits: dict[int, Commit]
+    commits: dict[int, Commit]
+    shards: list[ShardPlan]
+    num_frames: dict[int, int]
+    unreadable: list[Failure]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that latents are wanted of."""
+        return sum(shard.num_chunks for shard in self.shards)
+
+
+def make_latents_plan(
+    data_dir: Path, recipe: LatentsRecipe, *, retry_codes: frozenset[str] = frozenset()
+) -> LatentsPlan:
+    """Plans `recipe` for what is committed of its variant of `video` in `data_dir`."""
+    video_dir = variant_dir(data_dir, "video", recipe.video)
+    folder = variant_dir(data_dir, LATENTS, recipe.variant)
+    video, own = read_commits(video_dir), read_commits(folder)
+    problems = look_at(folder, own.commits)
+    for damaged in own.damaged:
+        problems[int(damaged.path.stem)] = (ShardState.CORRUPT, str(damaged))
+    video_shards, unreadable = _look_at_video(video_dir, video.commits.values(), fps=recipe.settings.fps_exact)
+    cannot_tell = {int(damaged.path.stem) for damaged in video.damaged} | unreadable.keys()
+    shards = plan_shards(
+        recipe.fingerprint,
+        video_shards,
+        {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in cannot_tell},
+        problems=problems,
+        retry_codes=TRANSIENT | retry_codes,
+    )
+    return LatentsPlan(
+        recipe=recipe,
+        data_dir=data_dir,
+        variant_dir=folder,
+        video_dir=video_dir,
+        video_commits=video.commits,
+        commits=own.commits,
+        shards=list(shards),
+        num_frames={shard.shard_id: shard.num_frames for shard in video_shards},
+        unreadable=list(unreadable.values()),
+    )
+
+
+def plan_shards(
+    recipe_fingerprint: str,
+    video_shards: Iterable[VideoShard],
+    commits: Mapping[int, Commit],
+    *,
+    problems: Mapping[int, tuple[ShardState, str]],
+    retry_codes: frozenset[str],
+) -> Iterator[ShardPlan]:
+    """The state of every shard: those of `video_shards` in order, then committed ones that nothing is left of."""
+    wanted = set()
+    for shard in video_shards:
+        wanted.add(shard.shard_id)
+        fingerprint = hashlib.sha256(f"{recipe_fingerprint} {shard.split} {shard.fingerprint}".encode()).hexdigest()
+        state, reason = state_of(
+            commits.get(shard.shard_id),
+            fingerprint,
+            problem=problems.get(shard.shard_id),
+            retry_codes=retry_codes,
+            what_changed="its chunks",
+        )
+        yield ShardPlan(
+            shard_id=shard.shard_id,
+            split=shard.split,
+            state=state,
+            reason=reason,
+            plan_fingerprint=fingerprint,
+            rows=range(0),
+            num_chunks=shard.num_chunks,
+        )
+    for shard_id, commit in commits.items():
+        if shard_id not in wanted:
+            yield ShardPlan(
+                shard_id=shard_id,
+                split=commit.split,
+                state=ShardState.ORPHANED,
+                reason="the video column has no such chunks any more",
+                plan_fingerprint=commit.plan_fingerprint,
+                rows=range(0),
+                num_chunks=0,
+            )
+
+
+def _look_at_video(
+    video_dir: Path, commits: Iterable[Commit], *, fps: Fraction
+) -> tuple[list[VideoShard], dict[int, Failure]]:
+    """The committed shards of chunks, and by shard id those whose index cannot be read."""
+    shards, unreadable = [], {}
+    with ThreadPoolExecutor(_MANY_THREADS) as pool:
+        for found in pool.map(lambda commit: _look_at_one(video_dir, commit, fps=fps), commits):
+            if isinstance(found, VideoShard):
+                shards.append(found)
+            elif found is not None:
+                unreadable[found[0]] = found[1]
+    return shards, unreadable
+
+
+def _look_at_one(video_dir: Path, commit: Commit, *, fps: Fraction) -> VideoShard | tuple[int, Failure] | None:
+    if commit.files is None:
+        return None
+    try:
+        index = open_index(video_dir / commit.files.index, columns=_COLUMNS)
+    except (DamagedIndex, OSError) as error:
+        name = f"shard {commit.shard_id:06d}"
+        return commit.shard_id, Failure(name, None, str(FailureCode.CHUNK_DAMAGED), str(error))
+    digest = hashlib.sha256("\n".join(chunk_fingerprints(index)).encode()).hexdigest()
+    lengths = np.stack([index[name].to_numpy() for name in ("num_frames", "fps_num", "fps_den")])
+    kinds, counts = np.unique(lengths, axis=1, return_counts=True)
+    num_frames = sum(
+        int(count) * len(frames_on_screen(int(frames), chunk_fps=Fraction(int(num), int(den)), fps=fps))
+        for (frames, num, den), count in zip(kinds.T, counts, strict=True)
+    )
+    return VideoShard(commit.shard_id, commit.split, digest, index.num_rows, num_frames)

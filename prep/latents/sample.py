@@ -1,0 +1,129 @@
+"""From a chunk of `video` to its sample of `latents`: what to decode, its member and its row; and samples of before."""
+
+import hashlib
+import zlib
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from prep.failures import FailureCode, SourceFailure
+from prep.latents.crops import Square, as_numbers, segment_squares
+from prep.latents.frames import frames_on_screen
+from prep.latents.pieces import ChunkVideo
+from prep.latents.settings import LatentsSettings
+from shards.commits import Commit
+from shards.damage import Damaged
+from shards.format import LATENTS_FIELDS
+from shards.npy import npy_bytes
+from shards.reader import CommittedShard, open_shard
+from shards.writer import Sample
+
+EXTENSION = "latents.npy"
+FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
+
+
+def chunk_fingerprints(index: pa.Table) -> list[str]:
+    """One hash (hex) a chunk over its key and its bytes, from FINGERPRINT_COLUMNS of a `video` index."""
+    columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
+    lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
+    return [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
+
+
+def seconds_of(index: pa.Table, row: int) -> Fraction:
+    """How long a chunk lasts."""
+    return index["num_frames"][row].as_py() / _fps(index, row)
+
+
+def read_chunk_video(video: CommittedShard, row: int, *, settings: LatentsSettings) -> ChunkVideo:
+    """Reads a chunk and says which frames and squares of it are wanted.
+
+    Raises:
+        SourceFailure: chunk_damaged, when its bytes are not those that were committed.
+    """
+    index = video.index
+    try:
+        content = video.read(row, "mp4")
+    except (Damaged, OSError) as error:
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"the chunk cannot be read: {error}") from None
+    if zlib.crc32(content) != index["mp4_crc32"][row].as_py():
+        raise SourceFailure(FailureCode.CHUNK_DAMAGED, f"its bytes in {video.tar_path.name} are not those written")
+    return ChunkVideo(
+        content=content,
+        fps=_fps(index, row),
+        packet_frame=index["packet_frame"][row].as_py(),
+        packet_flags=index["packet_flags"][row].as_py(),
+        wanted=_wanted(index, row, settings),
+        segment_frames=settings.segment_frames,
+        squares=_squares(index, row, settings),
+    )
+
+
+def latents_sample(
+    index: pa.Table, row: int, stored: NDArray[np.generic], *, fingerprint: str, settings: LatentsSettings
+) -> Sample:
+    """The sample of the chunk in `row` of a `video` index; `stored` as from `as_stored`."""
+    num_frames, channels, height, width = stored.shape
+    fields = {
+        "video_id": index["video_id"][row].as_py(),
+        "start_ms": index["start_ms"][row].as_py(),
+        "num_frames": num_frames,
+        "fps_num": settings.fps_exact.numerator,
+        "fps_den": settings.fps_exact.denominator,
+        "channels": channels,
+        "height": height,
+        "width": width,
+        "dtype": settings.dtype,
+        "crops": as_numbers(_squares(index, row, settings)),
+        "chunk_fingerprint": fingerprint,
+    }
+    return Sample(key=index["key"][row].as_py(), members={EXTENSION: npy_bytes(stored)}, fields=fields)
+
+
+class OldLatents:
+    """The samples of a shard as it was committed before, as far as their bytes are still those that were written."""
+
+    def __init__(self, variant_dir: Path, commit: Commit | None) -> None:
+        self._rows: dict[str, int] = {}
+        if commit is None or commit.files is None:
+            return
+        self._shard = open_shard(variant_dir, commit)
+        try:
+            fingerprints = self._shard.index["chunk_fingerprint"].to_pylist()
+            crc32s = self._shard.index[f"{EXTENSION}_crc32"].to_pylist()
+            for row, fingerprint in enumerate(fingerprints):
+                if zlib.crc32(self._shard.read(row, EXTENSION)) == crc32s[row]:
+                    self._rows[fingerprint] = row
+        except (Damaged, OSError, KeyError):
+            return  # what was read so far can be used
+
+    def __contains__(self, fingerprint: str) -> bool:
+        return fingerprint in self._rows
+
+    def sample(self, fingerprint: str) -> Sample:
+        """The sample of a chunk that it holds."""
+        row = self._rows[fingerprint]
+        fields = {field.name: self._shard.index[field.name][row].as_py() for field in LATENTS_FIELDS}
+        key = self._shard.index["key"][row].as_py()
+        return Sample(key=key, members={EXTENSION: self._shard.read(row, EXTENSION)}, fields=fields)
+
+
+def _fps(index: pa.Table, row: int) -> Fraction:
+    return Fraction(index["fps_num"][row].as_py(), index["fps_den"][row].as_py())
+
+
+def _wanted(index: pa.Table, row: int, settings: LatentsSettings) -> list[int]:
+    return frames_on_screen(index["num_frames"][row].as_py(), chunk_fps=_fps(index, row), fps=settings.fps_exact)
+
+
+def _squares(index: pa.Table, row: int, settings: LatentsSettings) -> list[Square]:
+    num_segments = -(-len(_wanted(index, row, settings)) // settings.segment_frames)
+    return segment_squares(
+        num_segments,
+        key=index["key"][row].as_py(),
+        width=index["width"][row].as_py(),
+        height=index["height"][row].as_py(),
+        settings=settings,
+    )

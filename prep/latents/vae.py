@@ -1,0 +1,109 @@
+"""The one door to torch and diffusers: a VAE on a device, pictures in, latents out."""
+
+import logging
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from prep.latents.crops import generator
+from prep.latents.weights import TINY_CONFIG, Vae
+
+if TYPE_CHECKING:
+    import torch
+
+Device = Literal["cpu", "cuda"]
+Precision = Literal["float32", "float16", "bfloat16"]
+
+
+class Encoder:
+    """The encoding half of a VAE.
+
+    Args:
+        model: a diffusers AutoencoderKL.
+    """
+
+    def __init__(self, model: Any, *, vae: Vae, device: Device, precision: Precision) -> None:
+        import torch
+
+        model.decoder = None  # nothing is decoded here, and it is the larger half
+        self._model = model.to(device=device, dtype=getattr(torch, precision)).eval().requires_grad_(False)
+        self._device, self._dtype = torch.device(device), getattr(torch, precision)
+        self._scale, self._shift = vae.scaling_factor, vae.shift_factor or 0.0
+
+    def resized(self, crops: NDArray[np.uint8], *, size: int) -> "torch.Tensor":
+        """Square pictures [N, S, S, 3] as uint8 [N, 3, size, size] on the device, by antialiased bilinear resizing."""
+        import torch
+        from torch.nn import functional
+
+        pictures = torch.from_numpy(crops).to(self._device).permute(0, 3, 1, 2)
+        if pictures.shape[-1] == size:
+            return pictures
+        return functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
+
+    def encode(self, pictures: "torch.Tensor", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """Latents [N, C, h, w] of uint8 pictures [N, 3, H, W], shifted and scaled.
+
+        Args:
+            noise: standard normal [N, C, h, w], for samples of the posterior; None for its mean.
+        """
+        import torch
+
+        with torch.inference_mode():
+            scaled = pictures.to(self._dtype).div_(127.5).sub_(1)
+            posterior = self._model.encode(scaled.contiguous()).latent_dist
+            latents = posterior.mean.float()
+            if noise is not None:
+                latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
+            found: NDArray[np.float32] = ((latents - self._shift) * self._scale).cpu().numpy()
+            return found
+
+
+@lru_cache(maxsize=1)
+def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads: int) -> Encoder:
+    """Loads `vae`, once in each process.
+
+    Raises:
+        UserError: torch or diffusers is missing, or the weights do not fit the configuration.
+    """
+    # diffusers loads xformers where it is installed, whose complaints do not matter: no attention of its is used.
+    logging.getLogger("xformers").setLevel(logging.ERROR)
+    try:
+        import torch
+        from diffusers import AutoencoderKL
+        from diffusers.utils import logging as diffusers_logging
+    except ImportError as error:
+        raise UserError(f"{error.name} is not installed", hint="install clipmill[columns]") from None
+    diffusers_logging.set_verbosity_error()
+    torch.set_num_threads(num_threads)
+    if vae.directory is None:
+        model = _tiny(AutoencoderKL)
+    else:
+        try:
+            model = AutoencoderKL.from_pretrained(
+                vae.directory, use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"the VAE in {vae.directory} cannot be loaded: {reason}",
+                hint="its weights and its config.json must be of one model, as save_pretrained writes them",
+            ) from None
+    return Encoder(model, vae=vae, device=device, precision=precision)
+
+
+def _tiny(kind: Any) -> Any:
+    """The VAE without weights: small, and the same on every machine, since numpy draws its numbers."""
+    import torch
+
+    model = kind.from_config(TINY_CONFIG)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.ndim > 1:
+                drawn = generator(0, name, "tiny").standard_normal(parameter.shape, dtype=np.float32)
+                parameter.copy_(torch.from_numpy(drawn * np.float32(parameter[0].numel() ** -0.5)))
+            else:
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return model

@@ -1,0 +1,145 @@
+"""Where the VAE's weights are, what they are worth by their hash, and what its configuration says. No torch here."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from prep.latents.settings import TINY
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+_CLASS = "AutoencoderKL"
+_PIECE_BYTES = 1 << 20
+_SUGGESTION = "name a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
+
+# The VAE without weights: what makes it (prep.latents.vae) may only change together with this name.
+_TINY_SHA256 = hashlib.sha256(b"clipmill tiny VAE, version 1").hexdigest()
+TINY_CONFIG: dict[str, Any] = {
+    "_class_name": _CLASS,
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [4, 4, 8, 8],
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "mid_block_add_attention": False,
+    "scaling_factor": 1.5,  # makes the latents of natural videos about as wide as a standard normal
+}
+
+
+@dataclass(frozen=True)
+class Vae:
+    """A VAE that was found.
+
+    Attributes:
+        name: as the user gave it.
+        directory: of its files; None for `tiny`.
+        sha256: of configuration and weights.
+        channels: of the latents.
+        factor: by which it scales a side down.
+        scaling_factor, shift_factor: stored latents are (latents - shift_factor) x scaling_factor.
+    """
+
+    name: str
+    directory: Path | None
+    sha256: str
+    channels: int
+    factor: int
+    scaling_factor: float
+    shift_factor: float | None
+
+
+@lru_cache(maxsize=4)
+def find_vae(name: str) -> Vae:
+    """The VAE that `name` means: `tiny`, a folder, or a model of the Hugging Face hub, which is downloaded once.
+
+    A folder may be the VAE's own, or that of a pipeline with the VAE in `vae/`.
+
+    Raises:
+        UserError: there is none, or it is no AutoencoderKL of three colours with safetensors weights.
+    """
+    if name == TINY:
+        return _described(name, None, _TINY_SHA256, TINY_CONFIG)
+    directory = _folder(name)
+    if (directory / "vae" / CONFIG_FILE).is_file():
+        directory = directory / "vae"
+    config = _config(directory)
+    weights = directory / WEIGHTS_FILE
+    if not weights.is_file():
+        raise UserError(
+            f"{directory} holds no {WEIGHTS_FILE}",
+            hint="weights are read from safetensors only; save_pretrained of diffusers writes them",
+        )
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    try:
+        with weights.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
+    return _described(name, directory, digest.hexdigest(), config)
+
+
+def _folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+    if not is_hub_name:
+        raise UserError(f"there is no VAE folder {name} (asked for by --vae)", hint=_SUGGESTION)
+    return _downloaded(name)
+
+
+def _downloaded(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        raise UserError("huggingface_hub is not installed", hint="install clipmill[columns]") from None
+    wanted = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    # Network, cache and server have exceptions of their own, which derive from these.
+    except (OSError, HFValidationError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f'the VAE "{name}" cannot be had from the hub: {reason}', hint=_SUGGESTION) from None
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}", hint=_SUGGESTION) from None
+    kind = config.get("_class_name") if isinstance(config, dict) else None
+    if kind != _CLASS:
+        raise UserError(f"{path} describes {kind or 'no model'}, not an {_CLASS}", hint=_SUGGESTION)
+    return dict(config)
+
+
+def _described(name: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
+    # Absent entries have the defaults of diffusers' AutoencoderKL.
+    if (colours := config.get("in_channels", 3)) != 3:
+        raise UserError(f"the VAE {name} takes pictures of {colours} channels, videos have 3", hint=_SUGGESTION)
+    blocks = config.get("block_out_channels", [64])
+    shift = config.get("shift_factor")
+    try:
+        return Vae(
+            name=name,
+            directory=directory,
+            sha256=sha256,
+            channels=int(config.get("latent_channels", 4)),
+            factor=2 ** (len(blocks) - 1),
+            scaling_factor=float(config.get("scaling_factor", 0.18215)),
+            shift_factor=None if shift is None else float(shift),
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the configuration of the VAE {name} is damaged: {error}", hint=_SUGGESTION) from None

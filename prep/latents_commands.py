@@ -1,0 +1,129 @@
+"""`prep latents`: the `latents` column."""
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from manifests.errors import FailedWork, UserError
+from prep.chunk_commands import Address, EngineName, MaxFailures, parse_budget
+from prep.latents.settings import LatentsSettings
+from prep.model_engine import (
+    ModelWorkers,
+    NumGpus,
+    gpus_of_a_worker,
+    num_cores,
+    open_model_engine,
+    require_workers,
+)
+from prep.options import Data, Json
+
+if TYPE_CHECKING:
+    from prep.latents.recipe import LatentsRecipe
+
+Settings = Annotated[LatentsSettings, Parameter(name="*")]
+Batch = Annotated[int, Parameter(help="Frames that the model gets at a time.")]
+
+
+def latents(
+    settings: Settings,
+    *,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: ModelWorkers = None,
+    num_gpus: NumGpus = None,
+    batch: Batch = 16,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Encode the chunks of the current variant of video by a VAE, a few frames a second.
+
+    Run it again at any time, also while `prep chunk` is at work: only what is new, changed, missing or damaged is made.
+    After another codec or bitrate, run it once more: the latents of the old chunks are kept until then.
+
+    Example: prep latents --vae stabilityai/sd-vae-ft-mse --crop random
+    """
+    run_latents(settings, data, engine, address, workers, num_gpus, batch, max_failures, json)
+
+
+def plan_latents(
+    settings: Settings,
+    *,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Say what `prep latents` with the same settings would do and why; do nothing.
+
+    Example: prep plan latents --vae stabilityai/sd-vae-ft-mse
+    """
+    from prep.data_folder import require_data_folder
+    from prep.latents.plan import make_latents_plan
+    from prep.latents.plan_text import latents_report
+
+    data_dir = require_data_folder(data)
+    report = latents_report(make_latents_plan(data_dir, _recipe(settings, data_dir)))
+    print(json_module.dumps(report.values, indent=1) if json else report.text)
+
+
+def run_latents(
+    settings: LatentsSettings,
+    data: Path,
+    engine: str,
+    address: str | None,
+    workers: int | None,
+    num_gpus: float | None,
+    batch: int,
+    max_failures: str,
+    json: bool,
+    *,
+    retry_codes: frozenset[str] = frozenset(),
+) -> None:
+    """Plans and makes latents; `retry_codes` are failures to try again though nothing changed."""
+    from prep.data_folder import LATENTS, require_data_folder, writing
+    from prep.latents.job import latents_job
+    from prep.latents.plan import make_latents_plan
+    from prep.latents.plan_text import latents_summary_text, latents_summary_values
+    from prep.run import FAILURES_FILE, execute
+
+    budget = parse_budget(max_failures)
+    if batch < 1:
+        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more; 16 suits a CPU, 64 a large GPU")
+    require_workers(workers, num_gpus=num_gpus, address=address, engine=engine)
+    data_dir = require_data_folder(data)
+    with writing(data_dir, column=LATENTS):
+        recipe = _recipe(settings, data_dir)
+        planned = make_latents_plan(data_dir, recipe, retry_codes=retry_codes)
+        has_work = any(shard.has_work for shard in planned.shards)
+        # Looking for GPUs takes seconds, which a run with nothing to do need not spend.
+        gpus_each = gpus_of_a_worker(num_gpus) if has_work else 0.0
+        chosen = open_model_engine(engine, address=address, workers=workers, gpus_each=gpus_each)
+        job = latents_job(
+            planned,
+            device="cuda" if gpus_each else "cpu",
+            batch=batch,
+            # On a CPU each worker has a core. A GPU is fed by the cores that there are for it.
+            num_threads=max(1, num_cores() // (workers or 1)) if gpus_each else 1,
+        )
+        summary = execute(job, chosen)
+    values = latents_summary_values(summary, vae=settings.vae)
+    print(json_module.dumps(values, indent=1) if json else latents_summary_text(summary))
+    num_videos = len({commit.shard_id for commit in planned.video_commits.values()})
+    if summary.num_failed_videos > budget(num_videos):
+        listed = planned.variant_dir / FAILURES_FILE
+        raise FailedWork(f"{summary.num_failed_videos} videos have failures, listed in {listed}")
+    if summary.failures:
+        print(f"{summary.num_failed_videos} videos failed, within --max-failures {max_failures}", file=sys.stderr)
+
+
+def _recipe(settings: LatentsSettings, data_dir: Path) -> "LatentsRecipe":
+    from prep.data_folder import VIDEO
+    from prep.latents.recipe import resolve
+    from shards.dataset import current_variant
+
+    video = current_variant(data_dir, VIDEO)
+    if video is None:
+        raise UserError(f"{data_dir} holds no chunks", hint=f"make them first: prep chunk --len 15s --data {data_dir}")
+    return resolve(settings, video=video)
