@@ -5,7 +5,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from manifests.errors import UserError, run_command
-from prep import chunk_commands, latents_commands, set_commands
+from prep import chunk_commands, latents_commands, set_commands, text_commands
 from prep.manifest_commands import app as manifest_app
 
 app = App(
@@ -23,6 +23,7 @@ plan_app.default(chunk_commands.plan)
 plan_app.command(latents_commands.plan_latents, name="latents")
 app.command(plan_app)
 app.command(chunk_commands.retry)
+app.command(text_commands.text)
 app.command(set_commands.status)
 app.command(set_commands.verify)
 app.command(set_commands.inspect)

@@ -196,7 +196,7 @@ def weights_file(recipe: TextRecipe) -> Path:
         tags = open_clip.list_pretrained_tags_by_model(recipe.model)
         raise UserError(
             f'"{recipe.weights}" is neither a file nor a tag of {recipe.model}',
-            hint=f"its tags: {', '.join(tags) or 'none'}; or give the file of its weights",
+            hint=f"tags are, for example, {', '.join(tags[:6]) or 'none'}; or give the file of its weights",
         )
     if config.get("quick_gelu", False) != open_clip.get_model_config(recipe.model).get("quick_gelu", False):
         raise UserError(
@@ -251,7 +251,7 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         return {name.removeprefix("module."): tuple(tensor.shape) for name, tensor in tensors.items()}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, AttributeError, KeyError) as error:
         raise UserError(
-            f"{path} is no checkpoint of torch that can be read safely: {_first_line(error)}",
+            f"{path} is no checkpoint of torch that can be read safely ({type(error).__name__})",
             hint="give a .safetensors file, or one whose content torch.load(weights_only=True) accepts",
         ) from None
 
