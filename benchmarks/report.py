@@ -16,14 +16,23 @@ def parser_for(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+Rows = Sequence[Mapping[str, Any]]
+
+
 def print_report(
-    title: str, rows: Sequence[Mapping[str, Any]], *, notes: Sequence[str], json_path: Path | None
+    title: str,
+    rows: Rows,
+    *,
+    notes: Sequence[str],
+    json_path: Path | None,
+    further: Mapping[str, Rows] | None = None,
 ) -> None:
     """Prints one table whose columns are the keys of the rows.
 
     Args:
         notes: lines below the table, for example the targets.
         json_path: also takes everything as JSON.
+        further: tables that the same run measured, by their titles.
     """
     where = surroundings()
     print(f"### {title}\n")
@@ -31,14 +40,23 @@ def print_report(
         f"{where['machine']}; Python {where['python']}, ffmpeg {where['ffmpeg']}; "
         f"commit {where['commit']}, {where['date']}\n"
     )
+    _print_table(rows)
+    for other_title, other_rows in (further or {}).items():
+        print(f"\n#### {other_title}\n")
+        _print_table(other_rows)
+    print("".join(f"\n{note}" for note in notes), flush=True)
+    if json_path is not None:
+        content: dict[str, object] = {"benchmark": title, **where, "rows": [dict(row) for row in rows], "notes": list(notes)}
+        if further:
+            content["further"] = {name: [dict(row) for row in table] for name, table in further.items()}
+        json_path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _print_table(rows: Rows) -> None:
     columns = list(rows[0])
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
         print(f"| {' | '.join(_cell(row[column]) for column in columns)} |")
-    print("".join(f"\n{note}" for note in notes), flush=True)
-    if json_path is not None:
-        content = {"benchmark": title, **where, "rows": [dict(row) for row in rows], "notes": list(notes)}
-        json_path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _cell(value: object) -> str:

@@ -9,6 +9,10 @@ import pytest
 
 TINY = {
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--ways", "prep chunk", "bare ffmpeg"],
+    "latents": [
+        *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
+        *("--ways", "LatentLoader", "npy memmap", "memcpy"),
+    ],
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "plan": ["--chunks", "80"],
@@ -33,6 +37,46 @@ def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(
     assert figures["machine"] in table
     assert figures["commit"] in table
     assert "|---|" in table
+
+
+def test_a_way_to_load_latents_that_is_not_installed_leaves_its_row_empty(tmp_path: Path) -> None:
+    from benchmarks.latent_peers.process import NotInstalled, WayProcess
+    from benchmarks.latents import MEMCPY, SEEDS, rows_of
+
+    with pytest.raises(NotInstalled):
+        WayProcess(tmp_path / "python", "mds_shards", set_folder=tmp_path, own_folder=tmp_path / "own")
+    seed, floor = rows_of(32, {MEMCPY: [100.0, 300.0, 200.0]}, [SEEDS[0], MEMCPY])
+    assert (seed["segments/s"], seed["/ memcpy"]) == ("not installed", None)
+    assert (floor["segments/s"], floor["/ seed"], floor["/ memcpy"]) == (200, None, 1.0)
+
+
+def test_ratios_are_of_the_same_round_and_over_the_better_seed() -> None:
+    from benchmarks.latents import MEMCPY, OURS, SEEDS, rows_of
+
+    rates = {
+        OURS: [80.0, 30.0, 50.0],
+        SEEDS[0]: [2.0, 1.0, 5.0],
+        SEEDS[1]: [1.0, 3.0, 1.0],
+        MEMCPY: [100.0, 60.0, 50.0],
+    }
+    row = rows_of(1, rates, [OURS])[0]
+    assert (row["segments/s"], row["/ seed"], row["/ memcpy"]) == (50, 10.0, 0.8)
+
+
+def test_the_digest_of_latents_knows_every_byte_and_no_order(tmp_path: Path) -> None:
+    from benchmarks.latent_peers.segment_set import digest, make_segment_set, open_segment_set
+
+    make_segment_set(tmp_path / "set", num_segments=5, num_videos=2, values="ar1")
+    segments = open_segment_set(tmp_path / "set")
+    latents, text = segments.latents, segments.text[segments.video_of_segment]
+    whole = digest([(latents, text)])
+    assert whole[0] == 5
+    assert digest([(latents[3:], text[3:]), (latents[:3], text[:3])]) == whole
+    assert digest([(latents, text[::-1])]) != whole
+    assert digest([(latents[[0, 0, 1, 2, 3]], text[[0, 0, 1, 2, 3]])])[0] == 4
+    changed = latents.copy()
+    changed[4, -1, -1, -1, -1] += 1
+    assert digest([(changed, text)]) != whole
 
 
 def test_the_cost_of_a_command_holds_that_of_its_children_and_of_its_daemons(tmp_path: Path) -> None:
