@@ -258,7 +258,8 @@ def _read(
             table = file.read(columns)  # one chunk a row group, where `read_table` gives many
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"cannot read {path}: {error}", hint="run `prep manifest` again") from error
-    _require_parts(path, table.schema, manifest=manifest, schema=schema)
+    wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns])
+    _require_parts(path, table.schema, manifest=manifest, schema=wanted)
     return table.replace_schema_metadata().unify_dictionaries()
 
 

@@ -186,8 +186,8 @@ def _record(failed: tuple[FailedSample, ...], state: _State, *, run: RunFolder) 
 
 def _stop_at(loss: float, step: int, batch: Batch, *, run: RunFolder) -> None:
     path = run.path / "bad_batch.json"
-    caption_ids = batch["caption_id"].tolist()
-    publish_json(path, {"step": step, "loss": str(loss), "keys": batch["key"], "caption_ids": caption_ids})
+    keys, caption_ids = list(batch["key"]), batch["caption_id"].tolist()
+    publish_json(path, {"step": step, "loss": str(loss), "keys": keys, "caption_ids": caption_ids})
     raise FailedWork(f"the loss is {loss} at step {step}; the keys of its batch are in {path}")
 
 

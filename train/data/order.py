@@ -69,14 +69,14 @@ def _feistel(values: NDArray[np.uint64], num_bits: int, keys: NDArray[np.uint64]
     left, right = values >> right_bits, values & right_mask
     for number, key in enumerate(keys):
         if number % 2:
-            right = right ^ (_mix(left ^ key) & right_mask)
+            right = right ^ (mix(left ^ key) & right_mask)
         else:
-            left = left ^ (_mix(right ^ key) & left_mask)
+            left = left ^ (mix(right ^ key) & left_mask)
     return (left << right_bits) | right
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of each number: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

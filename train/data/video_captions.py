@@ -49,7 +49,7 @@ class VideoCaptions:
         variant = Variant.open(data_dir)
         self.variant_name = variant.directory.name
         self._shards = variant.shards()
-        self._video_ids = _videos_of_split(data_dir, split)
+        self._video_ids = videos_of_split(data_dir, split)
         self._chunks: ChunkTable = chunk_table(self._shards, self._video_ids)
         captions = read_captions(data_dir)
         video_row = rows_of(captions["video_id"], self._video_ids)
@@ -157,7 +157,8 @@ class VideoCaptions:
         return chunk_key(video_id, int(self._chunks.start_ms[chunk]))
 
 
-def _videos_of_split(data_dir: Path, split: str) -> pa.Array:
+def videos_of_split(data_dir: Path, split: str) -> pa.Array:
+    """Ids of the videos of a split; UserError where it has none."""
     videos = read_videos(data_dir)
     of_split = videos.filter(pc.equal(videos["split"], split))
     if not of_split.num_rows:

@@ -1,0 +1,175 @@
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests.errors import UserError
+from manifests.keys import split_key
+from tests.train.latents.conftest import CAPTIONS, WITHOUT_EMBEDDING
+from tests.train.latents.written import Caption, Chunk, Written, write_all
+from train.data.batch import Batch
+from train.data.latents.loader import LatentLoader
+
+T = 20
+
+
+def evaluation(written: Written, **settings: Any) -> list[Batch]:
+    loader = LatentLoader(written.data_dir, split="train", copy=True, **settings)
+    return [loaded.batch for loaded in loader.evaluation_batches()]
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def segments_of(written: Written, *, num_frames: int = T) -> dict[tuple[str, int], np.ndarray]:
+    """Bits of every full segment, by key and number, in the order of videos and time."""
+    return {
+        (key, number): latents[number * num_frames : (number + 1) * num_frames]
+        for key, latents in sorted(written.latents.items(), key=lambda item: split_key(item[0]))
+        for number in range(len(latents) // num_frames)
+    }
+
+
+def rows_of(batches: list[Batch], name: str) -> list[Any]:
+    return [row for batch in batches for row in batch[name]]  # type: ignore[literal-required]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 100])
+def test_every_segment_comes_as_it_was_written(written: Written, batch: int) -> None:
+    batches = evaluation(written, text=False, batch=batch)
+    expected = segments_of(written)
+    assert rows_of(batches, "key") == [key for key, _ in expected]
+    for got, wanted in zip(rows_of(batches, "latents"), expected.values(), strict=True):
+        assert got.shape == (T, 2, 4, 4) and got.dtype == torch.float16
+        assert np.array_equal(bits(got), wanted)
+    assert [int(place) for place in rows_of(batches, "position")] == list(range(len(expected)))
+    assert {one["input"] for one in batches} == {"latents"}
+
+
+def overlapping(key: str, number: int, *, seconds: float = 5.0) -> list[int]:
+    """Ids of the embedded captions of a segment, by the definition."""
+    video_id, start_ms = split_key(key)
+    begin = start_ms / 1000 + number * seconds
+    return [
+        caption_id
+        for caption_id, caption in enumerate(CAPTIONS)
+        if caption.video_id == video_id
+        and caption.begin_s < min(caption.end_s, begin + seconds)
+        and caption.end_s > begin
+        and caption_id not in WITHOUT_EMBEDDING
+    ]
+
+
+def test_a_segment_is_shown_with_the_captions_that_overlap_it(written: Written) -> None:
+    wanted = {place: ids for place in segments_of(written) if (ids := overlapping(*place))}
+    assert 0 < len(wanted) < len(segments_of(written))
+    batches = evaluation(written, batch=4)
+    assert rows_of(batches, "key") == [key for key, _ in wanted]
+    assert [int(one) for one in rows_of(batches, "caption_id")] == [ids[0] for ids in wanted.values()]
+    for latents, place in zip(rows_of(batches, "latents"), wanted, strict=True):
+        assert np.array_equal(bits(latents), segments_of(written)[place])
+    drawn: dict[tuple[str, int], set[int]] = {place: set() for place in wanted}
+    loader = LatentLoader(written.data_dir, split="train", batch=7, copy=True)
+    places = list(wanted)
+    by_bits = {latents.tobytes(): place for place, latents in segments_of(written).items()}
+    for loaded in islice(loader, 60):
+        batch = loaded.batch
+        for latents, caption, text in zip(batch["latents"], batch["caption_id"], batch["text"], strict=True):
+            drawn[by_bits[bits(latents).tobytes()]].add(int(caption))
+            assert np.array_equal(bits(text), written.text[int(caption)])
+    assert drawn == {place: set(wanted[place]) for place in places}
+
+
+def test_embeddings_come_as_they_were_written(written: Written) -> None:
+    batches = evaluation(written, batch=3)
+    for caption, text in zip(rows_of(batches, "caption_id"), rows_of(batches, "text"), strict=True):
+        assert text.dtype == torch.float16 and np.array_equal(bits(text), written.text[int(caption)])
+
+
+def test_the_log_says_what_is_left_out(written: Written) -> None:
+    line = LatentLoader(written.data_dir, split="train").describe()
+    num_segments = sum(1 for place in segments_of(written) if overlapping(*place))
+    assert line.startswith(f"{num_segments} segments of 20 frames (2 x 4 x 4 float16 at 4 frames a second) in 7 chunks")
+    assert "2 shorter tails left out" in line
+    assert "1 captions without embedding" in line
+    assert f"{len(segments_of(written)) - num_segments} segments without captions left out" in line
+    assert "3 captions that overlap no segment" in line
+
+
+def test_a_tail_is_filled_up_with_zeros_and_says_so(written: Written) -> None:
+    batches = evaluation(written, text=False, tails="pad", batch=3)
+    expected = [
+        (key, latents[first : first + T])
+        for key, latents in sorted(written.latents.items(), key=lambda item: split_key(item[0]))
+        for first in range(0, len(latents), T)
+    ]
+    assert rows_of(batches, "key") == [key for key, _ in expected]
+    assert [int(num) for num in rows_of(batches, "num_frames")] == [len(latents) for _, latents in expected]
+    for got, (_, wanted) in zip(rows_of(batches, "latents"), expected, strict=True):
+        assert np.array_equal(bits(got[: len(wanted)]), wanted) and not got[len(wanted) :].any()
+
+
+def test_a_buffer_that_held_a_full_segment_shows_nothing_of_it_behind_a_tail(written: Written) -> None:
+    loader = LatentLoader(written.data_dir, split="train", text=False, tails="pad", batch=1, depth=1)
+    shown = [
+        (int(loaded.batch["num_frames"]), loaded.batch["latents"][0].any(dim=(1, 2, 3)).tolist())
+        for loaded in islice(loader, 40)
+    ]
+    assert {num for num, _ in shown} == {8, 12, 20}
+    assert all(frames == [True] * num + [False] * (T - num) for num, frames in shown)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_frames=st.lists(st.integers(1, 23), min_size=1, max_size=5),
+    frame=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 7)),
+    segment=st.integers(1, 9),
+    width=st.sampled_from([1, 3, 100, 256, 300]),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+)
+def test_sizes_that_fit_no_block_come_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    num_frames: list[int],
+    frame: tuple[int, int, int],
+    segment: int,
+    width: int,
+    dtype: str,
+) -> None:
+    chunks = [Chunk(f"v{number}", 0, num, frame, dtype, Fraction(1)) for number, num in enumerate(num_frames)]
+    captions = [Caption(chunk.video_id, 0, float("inf"), chunk.video_id) for chunk in chunks]
+    shards = [part for part in (chunks[:2], chunks[2:]) if part]
+    written = write_all(tmp_path_factory.mktemp("sizes"), shards, captions, width=width)
+    batches = evaluation(written, segment=f"{segment}s", tails="pad", batch=2)
+    wanted = [
+        (written.latents[chunk.key][first : first + segment], number)
+        for number, chunk in enumerate(chunks)
+        for first in range(0, chunk.num_frames, segment)
+    ]
+    for got, text, (latents, number) in zip(rows_of(batches, "latents"), rows_of(batches, "text"), wanted, strict=True):
+        assert got.dtype == getattr(torch, dtype)
+        assert np.array_equal(bits(got.contiguous())[: len(latents)], latents)
+        assert not bits(got)[len(latents) :].any()
+        assert np.array_equal(bits(text), written.text[number])
+
+
+def test_a_segment_that_is_no_whole_number_of_frames_is_refused(written: Written) -> None:
+    with pytest.raises(UserError, match=r"0\.3s' is 1\.2 frames at 4 frames"):
+        LatentLoader(written.data_dir, split="train", segment="0.3s")
+    with pytest.raises(UserError, match="no length of a segment"):
+        LatentLoader(written.data_dir, split="train", segment="5 minutes")
+
+
+def test_segments_that_would_show_two_crops_are_refused(tmp_path: Path) -> None:
+    captions = [Caption("a", 0, 1, "a")]
+    written = write_all(tmp_path / "data", [[Chunk("a", 0, 60)]], captions, crop="random", segment="5s")
+    LatentLoader(written.data_dir, split="train", segment="2.5s")
+    for segment in ("10s", "3s"):
+        with pytest.raises(UserError, match="two crops"):
+            LatentLoader(written.data_dir, split="train", segment=segment)

@@ -1,0 +1,1 @@
+"""Batches of latents, with the text embeddings of their captions, at the speed of copying memory."""

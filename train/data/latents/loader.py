@@ -1,0 +1,159 @@
+"""Batches of latents with their text embeddings: the one class that the others of this package serve."""
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from train.data.latents.checksums import Checksums
+from train.data.latents.filling import Filled, fill, fill_checked
+from train.data.latents.gather import Gather, VisitBlock
+from train.data.latents.segment_set import SegmentSet
+from train.data.latents.segments import Tails
+from train.data.loader import LoadedBatch
+from train.data.order import SampleOrder, positions_of_rank
+
+# Visits are worked out this many at a time; the first blocks are small, so that the first batch does not wait.
+_BLOCK = 1 << 14
+_GROWTH = 8
+
+
+class LoaderState(TypedDict):
+    """Where a run over the set stands."""
+
+    position: int  # samples seen by all ranks together
+    seed: int
+    samples: str  # fingerprint of the set
+
+
+class LatentLoader:
+    """Batches of one split for one rank; `for loaded in loader` goes on without end (train.data.loader.LoadedBatch).
+
+    A sample is a segment of a chunk's latents with one of the captions that overlap it: in training one drawn for
+    each visit by a pure function of (seed, position), in evaluation the one of the lowest id. train.data.batch lists
+    what is in a batch. Positions run on over the epochs without end, so no sample is dropped or shown twice where a
+    batch does not divide an epoch. Rank r takes every `num_ranks`-th position; all ranks get batches without end.
+
+    Args:
+        data_dir: folder that prep made.
+        split: of the manifest.
+        segment: length of a segment in seconds, a whole number of frames.
+        batch: samples of this rank's batch.
+        seed: of order and captions.
+        text: whether samples have embeddings; segments without an embedded caption are then left out.
+        tails: what becomes of the frames after the last full segment of a chunk: "drop", or "pad" with zeros
+            (batches then say `num_frames`).
+        depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.
+        copy: give each batch memory of its own, which costs about as much again as the gathering.
+        verify: compare every record with its checksum when it is first read. One that differs is a failed sample:
+            it is named, and in training the next sample of this rank takes its place.
+
+    Raises:
+        UserError: nothing can be shown, the columns do not belong together, or a tar is missing or cut short.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        split: str,
+        segment: str = "5s",
+        batch: int = 32,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        text: bool = True,
+        tails: Tails = "drop",
+        depth: int = 4,
+        copy: bool = False,
+        verify: bool = False,
+    ) -> None:
+        if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
+            raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
+        self.samples = SegmentSet(data_dir, split=split, segment=segment, text=text, tails=tails)
+        self._batch, self._seed, self._rank, self._num_ranks = batch, seed, rank, num_ranks
+        self._order = SampleOrder(len(self.samples), seed)
+        self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth)
+        self._checksums = Checksums(self.samples) if verify else None
+        self._position = 0
+
+    def __len__(self) -> int:
+        """Samples of an epoch, of all ranks together."""
+        return len(self.samples)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of which samples there are and in which order."""
+        return self.samples.fingerprint
+
+    def describe(self) -> str:
+        """One line for the log: what is in the set, and what is left out and why."""
+        return self.samples.describe()
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        return self.batches()
+
+    def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
+        """Endless batches in training order, from `position` on, or from where the loader stands.
+
+        Raises:
+            TooManyFailures: more than `max_failures` samples failed.
+        """
+        begin = self._position if position is None else position
+        for batch, failed, num_taken in self._filled(self._training_blocks(begin), max_failures=max_failures):
+            self._position = begin + num_taken * self._num_ranks
+            yield LoadedBatch(batch, failed, self._position)
+
+    def evaluation_batches(self) -> Iterator[LoadedBatch]:
+        """This rank's part of all samples, each once, in order; ranks differ by one sample at most.
+
+        The last batch may be smaller, or empty where all that was left has failed.
+        """
+        for batch, failed, num_taken in self._filled(self._evaluation_blocks(), max_failures=None):
+            yield LoadedBatch(batch, failed, min(num_taken * self._num_ranks, len(self)))
+
+    def state_dict(self) -> LoaderState:
+        """Where the batches taken so far end; the same for every rank that has taken as many."""
+        return LoaderState(position=self._position, seed=self._seed, samples=self.fingerprint)
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Goes on from `state`, whatever the batch and the number of ranks were that it was saved with.
+
+        Raises:
+            UserError: it is of another set of samples or another seed, in which its place means nothing.
+        """
+        if state["samples"] != self.fingerprint or state["seed"] != self._seed:
+            what = "samples" if state["samples"] != self.fingerprint else f"order: seed {state['seed']}"
+            raise UserError(
+                f"the loader's state is of other {what}, not of {self.describe()}, seed {self._seed}",
+                hint="go on with the data, split, segment and seed that the run began with",
+            )
+        self._position = state["position"]
+
+    def _filled(self, blocks: Iterator[VisitBlock], *, max_failures: int | None) -> Iterator[Filled]:
+        if self._checksums is None:
+            return fill(blocks, self._gather, batch=self._batch)
+        return fill_checked(blocks, self._gather, self._checksums, batch=self._batch, max_failures=max_failures)
+
+    def _training_blocks(self, position: int) -> Iterator[VisitBlock]:
+        """This rank's visits from the global `position` on, in blocks of whole batches."""
+        largest = max(_BLOCK // self._batch, 1)
+        num_batches = 1
+        while True:
+            count = num_batches * self._batch
+            positions = positions_of_rank(position, count, rank=self._rank, num_ranks=self._num_ranks)
+            yield self._block(self._order.at(positions), positions, seed=self._seed)
+            position += count * self._num_ranks
+            num_batches = min(num_batches * _GROWTH, largest)
+
+    def _evaluation_blocks(self) -> Iterator[VisitBlock]:
+        count = max(_BLOCK // self._batch, 1) * self._batch * self._num_ranks
+        for begin in range(0, len(self), count):
+            samples = np.arange(begin + self._rank, min(begin + count, len(self)), self._num_ranks)
+            yield self._block(samples, samples, seed=None)
+
+    def _block(self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None) -> VisitBlock:
+        return self._gather.block(self.samples.visit(samples, position=positions, seed=seed))

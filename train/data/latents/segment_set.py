@@ -1,0 +1,218 @@
+"""The set of samples: every segment of a split, with the captions it can be shown with."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from shards.dataset import current_variant
+from shards.reader import Variant
+from train.data.latents.captions import SegmentCaptions, pair_captions
+from train.data.latents.mapped_tars import MappedTars
+from train.data.latents.records import LatentRecords, key_of, read_records
+from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
+from train.data.latents.text_rows import TextRows, read_text_rows
+from train.data.order import mix
+from train.data.video_captions import videos_of_split
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Samples to be shown, one entry of each array a visit.
+
+    Attributes:
+        position: in the endless order.
+        chunk: place in the records.
+        address: where the latents begin in the mapped tars.
+        num_frames: how many frames there are; fewer than a segment's for a tail.
+        caption_id, text_address: of the caption, and where its embedding begins; None in a set without text.
+    """
+
+    position: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    address: NDArray[np.int64]
+    num_frames: NDArray[np.int64]
+    caption_id: NDArray[np.int64] | None
+    text_address: NDArray[np.int64] | None
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def take(self, rows: Sequence[int]) -> "Visits":
+        """Some of the visits."""
+        chosen = np.array(rows, dtype=np.int64)
+        arrays: dict[str, Any] = {name: None if array is None else array[chosen] for name, array in vars(self).items()}
+        return Visits(**arrays)
+
+
+def join(parts: Sequence[Visits]) -> Visits:
+    """One after another; of a set with text, or all of one without."""
+    arrays = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
+    joined: dict[str, Any] = {name: None if some[0] is None else np.concatenate(some) for name, some in arrays.items()}
+    return Visits(**joined)
+
+
+class SegmentSet:
+    """Samples of one split, ordered by (video, time); what each is made of, for any of them at once.
+
+    Memory: 40 bytes a chunk, and with text 8 a segment that has captions, 16 a caption and 4 a (segment, caption)
+    pair; a million chunks of three segments with four million captions take about 150 MB.
+
+    Raises:
+        UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
+    """
+
+    def __init__(self, data_dir: Path, *, split: str, segment: str, text: bool, tails: Tails) -> None:
+        if not data_dir.is_dir():
+            raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
+        self.split = split
+        self.video_ids: pa.Array = videos_of_split(data_dir, split)
+        self._latents = Variant.open(data_dir, column="latents")
+        self._text_variant = Variant.open(data_dir, column="text") if text else None
+        self._stale = self._other_video_variant(data_dir)
+        latent_shards = self._latents.shards()
+        text_shards = self._text_variant.shards() if self._text_variant else []
+        self.tars = MappedTars([*latent_shards, *text_shards])
+        starts = self.tars.starts
+        records = read_records(latent_shards, starts=starts[: len(latent_shards)], video_ids=self.video_ids)
+        if records is None:
+            raise self._nothing_of(self._latents, data_dir)
+        self.records: LatentRecords = records
+        num_frames = frames_of(segment, records.shape)
+        self._check_crops(segment)
+        self.segments: Segments = cut(records, num_frames=num_frames, tails=tails)
+        self.text: TextRows | None = None
+        self.captions: SegmentCaptions | None = None
+        if self._text_variant:
+            self._add_text(data_dir, starts[len(latent_shards) :])
+        if not len(self):
+            raise UserError(
+                f"no segment of split {split!r} can be shown: {self.describe()}",
+                hint="use a shorter segment, or tails='pad'; segments without captions need text=False",
+            )
+
+    def __len__(self) -> int:
+        return len(self.segments) if self.captions is None else len(self.captions.segment)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a full segment."""
+        return self.segments.num_frames * self.records.shape.frame_bytes
+
+    def key(self, chunk: int) -> str:
+        """Key of a chunk."""
+        return key_of(self.records, chunk, video_ids=self.video_ids)
+
+    def describe(self) -> str:
+        """One line: segments that are shown, and what is left out and why."""
+        shape, segments, captions = self.records.shape, self.segments, self.captions
+        parts = [
+            f"{len(self):,} segments of {segments.num_frames} frames ({shape}) "
+            f"in {len(self.records):,} chunks of split {self.split!r}"
+        ]
+        if segments.num_tails:
+            what = "left out" if segments.tails == "drop" else "filled up with zeros"
+            parts.append(f"{segments.num_tails:,} shorter tails {what}")
+        if captions is not None:
+            counts = {
+                f"{len(segments) - len(self):,} segments without captions left out": len(segments) - len(self),
+                f"{captions.num_not_embedded:,} captions without embedding": captions.num_not_embedded,
+                f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,
+            }
+            parts += [text for text, count in counts.items() if count]
+        for variant in (self._latents, self._text_variant):
+            if variant is not None and variant.damaged:
+                parts.append(f"{len(variant.damaged):,} damaged commits of {variant.directory.name} left out")
+        if self._stale:
+            parts.append(self._stale)
+        return "; ".join(parts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of which samples there are and in which order, whatever shards they lie in."""
+        names = [variant.directory.name for variant in (self._latents, self._text_variant) if variant]
+        digest = hashlib.sha256("\n".join(names).encode())
+        digest.update(pa.record_batch([self.video_ids], names=["video_id"]).serialize())
+        arrays: list[NDArray[Any]] = [self.records.video_row, self.records.start_ms, self.segments.first]
+        if self.captions is not None:
+            captions = self.captions
+            arrays += [captions.segment, captions.first_pair, captions.pair_caption, captions.caption_id]
+        for array in arrays:
+            digest.update(f"{self.segments.num_frames} {array.dtype} {len(array)}\n".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def visit(self, samples: NDArray[np.int64], *, position: NDArray[np.int64], seed: int | None) -> Visits:
+        """What is shown of `samples` at `position`: one caption of each, drawn with `seed`, or else the first."""
+        captions = self.captions
+        segment = samples if captions is None else captions.segment[samples].astype(np.int64)
+        chunk = self.segments.chunk_of(segment)
+        frame = (segment - self.segments.first[chunk]) * self.segments.num_frames
+        caption_id = text_address = None
+        if captions is not None:
+            place = captions.first_pair[samples].astype(np.int64)
+            if seed is not None:
+                place += _draw(captions.first_pair[samples + 1] - place, position=position, seed=seed)
+            caption = captions.pair_caption[place]
+            caption_id = captions.caption_id[caption].astype(np.int64)
+            text_address = captions.address[caption]
+        return Visits(
+            position=position,
+            chunk=chunk,
+            address=self.records.array_address[chunk] + frame * self.records.shape.frame_bytes,
+            num_frames=np.minimum(self.records.num_frames[chunk] - frame, self.segments.num_frames),
+            caption_id=caption_id,
+            text_address=text_address,
+        )
+
+    def _add_text(self, data_dir: Path, starts: NDArray[np.int64]) -> None:
+        assert self._text_variant is not None
+        shards = self._text_variant.shards()
+        text = read_text_rows(shards, starts=starts, video_ids=self.video_ids) if shards else None
+        if text is None or not (text.member_video >= 0).any():
+            raise self._nothing_of(self._text_variant, data_dir)
+        self.text = text
+        self.captions = pair_captions(
+            data_dir, records=self.records, segments=self.segments, text=text, video_ids=self.video_ids
+        )
+
+    def _nothing_of(self, variant: Variant, data_dir: Path) -> UserError:
+        there = sorted({name for shard in variant.shards()[:1] for name in shard.index["video_id"][:3].to_pylist()})
+        column = variant.directory.parent.name
+        return UserError(
+            f"{variant.directory} has no {column} of any video of split {self.split!r}: "
+            f"the manifest names {', '.join(map(repr, self.video_ids[:3].to_pylist()))}, "
+            f"the column {', '.join(map(repr, there)) or 'nothing'}",
+            hint=f"run prep {column} --data {data_dir}, unless the column is of another data set",
+        )
+
+    def _check_crops(self, segment: str) -> None:
+        recipe = self._latents.recipe
+        if recipe.get("crop") != "random":
+            return
+        made = str(recipe.get("segment"))
+        if (seconds_of(made) / seconds_of(segment)).denominator != 1:
+            raise UserError(
+                f"segments of {segment} would show two crops: {self._latents.directory} has a new one every {made}",
+                hint=f"use segment={made!r} or a whole part of it, or latents with --crop centre",
+            )
+
+    def _other_video_variant(self, data_dir: Path) -> str:
+        made_of, current = self._latents.recipe.get("video"), current_variant(data_dir, "video")
+        if made_of is None or current is None or made_of == current:
+            return ""
+        return f"made of the chunks of {made_of}, and {current} is the current variant"
+
+
+def _draw(counts: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """A number below each of `counts`: a pure function of (seed, position)."""
+    digest = hashlib.blake2b(f"caption/{seed}".encode(), digest_size=8).digest()
+    hashes = mix(position.astype(np.uint64) + np.frombuffer(digest, "<u8"))
+    return ((hashes >> np.uint64(32)) * counts.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
