@@ -92,7 +92,7 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
     path = tower.weights_file(recipe)
     width = tower.check_weights(recipe, path)
     return ResolvedTextRecipe(
-        clip=recipe.clip if tower.is_tag(recipe) else f"{recipe.model}:{Path(recipe.weights).name}",
+        clip=f"{recipe.model}:{recipe.weights if tower.is_tag(recipe) else Path(recipe.weights).name}",
         clip_sha256=file_sha256(path),
         width=width,
     )

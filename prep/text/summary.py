@@ -1,10 +1,16 @@
-"""What a run of `prep text` did, for people and for scripts."""
+"""What a plan and a run of the `text` column say to people and to scripts."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from prep.data_folder import TEXT
+from prep.plan_text import Report, states_lines, states_values
+from prep.recipe import recipe_differences
+from prep.text.planning import TextPlan
 from shards.commits import Failure
+from shards.dataset import current_variant
+from shards.reader import Variant
 
 
 @dataclass(frozen=True)
@@ -84,3 +90,29 @@ def text_summary_text(summary: TextSummary) -> str:
         lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
     lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]
     return "\n".join(lines)
+
+
+def text_report(plan: TextPlan) -> Report:
+    """What would be done, by state and reason. How many texts are new is not known before captions are read."""
+    differences = _differences(plan)
+    num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
+    lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
+    lines += states_lines(plan.shards, of="videos")
+    lines.append(f"estimate the captions of {num_videos} videos at most" if num_videos else "nothing to do")
+    values = {
+        "variant": plan.recipe.variant,
+        "changed_settings": differences,
+        "num_videos": plan.num_videos,
+        "num_captions": plan.num_captions,
+        **states_values(plan.shards, of="videos"),
+        "estimate": {"num_videos": num_videos},
+    }
+    return Report("\n".join(lines), values)
+
+
+def _differences(plan: TextPlan) -> list[str]:
+    current = current_variant(plan.data_dir, TEXT)
+    if current is None or current == plan.recipe.variant:
+        return []
+    old = Variant.open(plan.data_dir, column=TEXT, variant=current).recipe
+    return recipe_differences(old, plan.recipe.as_dict())

@@ -1,0 +1,65 @@
+"""A small text tower in open_clip's own format, as a user would bring one."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from prep.text import tower
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """A random model of a name of its own, and its weights in both formats."""
+
+    model: str
+    folder: Path
+
+    @property
+    def safetensors(self) -> Path:
+        return self.folder / f"{self.model}.safetensors"
+
+    @property
+    def torch_file(self) -> Path:
+        return self.folder / f"{self.model}.pt"
+
+    def load(self) -> Any:
+        """The model as open_clip loads it."""
+        return open_clip.create_model(self.model, pretrained=str(self.safetensors)).eval()
+
+
+@pytest.fixture(scope="session", params=["together", "apart"])
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Models whose text tower lies at the top of the state, and in a module of its own."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    name = f"small-{request.param}"
+    config = {
+        "embed_dim": 48,
+        "vision_cfg": {"layers": 1, "width": 64, "head_width": 64, "patch_size": 16, "image_size": 32},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+        "custom_text": request.param == "apart",
+    }
+    (folder / f"{name}.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder / f"{name}.json")
+    torch.manual_seed(0)
+    state = open_clip.create_model(name).state_dict()
+    made = Checkpoints(name, folder)
+    save_file(state, made.safetensors)
+    # As open_clip's training saves it, from several GPUs.
+    torch.save({"epoch": 1, "state_dict": {f"module.{key}": value for key, value in state.items()}}, made.torch_file)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Encoding on the CPU sets the number of threads; other tests get theirs back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    tower.load_tower.cache_clear()

@@ -1,0 +1,173 @@
+"""What a user gets wrong is said in two lines; what a text gets wrong is named, counted and not stored."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prep.engines import Outcome, R, T
+from prep.failures import FailureCode
+from prep.plan import ShardState
+from prep.text.blocks import TowerUse
+from prep.text.planning import make_text_plan
+from prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
+from prep.text.run import run_text
+from shards.commits import read_commits
+from tests.prep.running import Ran
+from tests.prep.text.conftest import Checkpoints
+from tests.prep.text.sets import (
+    CAPTIONS,
+    SPLITS,
+    Here,
+    embedding_of_captions,
+    encode,
+    plan_of,
+    samples,
+    texts_of_captions,
+    write_captions,
+)
+
+Command = Callable[..., Ran]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    write_captions(folder, CAPTIONS, splits=SPLITS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [
+        ("ViT-B-32", 'error: --clip "ViT-B-32" does not name a text tower'),
+        ("ViT-B-32:", 'error: --clip "ViT-B-32:" does not name a text tower'),
+        ("ViT-Q-32:openai", 'error: open_clip has no model "ViT-Q-32"'),
+        ("ViT-B-32:no_such_tag", 'error: "no_such_tag" is neither a file nor a tag of ViT-B-32'),
+        ("ViT-B-32:/nowhere/clip.pt", 'error: "/nowhere/clip.pt" is neither a file nor a tag'),
+        ("ViT-B-32:openai", "error: the weights openai are of another activation than ViT-B-32 has"),
+    ],
+)
+def test_a_tower_that_is_not_there_is_named(prep: Command, data: Path, clip: str, message: str) -> None:
+    ran = prep("text", "--clip", clip, "--data", data, status=2)
+    error, hint = ran.stderr.splitlines()
+    assert error.startswith(message) and hint.startswith("hint: ")
+    assert not (data / "text").exists()
+
+
+def test_files_that_are_no_weights_of_the_model_are_named(
+    prep: Command, data: Path, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    text_file, cut, other = tmp_path / "a.pt", tmp_path / "cut.safetensors", tmp_path / "other.safetensors"
+    text_file.write_text("not weights")
+    cut.write_bytes(checkpoints.safetensors.read_bytes()[:-100])
+    state = load_file(checkpoints.safetensors)
+    save_file({name: value for name, value in state.items() if "ln_final" not in name}, other)
+    for path, message in (
+        (text_file, "is no checkpoint of torch that can be read safely"),
+        (cut, "is no safetensors file: it has "),
+        (other, f"is no checkpoint of {checkpoints.model}: "),
+    ):
+        error, _ = prep("text", "--clip", f"{checkpoints.model}:{path}", "--data", data, status=2).stderr.splitlines()
+        assert error.startswith(f"error: {path} {message}")
+    clip = f"ViT-B-32:{checkpoints.safetensors}"
+    error, _ = prep("text", "--clip", clip, "--data", data, status=2).stderr.splitlines()
+    assert "is no checkpoint of ViT-B-32: " in error and "expected [77, 512]" in error
+
+
+def test_a_checkpoint_that_would_run_a_program_is_refused(
+    prep: Command, data: Path, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    class Program:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"state_dict": Program()}, tmp_path / "clip.pt")
+    clip = f"{checkpoints.model}:{tmp_path / 'clip.pt'}"
+    assert "read safely" in prep("text", "--clip", clip, "--data", data, status=2).stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("flags", [("--batch", 0), ("--workers", 0), ("--num-gpus", -1)])
+def test_flags_that_make_nothing_are_named(prep: Command, data: Path, flags: tuple[str, int]) -> None:
+    ran = prep("text", "--clip", "tiny", "--data", data, *flags, status=2)
+    assert ran.stderr.startswith(f"error: {flags[0]} {flags[1]} ")
+
+
+def test_without_a_manifest_the_command_that_makes_one_is_named(prep: Command, tmp_path: Path) -> None:
+    ran = prep("text", "--clip", "tiny", "--data", tmp_path, status=2)
+    assert "no manifest" in ran.stderr and "prep manifest" in ran.stderr
+
+
+def test_a_recipe_is_what_it_was_after_it_was_stored(checkpoints: Checkpoints) -> None:
+    recipe = resolve(TextRecipe(clip=f"{checkpoints.model}:{checkpoints.torch_file}"))
+    assert text_recipe_from_dict(recipe.as_dict()) == recipe
+    assert recipe.clip == f"{checkpoints.model}:{checkpoints.model}.pt" and recipe.width == 48
+    other = ResolvedTextRecipe(clip=recipe.clip, clip_sha256="0" * 64, width=48)
+    assert other.variant != recipe.variant and "tiny" in resolve(TextRecipe(clip="tiny")).variant
+
+
+def test_empty_and_endless_captions_are_encoded_and_the_cut_ones_counted(tmp_path: Path) -> None:
+    word, words = "Q" + "xqj" * 33_333, "dog " * 25_000
+    write_captions(tmp_path, {"v": ["", " ", word, words, "x\0y", "dog"]})
+    summary = encode(tmp_path)
+    assert (summary.num_videos, summary.num_texts, summary.num_cut, summary.failures) == (1, 6, 2, [])
+    stored, texts = embedding_of_captions(plan_of(tmp_path).variant_dir), texts_of_captions(tmp_path)
+    row_of = {text: stored[caption_id] for caption_id, text in texts.items()}
+    assert row_of.keys() == {"", " ", word, words, "x\0y", "dog"}
+    assert np.isfinite(np.stack(list(row_of.values()))).all()
+    assert np.array_equal(row_of[""], row_of[" "])  # nothing is left of it
+    assert not np.array_equal(row_of["dog"], row_of[words])
+
+
+def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
+    prep: Command, data: Path, checkpoints: Checkpoints
+) -> None:
+    state = load_file(checkpoints.safetensors)
+    (name,) = (name for name in state if name.endswith("token_embedding.weight"))
+    (bird,) = open_clip.SimpleTokenizer().encode("bird")
+    state[name][bird] = float("nan")
+    clip = f"{checkpoints.model}:{checkpoints.folder / 'nan.safetensors'}"
+    save_file(state, checkpoints.folder / "nan.safetensors")
+    folder = plan_of(data, clip).variant_dir
+
+    summary = encode(data, clip)
+    assert [(failure.video_id, failure.code) for failure in summary.failures] == [("other", "not_finite")]
+    assert "'a bird'" in summary.failures[0].message
+    assert list(samples(folder)) == ["long", "short"]
+    assert read_commits(folder).commits[1].files is None
+    assert '"not_finite"' in (folder / "failures.jsonl").read_text()
+
+    engine = Here()
+    assert encode(data, clip, engine=engine).failures == summary.failures
+    assert engine.texts == []  # the same weights would give the same
+    again = make_text_plan(data, resolve(TextRecipe(clip=clip)), retry_codes=frozenset({FailureCode.NOT_FINITE}))
+    assert [shard.state for shard in again.shards] == [ShardState.CURRENT, ShardState.RETRY]
+    arguments = ("text", "--clip", clip, "--data", data)
+    assert "1 of 3 videos have failures" in prep(*arguments, status=1).stderr
+    assert "within --max-failures 1" in prep(*arguments, "--max-failures", 1).stderr
+
+
+class Losing:
+    """An engine whose workers die under every block."""
+
+    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+        for task in tasks:
+            yield None
+            yield Outcome(task, None, lost="the worker was killed by signal 9 3 times")
+
+
+def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(data: Path) -> None:
+    encode(data)
+    write_captions(data, {**CAPTIONS, "short": ["a cat", "new"]}, splits=SPLITS)
+    plan = plan_of(data)
+    summary = run_text(plan, TowerUse("tiny", plan.recipe.clip_sha256, batch=8, device="cpu"), Losing())
+    assert [(failure.code, failure.video_id) for failure in summary.failures] == [("worker_lost", "long")]
+    assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["a cat", "the end"]  # as before
+    assert encode(data).failures == []
+    assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["a cat", "new"]
