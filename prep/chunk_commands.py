@@ -1,4 +1,4 @@
-"""`prep chunk`, `prep plan` and `prep retry`: the `video` column."""
+"""`prep chunk` and `prep plan`: the `video` column."""
 
 import json as json_module
 import os
@@ -42,7 +42,7 @@ def chunk(
 
     Example: prep chunk --len 15s --crf 21
     """
-    _run(recipe, data, engine, address, workers, max_failures, json, retry_codes=frozenset())
+    run_chunks(recipe, data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
 
 
 def plan(
@@ -70,45 +70,18 @@ def plan(
     print(json_module.dumps(report.values, indent=1) if json else report.text)
 
 
-def retry(
-    *,
-    only: Annotated[
-        list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")
-    ] = None,
-    data: Data = Path("data"),
-    engine: EngineName = "ray",
-    address: Address = None,
-    workers: Workers = None,
-    max_failures: MaxFailures = "0",
-    json: Json = False,
-) -> None:
-    """Try again what failed in the current variant, for example after mending a source.
-
-    Example: prep retry --only timeout
-    """
-    from prep.data_folder import VIDEO, require_data_folder
-    from prep.failures import FailureCode
-    from prep.recipe import recipe_from_dict
-    from shards.reader import Variant
-
-    codes = frozenset(only or FailureCode)
-    if unknown := sorted(codes - set(FailureCode)):
-        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"codes are {', '.join(FailureCode)}")
-    stored = Variant.open(require_data_folder(data), column=VIDEO).recipe
-    _run(recipe_from_dict(stored), data, engine, address, workers, max_failures, json, retry_codes=codes)
-
-
-def _run(
+def run_chunks(
     recipe: Recipe,
+    *,
     data: Path,
     engine: str,
     address: str | None,
     workers: int | None,
     max_failures: str,
     json: bool,
-    *,
-    retry_codes: frozenset[str],
+    retry_codes: frozenset[str] = frozenset(),
 ) -> None:
+    """Plans and makes chunks; `retry_codes` are failures to try again though nothing changed."""
     from prep.chunk_job import chunk_job
     from prep.data_folder import require_data_folder, writing
     from prep.engines import Engine

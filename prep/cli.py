@@ -5,7 +5,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from manifests.errors import UserError, run_command
-from prep import chunk_commands, latents_commands, set_commands, text_commands
+from prep import chunk_commands, latents_commands, retry_command, set_commands, text_commands
 from prep.manifest_commands import app as manifest_app
 
 app = App(
@@ -18,12 +18,13 @@ app = App(
 app.command(manifest_app)
 app.command(chunk_commands.chunk)
 app.command(latents_commands.latents)
+app.command(text_commands.text)
 plan_app = App(name="plan", help=chunk_commands.plan.__doc__)
 plan_app.default(chunk_commands.plan)
 plan_app.command(latents_commands.plan_latents, name="latents")
+plan_app.command(text_commands.plan_text, name="text")
 app.command(plan_app)
-app.command(chunk_commands.retry)
-app.command(text_commands.text)
+app.command(retry_command.retry)
 app.command(set_commands.status)
 app.command(set_commands.verify)
 app.command(set_commands.inspect)

@@ -1,4 +1,7 @@
-"""Decoding every chunk of a shard and comparing what comes out with the index and the json: what a worker does."""
+"""Looking into every sample of a shard and comparing it with the index: what a worker does.
+
+Chunks are decoded; arrays of `latents` and `text` are loaded (prep.deep_arrays).
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,6 +16,8 @@ import av
 import av.error
 
 from manifests.keys import chunk_key
+from prep.data_folder import LATENTS, VIDEO
+from prep.deep_arrays import check_latents, check_text
 from prep.failures import SourceFailure
 from prep.packets import check_chunk, read_chunk
 from shards.commits import Commit
@@ -27,6 +32,7 @@ class DeepCode(StrEnum):
     PACKETS_DIFFER = "packets_differ"  # the index's packet table is not what demuxing shows
     DECODE_ERRORS = "decode_errors"
     FRAMES_DIFFER = "frames_differ"  # number, order or size of the decoded frames
+    ARRAY_DIFFERS = "array_differs"  # an array is not as its row of the index says, or its numbers are not sound
     JSON_DIFFERS = "json_differs"  # the json, or the txt, and the index disagree
 
 
@@ -40,27 +46,32 @@ class DeepTask:
 
 @dataclass(frozen=True)
 class DeepResult:
-    """What decoding a shard showed; findings are (key, code, message)."""
+    """What a look into a shard showed: frames decoded, or rows of arrays; findings are (key, code, message)."""
 
     shard_id: int
-    num_frames: int
+    num_looked_at: int
     findings: tuple[tuple[str | None, str, str], ...]
 
 
-def check_frames(task: DeepTask) -> DeepResult:
-    """Decodes the chunks of a shard one by one; one chunk and one frame are in memory at a time."""
+def check_deep(task: DeepTask) -> DeepResult:
+    """Looks into the samples of a shard one by one; one sample and one frame are in memory at a time."""
     shard_id = task.commit.shard_id
     findings: list[tuple[str | None, str, str]] = []
-    num_frames = 0
+    num_looked_at = 0
     try:
         for row, members in _samples(task):
-            found, decoded = _check_video(members["mp4"], row)
-            found += check_description(row, members, split=task.commit.split)
-            num_frames += decoded
+            if task.commit.column == VIDEO:
+                found, num_rows = _check_video(members["mp4"], row)
+                found += check_description(row, members, split=task.commit.split)
+            else:
+                check = check_latents if task.commit.column == LATENTS else check_text
+                differences, num_rows = check(row, members)
+                found = [(DeepCode.ARRAY_DIFFERS, difference) for difference in differences]
+            num_looked_at += num_rows
             findings += [(row["key"], str(code), message) for code, message in found]
     except (Damaged, OSError) as error:
         findings.append((None, str(DeepCode.UNREADABLE), str(error)))
-    return DeepResult(shard_id, num_frames, tuple(findings))
+    return DeepResult(shard_id, num_looked_at, tuple(findings))
 
 
 def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:

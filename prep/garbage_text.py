@@ -23,8 +23,8 @@ def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -
             listed = list(items)
             lines.append(f"{verb:<10}{variant} ({len(listed)} files, {_total(listed)}): {listed[0].reason}")
     lines += [f"{'left':<10}{_name(path, data_dir)}: not a file of the format" for path in garbage.unknown]
-    if garbage.kept_because is not None:
-        lines.append(f"{'kept':<10}all variants and shards: {garbage.kept_because}")
+    for column, why in garbage.kept_because.items():
+        lines.append(f"{'kept':<10}all variants and shards of {column}: {why}")
     if removed is None:
         lines.append(f"{_total(garbage.items)} would be freed")
     else:

@@ -16,6 +16,7 @@ from prep.model_engine import (
     gpus_of_a_worker,
     num_cores,
     open_model_engine,
+    require_variant,
     require_workers,
 )
 from prep.options import Data, Json
@@ -46,7 +47,17 @@ def latents(
 
     Example: prep latents --vae stabilityai/sd-vae-ft-mse --crop random
     """
-    run_latents(settings, data, engine, address, workers, num_gpus, batch, max_failures, json)
+    run_latents(
+        settings,
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        num_gpus=num_gpus,
+        batch=batch,
+        max_failures=max_failures,
+        json=json,
+    )
 
 
 def plan_latents(
@@ -70,18 +81,24 @@ def plan_latents(
 
 def run_latents(
     settings: LatentsSettings,
+    *,
     data: Path,
     engine: str,
     address: str | None,
     workers: int | None,
-    num_gpus: float | None,
-    batch: int,
+    num_gpus: float | None = None,
+    batch: int = 16,
     max_failures: str,
     json: bool,
-    *,
     retry_codes: frozenset[str] = frozenset(),
+    only_variant: str | None = None,
 ) -> None:
-    """Plans and makes latents; `retry_codes` are failures to try again though nothing changed."""
+    """Plans and makes latents.
+
+    Args:
+        retry_codes: failures to try again though nothing changed.
+        only_variant: the variant that the settings must lead to.
+    """
     from prep.data_folder import LATENTS, require_data_folder, writing
     from prep.latents.job import latents_job
     from prep.latents.plan import make_latents_plan
@@ -95,6 +112,7 @@ def run_latents(
     data_dir = require_data_folder(data)
     with writing(data_dir, column=LATENTS):
         recipe = _recipe(settings, data_dir)
+        require_variant(recipe.variant, only_variant, command=f"prep latents --vae {settings.vae}")
         planned = make_latents_plan(data_dir, recipe, retry_codes=retry_codes)
         has_work = any(shard.has_work for shard in planned.shards)
         # Looking for GPUs takes seconds, which a run with nothing to do need not spend.

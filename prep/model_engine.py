@@ -30,6 +30,19 @@ def require_workers(workers: int | None, *, num_gpus: float | None, address: str
         raise UserError(f"--address {address} needs Ray", hint="leave out --engine processes, or the address")
 
 
+def require_variant(found: str, only: str | None, *, command: str) -> None:
+    """Checks that a recipe read from a variant leads back to it.
+
+    Raises:
+        UserError: the weights, or the variant of video, are other ones now.
+    """
+    if only is not None and found != only:
+        raise UserError(
+            f"{only} cannot be gone on with: its weights or its chunks are other ones now",
+            hint=f"make a new variant: {command}",
+        )
+
+
 def gpus_of_a_worker(asked: float | None) -> float:
     """What `--num-gpus` says, else 1 where this machine has a GPU."""
     return asked if asked is not None else float(count_gpus() > 0)

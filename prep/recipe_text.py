@@ -1,11 +1,15 @@
-"""A stored recipe in words: as one line, and as the command that made it."""
+"""A stored recipe in words: as one line, and as the command that made its variant."""
 
 import shlex
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from prep.data_folder import LATENTS, TEXT, VIDEO
+from prep.latents.recipe import latents_recipe_from_dict
+from prep.latents.settings import LatentsSettings
 from prep.recipe import Recipe, recipe_from_dict, resolve
+from prep.text.recipe import text_recipe_from_dict
 
 
 def settings_line(stored: dict[str, Any]) -> str:
@@ -14,19 +18,40 @@ def settings_line(stored: dict[str, Any]) -> str:
     return " ".join(f"{name}={stored[name]}" for name in [*names, "ffmpeg"] if stored.get(name) is not None)
 
 
-def chunk_command(stored: dict[str, Any], *, data_dir: Path) -> str:
-    """The `prep chunk` command line that asks for the recipe of a recipe.json.
+def command_of(column: str, stored: dict[str, Any], *, data_dir: Path) -> str:
+    """The command line that asks for the recipe in a recipe.json of `column`.
 
     Raises:
         UserError: it was written by another version of the recipe's schema.
     """
-    recipe = recipe_from_dict(stored)
-    defaults = asdict(resolve(Recipe(codec=recipe.codec), ffmpeg_version="").settings)
-    defaults["codec"] = Recipe().codec
-    arguments = ["prep", "chunk", "--len", recipe.len]
-    for name, value in asdict(recipe).items():
-        if name != "len" and value is not None and value != defaults[name]:
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    flags = {VIDEO: _chunk_flags, LATENTS: _latents_flags, TEXT: _text_flags}[column](stored)
+    arguments = ["prep", command_for(column), *flags]
     if data_dir.resolve() != Path("data").resolve():
         arguments += ["--data", str(data_dir)]
     return shlex.join(arguments)
+
+
+def command_for(column: str) -> str:
+    """The command that makes `column`."""
+    return "chunk" if column == VIDEO else column
+
+
+def _chunk_flags(stored: dict[str, Any]) -> list[str]:
+    recipe = recipe_from_dict(stored)
+    defaults = asdict(resolve(Recipe(codec=recipe.codec), ffmpeg_version="").settings)
+    defaults["codec"] = Recipe().codec
+    return ["--len", recipe.len, *_flags(asdict(recipe), {**defaults, "len": recipe.len})]
+
+
+def _latents_flags(stored: dict[str, Any]) -> list[str]:
+    settings = latents_recipe_from_dict(stored).settings
+    return ["--vae", settings.vae, *_flags(asdict(settings), asdict(LatentsSettings(vae=settings.vae)))]
+
+
+def _text_flags(stored: dict[str, Any]) -> list[str]:
+    return ["--clip", text_recipe_from_dict(stored).clip]
+
+
+def _flags(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    given = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]

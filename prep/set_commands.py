@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -14,6 +14,10 @@ from prep.options import Data, Json
 
 VariantName = Annotated[
     str | None, Parameter(name="--variant", help="Variant to look at, as `prep status` names it; else the current one.")
+]
+ColumnName = Annotated[
+    Literal["video", "latents", "text"] | None,
+    Parameter(name="--column", help="Column to look at; else all there are."),
 ]
 _MAX_FINDINGS = 200
 
@@ -29,14 +33,15 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
 
     found = read_status(require_data_folder(data))
     print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
-    if found.problems:
-        count = f"{len(found.problems)} shards are" if len(found.problems) > 1 else "1 shard is"
+    if found.num_problems:
+        count = f"{found.num_problems} shards are" if found.num_problems > 1 else "1 shard is"
         raise FailedWork(f"{count} missing or damaged; made again by: {repair_command(found)}")
 
 
 def verify(
     *,
-    deep: Annotated[bool, Parameter(help="Also decode every frame of every chunk.", negative="")] = False,
+    column: ColumnName = None,
+    deep: Annotated[bool, Parameter(help="Also decode every frame, and load every array.", negative="")] = False,
     variant: VariantName = None,
     data: Data = Path("data"),
     json: Json = False,
@@ -45,24 +50,39 @@ def verify(
 
     Example: prep verify --deep
     """
-    from prep.data_folder import VIDEO, require_data_folder
+    from prep.data_folder import COLUMNS, VIDEO, require_data_folder
     from prep.progress import CountProgress
     from prep.verify import verify_variant
     from prep.verify_text import failure_text, verified_text
+    from shards.dataset import current_variant
     from shards.reader import Variant
 
     data_dir = require_data_folder(data)
-    opened = Variant.open(data_dir, column=VIDEO, variant=variant)
-    found = verify_variant(
-        opened,
-        deep=deep,
-        num_workers=len(os.sched_getaffinity(0)),
-        on_shard=CountProgress("reading shards"),
-        on_deep_shard=CountProgress("decoding shards"),
-    )
-    print(json_module.dumps(asdict(found), indent=1) if json else verified_text(found, max_findings=_MAX_FINDINGS))
-    if found.num_problems:
-        raise FailedWork(failure_text(found, opened, data_dir=data_dir))
+    if variant is not None:
+        columns = [column or VIDEO]
+    else:
+        there = [name for name in COLUMNS if current_variant(data_dir, name) is not None]
+        columns = [column] if column is not None else there or [VIDEO]
+    opened = {name: Variant.open(data_dir, column=name, variant=variant) for name in columns}
+    found = {
+        name: verify_variant(
+            of,
+            deep=deep,
+            num_workers=len(os.sched_getaffinity(0)),
+            on_shard=CountProgress(f"reading shards of {name}"),
+            on_deep_shard=CountProgress(f"looking into shards of {name}"),
+        )
+        for name, of in opened.items()
+    }
+    if json:
+        print(json_module.dumps({name: asdict(verified) for name, verified in found.items()}, indent=1))
+    else:
+        for name, verified in found.items():
+            print(verified_text(verified, column=name, max_findings=_MAX_FINDINGS))
+    damaged = [name for name, verified in found.items() if verified.num_problems]
+    if damaged:
+        texts = [failure_text(found[name], opened[name], column=name, data_dir=data_dir) for name in damaged]
+        raise FailedWork("\n".join(texts))
 
 
 def inspect(
@@ -114,12 +134,16 @@ def gc(
 
     Example: prep gc --dry-run
     """
-    from prep.data_folder import require_data_folder, writing
+    from contextlib import ExitStack
+
+    from prep.data_folder import COLUMNS, require_data_folder, writing
     from prep.garbage import find_garbage, remove
     from prep.garbage_text import garbage_text, garbage_values
 
     data_dir = require_data_folder(data)
-    with writing(data_dir):
+    with ExitStack() as held:
+        for column in COLUMNS:
+            held.enter_context(writing(data_dir, column=column))
         garbage = find_garbage(data_dir)
         removed = None if dry_run else remove(garbage)
     if json:

@@ -2,8 +2,9 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.data_folder import VIDEO
+from prep.data_folder import COLUMNS, VIDEO
 from prep.heartbeat import running_shards
+from prep.outlook import Outlook, outlook_of
 from prep.planning import look_at
 from prep.recipe import recipe_from_dict
 from prep.run import FAILURES_FILE
@@ -29,25 +31,63 @@ _NUM_THREADS = 8  # looking at files waits more than it computes
 
 @dataclass(frozen=True)
 class VariantStatus:
-    """One variant of `video`.
+    """One variant of a column.
 
     Attributes:
-        num_shards: committed ones that hold chunks; num_chunks is theirs.
-        hours: of video in the shards whose index can be read.
-        failures: code -> spans or videos that could not be made, from the commits.
-        num_wanted_chunks: that the manifest wants of its recipe; None when that cannot be told.
-        running_chunks: chunks that running workers have made of shards not committed yet; None when none is at work.
+        num_shards: committed ones that hold samples; num_samples is theirs: chunks, or videos of `text`.
+        hours: of video in the shards whose index can be read; 0 for `text`.
+        failures: code -> spans, chunks or videos that could not be made, from the commits.
+        num_wanted: samples that are wanted of its recipe; None when that cannot be told.
+        num_running: samples that running workers have made of shards not committed yet; None when none is at work.
     """
 
     name: str
     is_current: bool
     size_bytes: int
     num_shards: int
-    num_chunks: int
+    num_samples: int
     hours: float
     failures: dict[str, int]
-    num_wanted_chunks: int | None
-    running_chunks: int | None
+    num_wanted: int | None
+    num_running: int | None
+
+
+@dataclass(frozen=True)
+class ColumnStatus:
+    """One column.
+
+    Attributes:
+        problems: (shard id, missing or corrupt, why) of the current variant.
+        stale_because: why the current variant is not what would be made now, or None.
+        to_make: state -> shards that the column's command would make; empty for `video`, whose sources would have to
+            be looked at.
+        failures_file: list of the failures of the last run, where there were any.
+    """
+
+    column: str
+    variants: list[VariantStatus] = field(default_factory=list)
+    problems: list[tuple[int, str, str]] = field(default_factory=list)
+    stale_because: str | None = None
+    to_make: dict[str, int] = field(default_factory=dict)
+    failures_file: Path | None = None
+
+    @property
+    def current(self) -> VariantStatus | None:
+        return next((variant for variant in self.variants if variant.is_current), None)
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        problems = [
+            {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
+        ]
+        return {
+            "current": None if self.current is None else self.current.name,
+            "variants": [asdict(variant) for variant in self.variants],
+            "problems": problems,
+            "stale_because": self.stale_because,
+            "to_make": self.to_make,
+            "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
+        }
 
 
 @dataclass(frozen=True)
@@ -69,35 +109,22 @@ class VideosStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that `prep status` says.
-
-    Attributes:
-        problems: (shard id, missing or corrupt, why) of the current variant.
-        failures_file: list of the failures of the last run, where there were any.
-    """
+    """Everything that `prep status` says; `columns` holds all columns, made or not."""
 
     data_dir: Path
     videos: VideosStatus | None
-    variants: list[VariantStatus] = field(default_factory=list)
-    problems: list[tuple[int, str, str]] = field(default_factory=list)
-    failures_file: Path | None = None
+    columns: dict[str, ColumnStatus]
 
     @property
-    def current(self) -> VariantStatus | None:
-        return next((variant for variant in self.variants if variant.is_current), None)
+    def num_problems(self) -> int:
+        return sum(len(column.problems) for column in self.columns.values())
 
     def values(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        problems = [
-            {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
-        ]
         return {
             "data": os.fspath(self.data_dir),
             "videos": None if self.videos is None else asdict(self.videos),
-            "current": None if self.current is None else self.current.name,
-            "variants": [asdict(variant) for variant in self.variants],
-            "problems": problems,
-            "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
+            "columns": {name: column.values() for name, column in self.columns.items()},
         }
 
 
@@ -110,23 +137,36 @@ def read_status(data_dir: Path) -> Status:
     has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
     table = read_videos(data_dir) if has_manifest else None
     probes = read_probes(data_dir)
-    current = current_variant(data_dir, VIDEO)
-    variants, problems, failures_file = [], [], None
-    for name in list_variants(data_dir, VIDEO):
-        opened = Variant(variant_dir(data_dir, VIDEO, name))
-        num_wanted = None if table is None else _num_wanted_chunks(data_dir, opened, videos=table, probes=probes)
-        variants.append(_variant_status(opened, is_current=name == current, num_wanted_chunks=num_wanted))
-        if name == current:
-            problems = [(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()]
-            listed = opened.directory / FAILURES_FILE
-            failures_file = listed if listed.exists() else None
+
+    def num_wanted_chunks(variant: Variant) -> int | None:
+        return None if table is None else _num_wanted_chunks(data_dir, variant, videos=table, probes=probes)
+
     return Status(
         data_dir,
         videos=None if table is None else _videos_status(table, probes),
-        variants=sorted(variants, key=lambda variant: not variant.is_current),
-        problems=problems,
-        failures_file=failures_file,
+        columns={column: _column_status(data_dir, column, num_wanted_chunks=num_wanted_chunks) for column in COLUMNS},
     )
+
+
+def _column_status(data_dir: Path, column: str, *, num_wanted_chunks: Callable[[Variant], int | None]) -> ColumnStatus:
+    current = current_variant(data_dir, column)
+    variants, status = [], ColumnStatus(column)
+    for name in list_variants(data_dir, column):
+        opened = Variant(variant_dir(data_dir, column, name))
+        outlook = Outlook()
+        if name == current:
+            outlook = outlook_of(data_dir, column, opened)
+            listed = opened.directory / FAILURES_FILE
+            status = ColumnStatus(
+                column,
+                problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
+                stale_because=outlook.stale_because,
+                to_make=outlook.to_make,
+                failures_file=listed if listed.exists() else None,
+            )
+        num_wanted = num_wanted_chunks(opened) if column == VIDEO else outlook.num_wanted
+        variants.append(_variant_status(opened, is_current=name == current, num_wanted=num_wanted))
+    return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
@@ -174,7 +214,7 @@ def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
     )
 
 
-def _variant_status(variant: Variant, *, is_current: bool, num_wanted_chunks: int | None) -> VariantStatus:
+def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | None) -> VariantStatus:
     shards, running = variant.shards(), running_shards(variant.directory)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         hours = sum(pool.map(_hours, shards))
@@ -185,16 +225,16 @@ def _variant_status(variant: Variant, *, is_current: bool, num_wanted_chunks: in
         is_current=is_current,
         size_bytes=folder_bytes(variant.directory),
         num_shards=len(shards),
-        num_chunks=sum(shard.num_samples for shard in shards),
+        num_samples=sum(shard.num_samples for shard in shards),
         hours=hours,
         failures=dict(codes.most_common()),
-        num_wanted_chunks=num_wanted_chunks,
-        running_chunks=done if running else None,
+        num_wanted=num_wanted,
+        num_running=done if running else None,
     )
 
 
 def _hours(shard: CommittedShard) -> float:
-    if not is_readable(shard):
+    if not is_readable(shard) or "num_frames" not in shard.index.column_names:
         return 0.0
     frames, fps_num, fps_den = (
         np.asarray(shard.index[name], np.float64) for name in ("num_frames", "fps_num", "fps_den")

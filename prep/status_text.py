@@ -1,11 +1,12 @@
 """What `prep status` says to people, and what to do next."""
 
 from collections import Counter
+from pathlib import Path
 
 from manifests.errors import UserError
-from prep.data_folder import VIDEO
-from prep.recipe_text import chunk_command
-from prep.status import Status, VariantStatus, VideosStatus
+from prep.data_folder import TEXT, VIDEO
+from prep.recipe_text import command_for, command_of
+from prep.status import ColumnStatus, Status, VariantStatus, VideosStatus
 from shards.dataset import variant_dir
 from shards.reader import Variant
 
@@ -16,28 +17,34 @@ def status_text(status: Status) -> str:
     """All of the status, one fact a line."""
     lines = [f"data      {status.data_dir}"]
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
-    for variant in status.variants:
-        lines += _variant_lines(variant)
-    if status.current is None and status.variants:
-        lines.append("current   none of the variants")
+    for column in status.columns.values():
+        lines += _column_lines(column)
     lines += _failure_lines(status)
-    lines += [f"{state:<10}shard {shard_id:06d}: {why}" for shard_id, state, why in status.problems[:_MAX_LISTED]]
-    if len(status.problems) > _MAX_LISTED:
-        lines.append(f"          ... and {len(status.problems) - _MAX_LISTED} shards more")
+    problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
+    for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
+        lines.append(f"{state:<10}{'' if name == VIDEO else f'{name} '}shard {shard_id:06d}: {why}")
+    if len(problems) > _MAX_LISTED:
+        lines.append(f"          ... and {len(problems) - _MAX_LISTED} shards more")
     if (hint := _next_step(status)) is not None:
         lines.append(f"next      {hint}")
     return "\n".join(lines)
 
 
 def repair_command(status: Status) -> str:
-    """The command that makes the current variant's missing and damaged shards again."""
-    if status.current is None:
-        return "prep chunk"
+    """The command that makes missing and damaged shards again, of the first column that has some."""
+    column = next((of for of in status.columns.values() if of.problems), status.columns[VIDEO])
+    return _command_of(column, status.data_dir)
+
+
+def _command_of(column: ColumnStatus, data_dir: Path) -> str:
+    command = f"prep {command_for(column.column)}"
+    if column.current is None:
+        return command
     try:
-        stored = Variant(variant_dir(status.data_dir, VIDEO, status.current.name)).recipe
-        return chunk_command(stored, data_dir=status.data_dir)
+        stored = Variant(variant_dir(data_dir, column.column, column.current.name)).recipe
+        return command_of(column.column, stored, data_dir=data_dir)
     except UserError:
-        return "prep chunk"
+        return command
 
 
 def size_text(size_bytes: int) -> str:
@@ -60,37 +67,56 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     return lines
 
 
-def _variant_lines(variant: VariantStatus) -> list[str]:
-    label = "current" if variant.is_current else "variant"
+def _column_lines(column: ColumnStatus) -> list[str]:
+    lines = [line for variant in column.variants for line in _variant_lines(column.column, variant)]
+    if column.current is None and column.variants:
+        lines.append("          none of them is current")
+    if column.stale_because is not None:
+        lines.append(f"          stale: {column.stale_because}")
+    if column.to_make:
+        shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
+        lines.append(f"          shards to make: {shards}")
+    return lines
+
+
+def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
+    samples = "videos" if column == TEXT else "chunks"
+    hours = "" if column == TEXT else f" {variant.hours:.2f} h of video,"
     lines = [
-        f"{label:<10}{variant.name}",
-        f"          {variant.num_chunks} chunks in {variant.num_shards} shards, {variant.hours:.2f} h of video,"
+        f"{column:<10}{variant.name}{' (current)' if variant.is_current else ''}",
+        f"          {variant.num_samples} {samples} in {variant.num_shards} shards,{hours}"
         f" {size_text(variant.size_bytes)} on disk",
     ]
-    if variant.running_chunks is not None:
-        done = variant.num_chunks + variant.running_chunks
-        if variant.num_wanted_chunks:
-            share = min(done / variant.num_wanted_chunks, 1)
-            lines.append(f"          being made now: {done} of {variant.num_wanted_chunks} chunks ({share:.0%})")
+    if variant.num_running is not None:
+        done = variant.num_samples + variant.num_running
+        if variant.num_wanted:
+            share = min(done / variant.num_wanted, 1)
+            lines.append(f"          being made now: {done} of {variant.num_wanted} {samples} ({share:.0%})")
         else:
-            lines.append(f"          being made now: {done} chunks so far")
+            lines.append(f"          being made now: {done} {samples} so far")
     return lines
 
 
 def _failure_lines(status: Status) -> list[str]:
-    failures = Counter(status.videos.unusable if status.videos is not None else {})
-    failures.update(status.current.failures if status.current is not None else {})
-    lines = [f"failed    {count} x {code}" for code, count in failures.most_common()]
-    if status.failures_file is not None:
-        lines.append(f"          listed in {status.failures_file}")
+    lines = []
+    for column in status.columns.values():
+        failures = Counter(status.videos.unusable if status.videos is not None and column.column == VIDEO else {})
+        failures.update(column.current.failures if column.current is not None else {})
+        where = "" if column.column == VIDEO else f" of {column.column}"
+        lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
+        if column.failures_file is not None:
+            lines.append(f"          listed in {column.failures_file}")
     return lines
 
 
 def _next_step(status: Status) -> str | None:
-    if any(variant.running_chunks is not None for variant in status.variants):
+    columns = status.columns.values()
+    if any(variant.num_running is not None for column in columns for variant in column.variants):
         return None
-    if status.videos is None and not status.variants:
+    video = status.columns[VIDEO]
+    if status.videos is None and not video.variants:
         return f"prep manifest folder VIDEOS --data {status.data_dir}"
-    if status.current is None or not status.current.num_chunks:
+    if video.current is None or not video.current.num_samples:
         return f"prep chunk --len 15s --data {status.data_dir}"
-    return repair_command(status) if status.problems else None
+    behind = (column for column in columns if column.problems or column.stale_because or column.to_make)
+    return next((_command_of(column, status.data_dir) for column in behind), None)

@@ -9,7 +9,14 @@ from cyclopts import Parameter
 
 from manifests.errors import FailedWork, UserError
 from prep.chunk_commands import Address, EngineName, MaxFailures, parse_budget
-from prep.model_engine import ModelWorkers, NumGpus, gpus_of_a_worker, open_model_engine, require_workers
+from prep.model_engine import (
+    ModelWorkers,
+    NumGpus,
+    gpus_of_a_worker,
+    open_model_engine,
+    require_variant,
+    require_workers,
+)
 from prep.options import Data, Json
 from prep.text.recipe import TextRecipe
 
@@ -36,7 +43,17 @@ def text(
 
     Example: prep text --clip ViT-B-32:laion2b_s34b_b79k
     """
-    run_text_command(recipe, data, engine, address, workers, num_gpus, batch, max_failures, json)
+    run_texts(
+        recipe,
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        num_gpus=num_gpus,
+        batch=batch,
+        max_failures=max_failures,
+        json=json,
+    )
 
 
 def plan_text(
@@ -58,20 +75,26 @@ def plan_text(
     print(json_module.dumps(report.values, indent=1) if json else report.text)
 
 
-def run_text_command(
+def run_texts(
     recipe: TextRecipe,
+    *,
     data: Path,
     engine: str,
     address: str | None,
     workers: int | None,
-    num_gpus: float | None,
-    batch: int,
+    num_gpus: float | None = None,
+    batch: int = 256,
     max_failures: str,
     json: bool,
-    *,
     retry_codes: frozenset[str] = frozenset(),
+    only_variant: str | None = None,
 ) -> None:
-    """Plans and makes the column; `retry_codes` are failures to try again though nothing changed."""
+    """Plans and makes the column.
+
+    Args:
+        retry_codes: failures to try again though nothing changed.
+        only_variant: the variant that the recipe must lead to.
+    """
     from prep.data_folder import TEXT, require_data_folder, writing
     from prep.progress import CountProgress
     from prep.run import FAILURES_FILE
@@ -88,6 +111,7 @@ def run_text_command(
     data_dir = require_data_folder(data)
     with writing(data_dir, column=TEXT):
         resolved = resolve(recipe)
+        require_variant(resolved.variant, only_variant, command=f"prep text --clip {recipe.clip}")
         planned = make_text_plan(data_dir, resolved, retry_codes=retry_codes)
         has_work = any(shard.has_work for shard in planned.shards)
         # Looking for GPUs takes seconds, which a run with nothing to do need not spend.

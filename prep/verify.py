@@ -1,4 +1,4 @@
-"""Verifying a variant: every byte of every committed shard, and on demand every frame of every chunk.
+"""Verifying a variant: every byte of every committed shard, and on demand every frame or number of every sample.
 
 What is damaged has to be made again by the next run, which looks at sizes and times only (shards.verify.quick_check).
 So a damaged file that such a look would pass is marked by making it newer than its commit.
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prep.deep_check import DeepResult, DeepTask, check_frames
+from prep.deep_check import DeepResult, DeepTask, check_deep
 from prep.engines.processes import ProcessEngine
 from shards.commits import Commit, commit_path
 from shards.reader import Variant
@@ -37,16 +37,17 @@ class Verified:
     """What was checked and what was found.
 
     Attributes:
+        num_deep: frames that were decoded, or rows of arrays that were looked at.
         findings: bytes that are not those that were committed, in shard order.
         unseen: shards with such findings that the next run would still pass: they could not be marked.
-        deep_findings: of chunks whose bytes are those that were committed, and are wrong all the same.
+        deep_findings: of samples whose bytes are those that were committed, and are wrong all the same.
     """
 
     variant: str
     num_shards: int
-    num_chunks: int
+    num_samples: int
     num_bytes: int
-    num_frames: int
+    num_deep: int
     findings: tuple[Finding, ...]
     unseen: tuple[int, ...]
     deep_findings: tuple[Finding, ...]
@@ -64,11 +65,11 @@ def verify_variant(
     on_shard: Callable[[int, int], None] = lambda done, total: None,
     on_deep_shard: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verified:
-    """Reads every byte of the committed shards; with `deep`, also decodes every chunk of those that are whole.
+    """Reads every byte of the committed shards; with `deep`, also looks into every sample of those that are whole.
 
     Args:
         num_workers: shards at a time: threads that read, processes that decode.
-        on_shard: called with (shards read, shards); `on_deep_shard` likewise for decoding.
+        on_shard: called with (shards read, shards); `on_deep_shard` likewise for the deep look.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
     for done, (commit, found) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
@@ -83,16 +84,16 @@ def verify_variant(
     whole = [commit for shard_id, commit in variant.commits.items() if shard_id not in problems and commit.files]
     results = []
     if deep:
-        for result in _check_frames(variant.directory, whole, num_workers=num_workers):
+        for result in _check_deep(variant.directory, whole, num_workers=num_workers):
             results.append(result)
             on_deep_shard(len(results), len(whole))
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
     return Verified(
         variant=variant.directory.name,
         num_shards=len(files),
-        num_chunks=sum(file.num_samples for file in files),
+        num_samples=sum(file.num_samples for file in files),
         num_bytes=sum(file.tar_bytes + file.index_bytes for file in files),
-        num_frames=sum(result.num_frames for result in results),
+        num_deep=sum(result.num_looked_at for result in results),
         findings=tuple(
             Finding(problem.shard_id, problem.key, str(problem.code), problem.message)
             for _, found in sorted(problems.items())
@@ -133,9 +134,9 @@ def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commi
             pool.shutdown(cancel_futures=True)
 
 
-def _check_frames(folder: Path, commits: list[Commit], *, num_workers: int) -> Iterator[DeepResult]:
+def _check_deep(folder: Path, commits: list[Commit], *, num_workers: int) -> Iterator[DeepResult]:
     tasks = (DeepTask(folder, commit) for commit in sorted(commits, key=lambda commit: -_num_chunks(commit)))
-    for outcome in ProcessEngine(num_workers=num_workers).run(check_frames, tasks):
+    for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks):
         if outcome is None:
             continue
         lost = DeepResult(outcome.task.commit.shard_id, 0, ((None, _WORKER_LOST, outcome.lost or ""),))

@@ -3,14 +3,15 @@
 from pathlib import Path
 
 from manifests.errors import UserError
-from prep.recipe_text import chunk_command
+from prep.data_folder import TEXT, VIDEO
+from prep.recipe_text import command_for, command_of
 from prep.status_text import size_text
 from prep.verify import Verified
 from shards.commits import commit_path
 from shards.reader import Variant
 
 
-def verified_text(found: Verified, *, max_findings: int) -> str:
+def verified_text(found: Verified, *, column: str, max_findings: int) -> str:
     """The findings, one a line, and what was checked."""
     listed = [*found.findings, *found.deep_findings]
     lines = [
@@ -19,23 +20,26 @@ def verified_text(found: Verified, *, max_findings: int) -> str:
     ]
     if len(listed) > max_findings:
         lines.append(f"... and {len(listed) - max_findings} more; --json lists all")
-    decoded = f", {found.num_frames} frames decoded" if found.num_frames else ""
+    frames = "frames" if column == VIDEO else "rows"
+    looked = "decoded" if column == VIDEO else "looked at"
+    decoded = f", {found.num_deep} {frames} {looked}" if found.num_deep else ""
     lines.append(
-        f"{found.variant}: {found.num_chunks} chunks in {found.num_shards} shards,"
+        f"{column} {found.variant}: {found.num_samples} {'videos' if column == TEXT else 'chunks'}"
+        f" in {found.num_shards} shards,"
         f" {size_text(found.num_bytes)} read{decoded}: {'damaged' if found.num_problems else 'all right'}"
     )
     return "\n".join(lines)
 
 
-def failure_text(found: Verified, variant: Variant, *, data_dir: Path) -> str:
+def failure_text(found: Verified, variant: Variant, *, column: str, data_dir: Path) -> str:
     """How much is wrong, and what mends it."""
     num_shards = len({finding.shard_id for finding in (*found.findings, *found.deep_findings)})
     parts = [f"{_count(found.num_problems, 'problem')} in {_count(num_shards, 'shard')} of {variant.directory.name}"]
     if found.findings:
         try:
-            command = chunk_command(variant.recipe, data_dir=data_dir)
+            command = command_of(column, variant.recipe, data_dir=data_dir)
         except UserError:
-            command = "prep chunk with the variant's settings"
+            command = f"prep {command_for(column)} with the variant's settings"
         parts.append(f"made again by: {command}")
     # What a run passes over has to be taken out of its sight by hand.
     by_hand = sorted({*found.unseen, *(finding.shard_id for finding in found.deep_findings)})

@@ -44,7 +44,7 @@ class LatentsRecipe:
     def variant(self) -> str:
         """Folder name: the VAE's name, the main settings, and the fingerprint's first 8 digits."""
         settings = self.settings
-        vae = _NOT_IN_A_NAME.sub("-", self.vae.name.rstrip("/").rpartition("/")[2]).strip("-.") or "vae"
+        vae = _NOT_IN_A_NAME.sub("-", self.vae.name.rpartition("/")[2]).strip("-.") or "vae"
         fps = settings.fps.replace("/", "-")
         return f"{vae}-{settings.size}px-{fps}fps-{settings.crop}-{settings.posterior}-{self.fingerprint[:8]}"
 
@@ -68,6 +68,8 @@ class LatentsRecipe:
             "video": self.video,
             "vae": self.vae.name,
             "vae_sha256": self.vae.sha256,
+            "channels": self.vae.channels,
+            "factor": self.vae.factor,
             "scaling_factor": self.vae.scaling_factor,
             "shift_factor": self.vae.shift_factor,
         }
@@ -82,8 +84,8 @@ def resolve(settings: LatentsSettings, *, video: str) -> LatentsRecipe:
     return LatentsRecipe(settings=settings, vae=find_vae(settings.vae), video=video)
 
 
-def settings_from_dict(stored: dict[str, Any]) -> LatentsSettings:
-    """The settings in a variant's recipe.json, as written by `LatentsRecipe.as_dict`.
+def latents_recipe_from_dict(stored: dict[str, Any]) -> LatentsRecipe:
+    """The recipe in a variant's recipe.json, as written by `LatentsRecipe.as_dict`; the weights are not looked for.
 
     Raises:
         UserError: it was written by another version of the recipe's schema.
@@ -94,4 +96,16 @@ def settings_from_dict(stored: dict[str, Any]) -> LatentsSettings:
             hint="run `prep latents` with the settings that you want; it makes a new variant",
         )
     names = {field.name for field in fields(LatentsSettings)}
-    return LatentsSettings(**{name: value for name, value in stored.items() if name in names and value is not None})
+    settings = {name: value for name, value in stored.items() if name in names and value is not None}
+    of_vae = ("channels", "factor", "scaling_factor", "shift_factor")
+    try:
+        vae = Vae(
+            name=stored["vae"],
+            source=stored["vae"],
+            directory=None,
+            sha256=stored["vae_sha256"],
+            **{name: stored[name] for name in of_vae},
+        )
+        return LatentsRecipe(settings=LatentsSettings(**settings), vae=vae, video=stored["video"])
+    except KeyError as error:
+        raise UserError(f"the recipe has no {error}", hint="run `prep latents` again; it writes it anew") from None

@@ -72,7 +72,7 @@ class LatentsTask:
 def make_latents(task: LatentsTask) -> ShardResult:
     """Makes, publishes and commits one shard."""
     try:
-        found = find_vae(task.recipe.vae.name)
+        found = find_vae(task.recipe.vae.source)
         if found.sha256 != task.recipe.vae.sha256:
             message = f"the weights of {found.name} on this node are not those that the plan was made with"
             return stopped(task, FailureCode.MODEL_UNAVAILABLE, message)

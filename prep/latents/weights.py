@@ -38,8 +38,9 @@ class Vae:
     """A VAE that was found.
 
     Attributes:
-        name: as the user gave it.
-        directory: of its files; None for `tiny`.
+        name: as the user gave it; of a folder only its own name, since a folder that moves holds the same weights.
+        source: what finds it again on another machine: the name, or the whole path of the folder.
+        directory: of its files; None for `tiny`, and where only the recipe is known.
         sha256: of configuration and weights.
         channels: of the latents.
         factor: by which it scales a side down.
@@ -47,6 +48,7 @@ class Vae:
     """
 
     name: str
+    source: str
     directory: Path | None
     sha256: str
     channels: int
@@ -65,8 +67,10 @@ def find_vae(name: str) -> Vae:
         UserError: there is none, or it is no AutoencoderKL of three colours with safetensors weights.
     """
     if name == TINY:
-        return _described(name, None, _TINY_SHA256, TINY_CONFIG)
-    directory = _folder(name)
+        return _described(name, name, None, _TINY_SHA256, TINY_CONFIG)
+    local = Path(name).expanduser()
+    directory = local.resolve() if local.is_dir() else _downloaded(name)
+    source = str(directory) if local.is_dir() else name
     if (directory / "vae" / CONFIG_FILE).is_file():
         directory = directory / "vae"
     config = _config(directory)
@@ -83,20 +87,19 @@ def find_vae(name: str) -> Vae:
                 digest.update(piece)
     except OSError as error:
         raise UserError(f"{weights} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
-    return _described(name, directory, digest.hexdigest(), config)
+    _require_weights(weights)
+    shown = _name_of(Path(source)) if local.is_dir() else name
+    return _described(shown, source, directory, digest.hexdigest(), config)
 
 
-def _folder(name: str) -> Path:
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
-    if not is_hub_name:
-        raise UserError(f"there is no VAE folder {name} (asked for by --vae)", hint=_SUGGESTION)
-    return _downloaded(name)
+def _name_of(folder: Path) -> str:
+    return f"{folder.parent.name}-vae" if folder.name == "vae" else folder.name
 
 
 def _downloaded(name: str) -> Path:
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+    if not is_hub_name:
+        raise UserError(f"there is no VAE folder {name} (asked for by --vae)", hint=_SUGGESTION)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
@@ -125,7 +128,22 @@ def _config(directory: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def _described(name: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
+def _require_weights(path: Path) -> None:
+    """Raises a UserError where the file is no safetensors file, or not of an encoder: found before any work begins."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise UserError("safetensors is not installed", hint="install clipmill[columns]") from None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            is_vae = any(name.startswith("encoder.") for name in file.keys())  # noqa: SIM118 - it is no dict
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged: {error}", hint="download or save the weights again") from None
+    if not is_vae:
+        raise UserError(f"{path} holds no encoder of a VAE", hint=_SUGGESTION)
+
+
+def _described(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
     # Absent entries have the defaults of diffusers' AutoencoderKL.
     if (colours := config.get("in_channels", 3)) != 3:
         raise UserError(f"the VAE {name} takes pictures of {colours} channels, videos have 3", hint=_SUGGESTION)
@@ -134,6 +152,7 @@ def _described(name: str, directory: Path | None, sha256: str, config: dict[str,
     try:
         return Vae(
             name=name,
+            source=source,
             directory=directory,
             sha256=sha256,
             channels=int(config.get("latent_channels", 4)),

@@ -46,7 +46,7 @@ def test_the_old_variant_goes_and_the_current_one_stays(prep: Prep, old_and_new:
     assert contents(shard_set.data) == before
     values = prep("gc", "--data", shard_set.data, "--json").summary
     assert (values["num_bytes"], values["unknown"]) == (old_bytes, [])
-    assert {item["variant"] for item in values["items"]} == {old.name}
+    assert {item["variant"] for item in values["items"]} == {f"video/{old.name}"}
     assert not old.exists()
     assert contents(shard_set.variant) == kept
     assert (shard_set.data / "layout").is_dir()

@@ -175,8 +175,8 @@ def test_single_frames_and_deep_checks_work_with_every_codec(
     prep: Prep, shard_set: ShardSet, settings: tuple[str, ...]
 ) -> None:
     rerun(prep, shard_set, "--len", "2s", "--short-side", "96", *settings)
-    deep = prep("verify", "--deep", "--data", shard_set.data, "--json").summary
-    assert (deep["num_frames"], deep["num_chunks"]) == (240, 5)
+    deep = prep("verify", "--deep", "--data", shard_set.data, "--json").summary["video"]
+    assert (deep["num_deep"], deep["num_samples"]) == (240, 5)
     shard = Variant(shard_set.variant).shards()[0]
     row = {name: shard.index[name][1].as_py() for name in shard.index.column_names}
     asked = [59, 0, 17, 30]

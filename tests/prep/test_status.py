@@ -17,15 +17,16 @@ Prep = Callable[..., Ran]
 
 def test_a_set_is_told_in_numbers(prep: Prep, shard_set: ShardSet) -> None:
     status = prep("status", "--data", shard_set.data, "--json").summary
-    (variant,) = status["variants"]
-    assert status["current"] == variant["name"] == shard_set.variant.name
-    assert (variant["num_chunks"], variant["num_shards"], variant["num_wanted_chunks"]) == (5, 2, 5)
+    video = status["columns"]["video"]
+    (variant,) = video["variants"]
+    assert video["current"] == variant["name"] == shard_set.variant.name
+    assert (variant["num_samples"], variant["num_shards"], variant["num_wanted"]) == (5, 2, 5)
     assert round(variant["hours"] * 3600, 6) == 8.0
     assert variant["size_bytes"] == sum(path.stat().st_size for path in shard_set.variant.rglob("*") if path.is_file())
     videos = status["videos"]
     assert (videos["num_videos"], videos["num_usable"], videos["num_captions"]) == (3, 2, 3)
     assert videos["unusable"] == {"source_unreadable": 1}
-    listed = [json.loads(line) for line in Path(status["failures_file"]).read_text().splitlines()]
+    listed = [json.loads(line) for line in Path(video["failures_file"]).read_text().splitlines()]
     assert [failure["video_id"] for failure in listed] == ["text"]
 
 
@@ -73,21 +74,21 @@ def test_a_running_command_is_seen_with_how_far_it_is(prep: Prep, shard_set: Sha
         beat._written_s = 0.0
         beat.show(2)
         ran = prep("status", "--data", shard_set.data)
-        (variant,) = prep("status", "--data", shard_set.data, "--json").summary["variants"]
+        (variant,) = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]["variants"]
     assert "being made now: 4 of 5 chunks (80%)" in ran.stdout
-    assert variant["running_chunks"] == 2
+    assert variant["num_running"] == 2
     assert list((shard_set.variant / RUNNING_FOLDER).iterdir()) == []
     assert "being made" not in prep("status", "--data", shard_set.data).stdout
 
 
 def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: ShardSet) -> None:
     rerun(prep, shard_set, *LEN, "--crf", "40")
-    variants = prep("status", "--data", shard_set.data, "--json").summary["variants"]
+    variants = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]["variants"]
     assert [("crf40" in variant["name"], variant["is_current"]) for variant in variants] == [
         (True, True),
         (False, False),
     ]
-    assert [variant["num_chunks"] for variant in variants] == [5, 5]
+    assert [variant["num_samples"] for variant in variants] == [5, 5]
 
 
 def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, shard_set: ShardSet) -> None:

@@ -25,8 +25,8 @@ def test_a_sound_set_passes_with_one_line(prep: Prep, shard_set: ShardSet) -> No
     ran = prep("verify", "--data", shard_set.data)
     assert len(ran.stdout.splitlines()) == 1
     assert "5 chunks in 2 shards" in ran.stdout and "all right" in ran.stdout
-    deep = prep("verify", "--deep", "--data", shard_set.data, "--json").summary
-    assert (deep["num_frames"], deep["findings"], deep["deep_findings"]) == (240, [], [])
+    deep = prep("verify", "--deep", "--data", shard_set.data, "--json").summary["video"]
+    assert (deep["num_deep"], deep["findings"], deep["deep_findings"]) == (240, [], [])
 
 
 def test_a_set_without_chunks_is_an_error(prep: Prep, tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_a_flipped_byte_is_found_named_and_mended_by_the_next_run(prep: Prep, sh
     flip(path, place)
     assert quick_check(shard_set.variant, shard_set.commits[0]) == []
     ran = prep("verify", "--data", shard_set.data, "--json", status=1)
-    (finding,) = ran.summary["findings"]
+    (finding,) = ran.summary["video"]["findings"]
     assert (finding["shard_id"], finding["code"]) == (0, code)
     assert finding["key"] == (key if path.suffix == ".tar" else None)
-    assert ran.summary["unseen"] == []
+    assert ran.summary["video"]["unseen"] == []
     assert "made again by: prep chunk --len 2s" in ran.stderr
     (planned,) = prep("plan", "--data", shard_set.data, "--json", *LEN).summary["work"]
     assert (planned["shard_id"], planned["state"]) == (0, "corrupt")
@@ -134,7 +134,7 @@ def test_deep_sees_what_checksums_cannot(
     rewrite(shard_set, change)
     prep("verify", "--data", shard_set.data)
     ran = prep("verify", "--deep", "--data", shard_set.data, "--json", status=1)
-    findings = ran.summary["deep_findings"]
+    findings = ran.summary["video"]["deep_findings"]
     assert {(finding["shard_id"], finding["code"]) for finding in findings} == {(0, code)}
     assert {finding["key"] for finding in findings} == {"long_000000000", "long_000002000", "long_000004000"}
     assert str(commit_path(shard_set.variant, 0)) in ran.stderr

@@ -1,0 +1,62 @@
+"""`prep retry`: what failed in one column, once more."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from prep import chunk_commands, latents_commands, text_commands
+from prep.chunk_commands import Address, EngineName, MaxFailures, Workers
+from prep.options import Data, Json
+
+ColumnOfFailures = Annotated[Literal["video", "latents", "text"], Parameter(help="Column whose failures are meant.")]
+
+ColumnOfFailures = Annotated[Literal["video", "latents", "text"], Parameter(help="Column whose failures are meant.")]
+
+
+def retry(
+    *,
+    column: ColumnOfFailures = "video",
+    only: Annotated[
+        list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")
+    ] = None,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: Workers = None,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Try again what failed in the current variant of a column, for example after mending a source.
+
+    Example: prep retry --only timeout
+    """
+    from prep.data_folder import LATENTS, VIDEO, require_data_folder
+    from prep.failures import FailureCode
+    from prep.latents.recipe import latents_recipe_from_dict
+    from prep.recipe import recipe_from_dict
+    from prep.text.recipe import TextRecipe, text_recipe_from_dict
+    from shards.reader import Variant
+
+    codes = frozenset(only or FailureCode)
+    if unknown := sorted(codes - set(FailureCode)):
+        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"codes are {', '.join(FailureCode)}")
+    stored = Variant.open(require_data_folder(data), column=column).recipe
+    again: dict[str, Any] = {
+        "data": data,
+        "engine": engine,
+        "address": address,
+        "workers": workers,
+        "max_failures": max_failures,
+        "json": json,
+        "retry_codes": codes,
+    }
+    if column == VIDEO:
+        chunk_commands.run_chunks(recipe_from_dict(stored), **again)
+    elif column == LATENTS:
+        recipe = latents_recipe_from_dict(stored)
+        latents_commands.run_latents(recipe.settings, only_variant=recipe.variant, **again)
+    else:
+        text = text_recipe_from_dict(stored)
+        text_commands.run_texts(TextRecipe(clip=text.clip), only_variant=text.variant, **again)
