@@ -12,8 +12,6 @@ from prep.options import Data, Json
 
 ColumnOfFailures = Annotated[Literal["video", "latents", "text"], Parameter(help="Column whose failures are meant.")]
 
-ColumnOfFailures = Annotated[Literal["video", "latents", "text"], Parameter(help="Column whose failures are meant.")]
-
 
 def retry(
     *,

@@ -31,18 +31,21 @@ OUTSIDE = {
 }
 MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",
+    "huggingface-hub": "huggingface_hub",
     "imageio-ffmpeg": "imageio_ffmpeg",
     "open-clip-torch": "open_clip",
     "pyyaml": "yaml",
 }
 # Each heavy dependency has one door: the files of `prep` or `train` that may import it.
 DOORS = {
+    "diffusers": {"prep/latents/vae.py"},
     "ray": {"prep/engines/ray.py"},
     "imageio_ffmpeg": {"prep/ffmpeg.py"},
     "ffmpeg": {"prep/encode.py"},
     "xformers": {"train/models/attention.py"},
     "torch.distributed": {"train/distributed.py"},
 }
+TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/model_engine.py"}
 # Only the runner starts programs: it alone has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {"prep/ffmpeg.py"}
 # It accepts plain containers only; everywhere else a pickle from outside would be a program from outside.
@@ -66,7 +69,8 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
     if package in OUTSIDE:
         return OUTSIDE[package]
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
-    requirements = project["dependencies"] + project["optional-dependencies"][package]
+    extras = project["optional-dependencies"]
+    requirements = project["dependencies"] + extras[package] + (extras["columns"] if package == "prep" else [])
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}
 
@@ -84,8 +88,8 @@ def test_a_heavy_dependency_has_one_door(repository: Path, module: str) -> None:
     assert files_that_import(repository, module) <= DOORS[module]
 
 
-def test_torch_stays_in_train(repository: Path) -> None:
-    assert files_that_import(repository, "torch", packages=("manifests", "shards", "prep")) == set()
+def test_torch_has_one_door_for_each_model_of_prep(repository: Path) -> None:
+    assert files_that_import(repository, "torch", packages=("manifests", "shards", "prep")) <= TORCH_IN_PREP
 
 
 def test_only_the_runner_starts_programs(repository: Path) -> None:
@@ -108,7 +112,7 @@ def test_help_loads_neither_torch_nor_ray(repository: Path, program: str) -> Non
         "    main()\n"
         "except SystemExit as exit:\n"
         "    assert not exit.code, exit.code\n"
-        "heavy = {'torch', 'ray', 'open_clip', 'xformers', 'av', 'imageio_ffmpeg'} & set(sys.modules)\n"
+        "heavy = {'torch', 'ray', 'open_clip', 'diffusers', 'xformers', 'av', 'imageio_ffmpeg'} & set(sys.modules)\n"
         "print('heavy:', sorted(heavy), file=sys.stderr)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
@@ -119,7 +123,7 @@ def test_help_loads_neither_torch_nor_ray(repository: Path, program: str) -> Non
 @pytest.mark.parametrize(
     ("package", "absent"),
     [
-        ("prep", ["torch", "torchvision", "xformers", "open_clip", "train"]),
+        ("prep", ["torch", "torchvision", "xformers", "open_clip", "diffusers", "safetensors", "train"]),
         ("train", ["ray", "ffmpeg", "imageio_ffmpeg", "prep"]),
     ],
 )

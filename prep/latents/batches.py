@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,16 @@ from numpy.typing import NDArray
 from prep.failures import SourceFailure
 from prep.latents.pieces import Piece
 
-if TYPE_CHECKING:
-    import torch
-
 C = TypeVar("C")
+P = TypeVar("P", bound="Pictures")
+
+
+class Pictures(Protocol):
+    """Some pictures of one size, wherever they are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -29,18 +35,31 @@ class EncodedChunk(Generic[C]):
 @dataclass
 class _Growing(Generic[C]):
     chunk: C
-    parts: list[NDArray[np.float32]] = field(default_factory=list)
+    latents: list[NDArray[np.float32]] = field(default_factory=list)
     num_frames: int = 0  # decoded so far
     num_waiting: int = 0  # of these, in no finished batch yet
     is_ended: bool = False
     failure: SourceFailure | None = None
 
 
+@dataclass(frozen=True)
+class Part(Generic[C, P]):
+    """The frames of a batch that are of one chunk, from its `first_frame` on."""
+
+    owner: _Growing[C]
+    first_frame: int
+    pictures: P
+
+    @property
+    def chunk(self) -> C:
+        return self.owner.chunk
+
+
 def encoded_chunks(
     pieces: Iterable[Piece[C]],
     *,
-    resized: Callable[[NDArray[np.uint8]], "torch.Tensor"],
-    encode: Callable[["torch.Tensor", list[tuple[C, int, int]]], NDArray[np.float32]],
+    resized: Callable[[NDArray[np.uint8]], P],
+    encode: Callable[[list[Part[C, P]]], NDArray[np.float32]],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
     """Runs the model over the pieces of many chunks, `batch` frames at a time; chunks come out in order.
@@ -48,12 +67,10 @@ def encoded_chunks(
     Args:
         pieces: of one chunk after another; the last of each has no crops.
         resized: crops [N, S, S, 3] as pictures of one size for all chunks.
-        encode: latents of a batch of pictures; also gets whose they are, as (chunk, first frame, frames).
+        encode: latents of the pictures of all parts, one after another.
     """
-    import torch
-
     growing: deque[_Growing[C]] = deque()
-    waiting: list[tuple[_Growing[C], int, torch.Tensor]] = []
+    waiting: list[Part[C, P]] = []
     for piece in pieces:
         if not growing or growing[-1].is_ended:
             growing.append(_Growing(piece.chunk))
@@ -63,12 +80,13 @@ def encoded_chunks(
         else:
             pictures = resized(piece.crops)
             while len(pictures):
-                room = batch - sum(len(part) for _, _, part in waiting)
-                waiting.append((owner, owner.num_frames, pictures[:room]))
-                owner.num_frames += len(pictures[:room])
-                owner.num_waiting += len(pictures[:room])
+                room = batch - sum(len(part.pictures) for part in waiting)
+                part = Part(owner, owner.num_frames, pictures[:room])
+                waiting.append(part)
+                owner.num_frames += len(part.pictures)
+                owner.num_waiting += len(part.pictures)
                 pictures = pictures[room:]
-                if sum(len(part) for _, _, part in waiting) == batch:
+                if len(part.pictures) == room:
                     _run(waiting, encode)
                     waiting = []
         yield from _finished(growing)
@@ -77,27 +95,18 @@ def encoded_chunks(
     yield from _finished(growing)
 
 
-def _run(
-    waiting: list[tuple[_Growing[C], int, "torch.Tensor"]],
-    encode: Callable[["torch.Tensor", list[tuple[C, int, int]]], NDArray[np.float32]],
-) -> None:
-    import torch
-
-    latents = encode(
-        torch.cat([pictures for _, _, pictures in waiting]),
-        [(owner.chunk, first, len(pictures)) for owner, first, pictures in waiting],
-    )
-    begin = 0
-    for owner, _, pictures in waiting:
-        owner.parts.append(latents[begin : begin + len(pictures)])
-        owner.num_waiting -= len(pictures)
-        begin += len(pictures)
+def _run(parts: list[Part[C, P]], encode: Callable[[list[Part[C, P]]], NDArray[np.float32]]) -> None:
+    latents = encode(parts)
+    for part in parts:
+        mine, latents = latents[: len(part.pictures)], latents[len(part.pictures) :]
+        part.owner.latents.append(mine)
+        part.owner.num_waiting -= len(mine)
 
 
 def _finished(growing: deque[_Growing[C]]) -> Iterator[EncodedChunk[C]]:
     while growing and growing[0].is_ended and not growing[0].num_waiting:
         done = growing.popleft()
-        if done.failure is not None or not done.parts:
+        if done.failure is not None or not done.latents:
             yield EncodedChunk(done.chunk, None, done.failure)
         else:
-            yield EncodedChunk(done.chunk, np.concatenate(done.parts))
+            yield EncodedChunk(done.chunk, np.concatenate(done.latents))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from manifests.errors import UserError
 from prep.data_folder import LATENTS
 from prep.failures import FailureCode, SourceFailure
 from prep.heartbeat import Heartbeat
-from prep.latents.batches import encoded_chunks
+from prep.latents.batches import Part, encoded_chunks
 from prep.latents.crops import generator
 from prep.latents.pieces import pieces_in_order
 from prep.latents.recipe import LatentsRecipe
@@ -39,9 +39,6 @@ from shards.damage import Damaged
 from shards.format import LATENTS_FIELDS
 from shards.reader import CommittedShard, open_shard
 from shards.writer import Sample, ShardWriter
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -139,18 +136,18 @@ def _make_samples(
     settings = task.recipe.settings
     keys = video.index["key"]
 
-    def encode(pictures: "torch.Tensor", places: list[tuple[int, int, int]]) -> NDArray[np.float32]:
+    def encode(parts: list[Part[int, Any]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
-            shape = task.recipe.frame_shape
             # Frame by frame, so that what a frame gets does not depend on the batch that it is in.
             draws = [
-                generator(settings.seed, keys[row].as_py(), f"frame {frame}").standard_normal(shape, dtype=np.float32)
-                for row, first, count in places
-                for frame in range(first, first + count)
+                generator(settings.seed, keys[part.chunk].as_py(), f"frame {frame}")
+                for part in parts
+                for frame in range(part.first_frame, part.first_frame + len(part.pictures))
             ]
-            noise = np.stack(draws)
-        return encoder.encode(pictures, noise=noise)
+            shape = task.recipe.frame_shape
+            noise = np.stack([draw.standard_normal(shape, dtype=np.float32) for draw in draws])
+        return encoder.encode([part.pictures for part in parts], noise=noise)
 
     pieces = pieces_in_order(
         rows, read=partial(read_chunk_video, video, settings=settings), num_threads=task.num_threads

@@ -46,8 +46,8 @@ class Encoder:
             return pictures
         return functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
 
-    def encode(self, pictures: "torch.Tensor", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Latents [N, C, h, w] of uint8 pictures [N, 3, H, W], shifted and scaled.
+    def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        """Latents [N, C, h, w] of the N uint8 pictures [3, H, W] in all parts, shifted and scaled.
 
         Args:
             noise: standard normal [N, C, h, w], for samples of the posterior; None for its mean.
@@ -55,7 +55,7 @@ class Encoder:
         import torch
 
         with torch.inference_mode():
-            scaled = pictures.to(self._dtype).div_(127.5).sub_(1)
+            scaled = torch.cat(parts).to(self._dtype).div_(127.5).sub_(1)
             posterior = self._model.encode(scaled.contiguous()).latent_dist
             latents = posterior.mean.float()
             if noise is not None:

@@ -13,7 +13,7 @@ from prep.text.bank import write_block
 from prep.text.captions import CaptionReader
 from prep.text.digests import digests_of, places_in
 
-MAX_BLOCK_TEXTS = 1024
+MAX_BLOCK_TEXTS = 2048
 _MAX_BLOCK_CHARS = 1 << 20  # texts travel to the workers; a few may be very long
 
 
