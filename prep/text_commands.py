@@ -21,7 +21,10 @@ from prep.options import Data, Json
 from prep.text.recipe import TextRecipe
 
 Settings = Annotated[TextRecipe, Parameter(name="*")]
-Batch = Annotated[int, Parameter(help="Texts that the tower gets at a time.")]
+Batch = Annotated[
+    int | None, Parameter(help="Texts that the tower gets at a time; by default 32 on a CPU, 256 on a GPU.")
+]
+_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are filled up, which costs a CPU more than larger ones bring
 
 
 def text(
@@ -32,7 +35,7 @@ def text(
     address: Address = None,
     workers: ModelWorkers = None,
     num_gpus: NumGpus = None,
-    batch: Batch = 256,
+    batch: Batch = None,
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
@@ -83,7 +86,7 @@ def run_texts(
     address: str | None,
     workers: int | None,
     num_gpus: float | None = None,
-    batch: int = 256,
+    batch: int | None = None,
     max_failures: str,
     json: bool,
     retry_codes: frozenset[str] = frozenset(),
@@ -105,8 +108,8 @@ def run_texts(
     from prep.text.summary import text_summary_text, text_summary_values
 
     budget = parse_budget(max_failures)
-    if batch < 1:
-        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more; 256 suits most machines")
+    if batch is not None and batch < 1:
+        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more, or leave it out")
     require_workers(workers, num_gpus=num_gpus, address=address, engine=engine)
     data_dir = require_data_folder(data)
     with writing(data_dir, column=TEXT):
@@ -116,7 +119,12 @@ def run_texts(
         has_work = any(shard.has_work for shard in planned.shards)
         # Looking for GPUs takes seconds, which a run with nothing to do need not spend.
         gpus_each = gpus_of_a_worker(num_gpus) if has_work else 0.0
-        use = TowerUse(recipe.clip, resolved.clip_sha256, batch=batch, device="cuda" if gpus_each else "cpu")
+        use = TowerUse(
+            recipe.clip,
+            resolved.clip_sha256,
+            batch=batch or (_GPU_BATCH if gpus_each else _CPU_BATCH),
+            device="cuda" if gpus_each else "cpu",
+        )
         chosen = open_model_engine(engine, address=address, workers=workers, gpus_each=gpus_each)
         summary = run_text(planned, use, chosen, on_encoded=CountProgress("encoding texts"))
     print(json_module.dumps(text_summary_values(summary), indent=1) if json else text_summary_text(summary))

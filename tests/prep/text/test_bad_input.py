@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from prep.engines import Outcome, R, T
 from prep.failures import FailureCode
 from prep.plan import ShardState
-from prep.text.blocks import TowerUse
+from prep.text.blocks import Block, TowerUse
 from prep.text.planning import make_text_plan
 from prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
 from prep.text.run import run_text
@@ -154,20 +154,34 @@ def test_embeddings_that_are_not_finite_are_counted_and_not_stored(
 
 
 class Losing:
-    """An engine whose workers die under every block."""
+    """An engine whose workers die under a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
+            assert isinstance(task, Block)
             yield None
-            yield Outcome(task, None, lost="the worker was killed by signal 9 3 times")
+            is_lost = self._text in task.texts
+            lost = "the worker was killed by signal 9 3 times" if is_lost else None
+            yield Outcome(task, None if is_lost else function(task), lost)
 
 
-def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(data: Path) -> None:
+def test_a_lost_worker_costs_the_shards_that_need_its_texts_until_the_next_run(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 1)
     encode(data)
-    write_captions(data, {**CAPTIONS, "short": ["a cat", "new"]}, splits=SPLITS)
+    write_captions(data, {**CAPTIONS, "short": ["newer", "new"], "other": ["newest"]}, splits=SPLITS)
     plan = plan_of(data)
-    summary = run_text(plan, TowerUse("tiny", plan.recipe.clip_sha256, batch=8, device="cpu"), Losing())
+    use = TowerUse("tiny", plan.recipe.clip_sha256, batch=8, device="cpu")
+    summary = run_text(plan, use, Losing("new"))
     assert [(failure.code, failure.video_id) for failure in summary.failures] == [("worker_lost", "long")]
+    assert summary.num_encoded == 2
     assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["a cat", "the end"]  # as before
-    assert encode(data).failures == []
-    assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["a cat", "new"]
+    assert samples(plan.variant_dir)["other"]["json"]["texts"] == ["newest"]
+    engine = Here()
+    assert encode(data, engine=engine).failures == []
+    assert engine.texts == ["new"]
+    assert samples(plan.variant_dir)["short"]["json"]["texts"] == ["newer", "new"]

@@ -148,8 +148,11 @@ def test_a_video_that_goes_takes_its_shard_with_it(data: Path) -> None:
     assert list(samples(variant(data))) == ["long", "short"]
 
 
-def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(data: Path, tmp_path: Path) -> None:
-    captions = {"v": [f"text number {n}" for n in range(2500)], **CAPTIONS}
+def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 100)
+    captions = {"v": [f"text number {n}" for n in range(245)], **CAPTIONS}
     write_captions(data, captions, splits=SPLITS)
     other = tmp_path / "other"
     shutil.copytree(data, other)
@@ -158,14 +161,14 @@ def test_a_run_cut_off_encodes_the_rest_and_ends_with_the_same_bytes(data: Path,
     with pytest.raises(KeyboardInterrupt):
         encode(data, engine=first)
     summary = encode(data, engine=second)
-    assert len(first.texts) == 2048 and not set(first.texts) & set(second.texts)
-    assert summary.num_taken_over == 2048 and summary.num_texts == 2505
+    assert len(first.texts) == 200 and not set(first.texts) & set(second.texts)
+    assert summary.num_taken_over == 200 and summary.num_texts == 250
     assert contents(data / "text") == contents(other / "text")
 
 
-def test_a_damaged_block_of_the_bank_is_made_again(data: Path, tmp_path: Path) -> None:
-    captions = {"v": [f"text number {n}" for n in range(1500)]}
-    write_captions(data, captions)
+def test_a_damaged_block_of_the_bank_is_made_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 100)
+    write_captions(data, {"v": [f"text number {n}" for n in range(150)]})
     with pytest.raises(KeyboardInterrupt):
         encode(data, engine=Here(max_blocks=1))
     (block,) = (data / "text").glob("*/bank/*.arrow")
@@ -175,7 +178,7 @@ def test_a_damaged_block_of_the_bank_is_made_again(data: Path, tmp_path: Path) -
     (block.parent / ".tmp-0123456789ab-x.arrow").write_bytes(b"half")
     engine = Here()
     encode(data, engine=engine)
-    assert len(engine.texts) == 1500
+    assert len(engine.texts) == 150
     assert not block.parent.exists()
 
 
@@ -220,11 +223,11 @@ def test_the_variant_of_video_does_not_matter(data: Path) -> None:
 
 
 def test_another_tower_is_another_variant_that_takes_over_when_it_is_whole(
-    data: Path, checkpoints: Checkpoints
+    data: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode(data)
     clip = f"{checkpoints.model}:{checkpoints.safetensors}"
-    write_captions(data, {**CAPTIONS, "v": [f"text number {n}" for n in range(1100)]}, splits=SPLITS)
+    monkeypatch.setattr("prep.text.blocks.MAX_BLOCK_TEXTS", 2)
     with pytest.raises(KeyboardInterrupt):
         encode(data, clip, engine=Here(max_blocks=1))
     assert variant(data).name.startswith("tiny-")

@@ -1,6 +1,7 @@
 """Tokens are open_clip's own, however long a text is."""
 
 import random
+from copy import copy
 
 import pytest
 from open_clip import SimpleTokenizer
@@ -49,6 +50,17 @@ def test_long_words_are_merged_as_the_library_does_it(tokenizer: SimpleTokenizer
         letters = numbers.choice(["ab", "the", "aeioulnrst", "abcdefghijklmnopqrstuvwxyz", "!?.-", "a"])
         word = "".join(numbers.choices(letters, k=numbers.choice([2, 3, 10, 65, 200])))
         assert merged([*word[:-1], f"{word[-1]}</w>"], ranks=tokenizer.bpe_ranks) == tokenizer.bpe(word).split(" ")
+
+
+def test_merges_are_the_librarys_for_any_table_of_ranks(tokenizer: SimpleTokenizer) -> None:
+    numbers = random.Random(0)
+    other = copy(tokenizer)
+    for _ in range(200):
+        symbols = ["a", "b", "ab", "ba", "aa", "aab", "aba", "bab", "b</w>", "ab</w>", "a</w>"]
+        pairs = numbers.sample([(x, y) for x in symbols[:8] for y in symbols], 30)
+        other.bpe_ranks, other.cache = {pair: rank for rank, pair in enumerate(pairs)}, {}
+        word = "".join(numbers.choices("ab", k=40))
+        assert merged([*word[:-1], f"{word[-1]}</w>"], ranks=other.bpe_ranks) == other.bpe(word).split(" ")
 
 
 def test_a_word_of_a_hundred_thousand_letters_is_not_merged_in_its_square(tokenizer: SimpleTokenizer) -> None:
