@@ -31,6 +31,8 @@ class Buffers:
 
     latents: "torch.Tensor"
     text: "torch.Tensor | None"
+    latents_at: int  # addresses
+    text_at: int
 
 
 class Gather:
@@ -44,6 +46,7 @@ class Gather:
     def __init__(self, samples: SegmentSet, *, batch: int, depth: int | None) -> None:
         self._samples = samples
         self._row_bytes = samples.segment_bytes
+        self._text_bytes = 0 if samples.text is None else samples.text.row_bytes
         self._pads = samples.segments.tails == "pad"
         self._ring = deque(self._new_buffers(batch, is_kept=True) for _ in range(depth or 0))
 
@@ -63,10 +66,11 @@ class Gather:
         if num < len(latents):
             latents, text = latents[:num], None if text is None else text[:num]
         of = visits.visits
+        addresses = of.address[begin:end].tolist()
         if self._pads:
-            self._copy_padded(of, begin, end, latents)
+            self._copy_padded(addresses, of.num_frames[begin:end].tolist(), latents, buffers.latents_at)
         else:
-            _copy(of.address[begin:end].tolist(), latents.data_ptr(), self._row_bytes)
+            _copy(addresses, buffers.latents_at, self._row_bytes)
         batch = Batch(
             input="latents",
             position=visits.position[begin:end],
@@ -74,18 +78,16 @@ class Gather:
             latents=latents,
         )
         if text is not None and of.text_address is not None and visits.caption_id is not None:
-            _copy(of.text_address[begin:end].tolist(), text.data_ptr(), text.shape[1] * 2)
+            _copy(of.text_address[begin:end].tolist(), buffers.text_at, self._text_bytes)
             batch["caption_id"] = visits.caption_id[begin:end]
             batch["text"] = text
         if visits.num_frames is not None:
             batch["num_frames"] = visits.num_frames[begin:end]
         return batch
 
-    def _copy_padded(self, of: Visits, begin: int, end: int, latents: "torch.Tensor") -> None:
-        num_frames = of.num_frames[begin:end].tolist()
+    def _copy_padded(self, addresses: list[int], num_frames: list[int], latents: "torch.Tensor", target: int) -> None:
         frame_bytes = self._samples.records.shape.frame_bytes
-        sizes = [frames * frame_bytes for frames in num_frames]
-        _copy(of.address[begin:end].tolist(), latents.data_ptr(), self._row_bytes, sizes=sizes)
+        _copy(addresses, target, self._row_bytes, sizes=[frames * frame_bytes for frames in num_frames])
         for row, frames in enumerate(num_frames):
             if frames < latents.shape[1]:
                 latents[row, frames:] = 0
@@ -98,10 +100,11 @@ class Gather:
         pinned = is_kept and torch.cuda.is_available()
         shape, text = self._samples.records.shape, self._samples.text
         size = (num, self._samples.segments.num_frames, shape.channels, shape.height, shape.width)
-        return Buffers(
-            latents=make(size, dtype=getattr(torch, shape.dtype), pin_memory=pinned),
-            text=None if text is None else make((num, text.width), dtype=torch.float16, pin_memory=pinned),
-        )
+        latents = make(size, dtype=getattr(torch, shape.dtype), pin_memory=pinned)
+        if text is None:
+            return Buffers(latents, None, latents.data_ptr(), 0)
+        embeddings = make((num, text.width), dtype=torch.float16, pin_memory=pinned)
+        return Buffers(latents, embeddings, latents.data_ptr(), embeddings.data_ptr())
 
 
 class VisitBlock:

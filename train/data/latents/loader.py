@@ -11,10 +11,11 @@ from manifests.errors import UserError
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
 from train.data.latents.gather import Gather, VisitBlock
+from train.data.latents.place import Place, together
 from train.data.latents.segment_set import SegmentSet
 from train.data.latents.segments import Tails
 from train.data.loader import LoadedBatch
-from train.data.order import SampleOrder, positions_of_rank
+from train.data.order import SampleOrder
 
 # Visits are worked out this many at a time; the first blocks are small, so that the first batch does not wait.
 _BLOCK = 1 << 14
@@ -24,7 +25,8 @@ _GROWTH = 8
 class LoaderState(TypedDict):
     """Where a run over the set stands."""
 
-    position: int  # samples seen by all ranks together
+    position: int  # every place of the order before it has been seen
+    ahead: list[int]  # places after it that have been seen too: more than none only after failures, with several ranks
     seed: int
     samples: str  # fingerprint of the set
 
@@ -50,6 +52,10 @@ class LatentLoader:
         copy: give each batch memory of its own, which costs about as much again as the gathering.
         verify: compare every record with its checksum when it is first read. One that differs is a failed sample:
             it is named, and in training the next sample of this rank takes its place.
+
+    Attributes:
+        samples: the set.
+        place: where the batches taken so far end.
 
     Raises:
         UserError: nothing can be shown, the columns do not belong together, or a tar is missing or cut short.
@@ -78,7 +84,7 @@ class LatentLoader:
         self._order = SampleOrder(len(self.samples), seed)
         self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth)
         self._checksums = Checksums(self.samples) if verify else None
-        self._position = 0
+        self.place = Place(0)
 
     def __len__(self) -> int:
         """Samples of an epoch, of all ranks together."""
@@ -102,10 +108,16 @@ class LatentLoader:
         Raises:
             TooManyFailures: more than `max_failures` samples failed.
         """
-        begin = self._position if position is None else position
-        for batch, failed, num_taken in self._filled(self._training_blocks(begin), max_failures=max_failures):
-            self._position = begin + num_taken * self._num_ranks
-            yield LoadedBatch(batch, failed, self._position)
+        begin = self.place if position is None else Place(position)
+        filled = self._filled(self._training_blocks(begin), max_failures=max_failures)
+        for num_batches, (batch, failed, num_own) in enumerate(filled, start=1):
+            num_common = num_batches * self._batch
+            if begin.ahead or num_own != num_common:
+                place = begin.after(num_common, num_own, rank=self._rank, num_ranks=self._num_ranks)
+            else:
+                place = Place(begin.position + num_common * self._num_ranks)
+            self.place = place
+            yield LoadedBatch(batch, failed, place.position)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
         """This rank's part of all samples, each once, in order; ranks differ by one sample at most.
@@ -116,37 +128,47 @@ class LatentLoader:
             yield LoadedBatch(batch, failed, min(num_taken * self._num_ranks, len(self)))
 
     def state_dict(self) -> LoaderState:
-        """Where the batches taken so far end; the same for every rank that has taken as many."""
-        return LoaderState(position=self._position, seed=self._seed, samples=self.fingerprint)
+        """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""
+        place = self.place
+        return LoaderState(position=place.position, ahead=list(place.ahead), seed=self._seed, samples=self.fingerprint)
 
-    def load_state_dict(self, state: LoaderState) -> None:
-        """Goes on from `state`, whatever the batch and the number of ranks were that it was saved with.
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """Goes on from the states of all ranks, whatever the batch and the number of ranks were and are.
+
+        One state is enough where no sample has failed, or where there was one rank.
 
         Raises:
-            UserError: it is of another set of samples or another seed, in which its place means nothing.
+            UserError: they are of another set of samples or another seed, in which their place means nothing, or of
+                different steps.
         """
-        if state["samples"] != self.fingerprint or state["seed"] != self._seed:
-            what = "samples" if state["samples"] != self.fingerprint else f"order: seed {state['seed']}"
+        for state in states:
+            if state["samples"] != self.fingerprint or state["seed"] != self._seed:
+                what = "samples" if state["samples"] != self.fingerprint else f"order: seed {state['seed']}"
+                raise UserError(
+                    f"the loader's state is of other {what}, not of {self.describe()}, seed {self._seed}",
+                    hint="go on with the data, split, segment and seed that the run began with",
+                )
+        try:
+            self.place = together([Place(state["position"], tuple(state["ahead"])) for state in states])
+        except ValueError as error:
             raise UserError(
-                f"the loader's state is of other {what}, not of {self.describe()}, seed {self._seed}",
-                hint="go on with the data, split, segment and seed that the run began with",
-            )
-        self._position = state["position"]
+                f"the loader's states do not belong together: {error}", hint="give those of one step"
+            ) from error
 
     def _filled(self, blocks: Iterator[VisitBlock], *, max_failures: int | None) -> Iterator[Filled]:
         if self._checksums is None:
             return fill(blocks, self._gather, batch=self._batch)
         return fill_checked(blocks, self._gather, self._checksums, batch=self._batch, max_failures=max_failures)
 
-    def _training_blocks(self, position: int) -> Iterator[VisitBlock]:
-        """This rank's visits from the global `position` on, in blocks of whole batches."""
+    def _training_blocks(self, place: Place) -> Iterator[VisitBlock]:
+        """This rank's visits from `place` on, in blocks of whole batches."""
         largest = max(_BLOCK // self._batch, 1)
-        num_batches = 1
+        begin, num_batches = 0, 1
         while True:
             count = num_batches * self._batch
-            positions = positions_of_rank(position, count, rank=self._rank, num_ranks=self._num_ranks)
+            positions = place.positions(begin, count, rank=self._rank, num_ranks=self._num_ranks)
             yield self._block(self._order.at(positions), positions, seed=self._seed)
-            position += count * self._num_ranks
+            begin += count
             num_batches = min(num_batches * _GROWTH, largest)
 
     def _evaluation_blocks(self) -> Iterator[VisitBlock]:

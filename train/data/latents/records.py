@@ -48,7 +48,7 @@ class LatentRecords:
         array_address: where the array begins in the mapped tars.
         header_bytes: of the npy header before it.
         crc32: of header and array.
-        num_elsewhere: chunks of the shards whose video is not among those asked for.
+        num_unknown: further chunks, of videos that the manifest does not name.
     """
 
     shape: FrameShape
@@ -58,7 +58,7 @@ class LatentRecords:
     array_address: NDArray[np.int64]
     header_bytes: NDArray[np.int32]
     crc32: NDArray[np.uint32]
-    num_elsewhere: int
+    num_unknown: int
 
     def __len__(self) -> int:
         return len(self.video_row)
@@ -71,13 +71,14 @@ class LatentRecords:
 
 
 def read_records(
-    shards: Sequence[CommittedShard], *, starts: NDArray[np.int64], video_ids: pa.Array
+    shards: Sequence[CommittedShard], *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
 ) -> LatentRecords | None:
     """Gathers the chunks of the videos `video_ids` from the indexes; None where there are none.
 
     Args:
         starts: address of each shard's tar.
         video_ids: a video's row is its place here.
+        known_ids: all videos of the manifest.
 
     Raises:
         UserError: chunks have latents of different shapes, or an index does not fit its tar.
@@ -85,12 +86,12 @@ def read_records(
     parts: list[dict[str, NDArray[Any]]] = []
     shape: FrameShape | None = None
     seen_in = ""
-    num_elsewhere = 0
+    num_unknown = 0
     for shard, start in zip(shards, starts.tolist(), strict=True):
         index = index_of(shard, extension=MEMBER)
         video_row = rows_of(index["video_id"], video_ids)
         there = np.flatnonzero(video_row >= 0)
-        num_elsewhere += len(video_row) - len(there)
+        num_unknown += int((rows_of(index["video_id"], known_ids) < 0).sum())
         if not len(there):
             continue
         for found in _shapes(index.select(_SHAPE_COLUMNS).take(pa.array(there))):
@@ -109,7 +110,7 @@ def read_records(
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     order = np.lexsort((joined["start_ms"], joined["video_row"]))
     return LatentRecords(
-        shape=shape, num_elsewhere=num_elsewhere, **{name: joined.pop(name)[order] for name in list(joined)}
+        shape=shape, num_unknown=num_unknown, **{name: joined.pop(name)[order] for name in list(joined)}
     )
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from manifests.store import read_videos
 from shards.dataset import current_variant
 from shards.reader import Variant
 from train.data.latents.captions import SegmentCaptions, pair_captions
@@ -81,7 +83,12 @@ class SegmentSet:
         text_shards = self._text_variant.shards() if self._text_variant else []
         self.tars = MappedTars([*latent_shards, *text_shards])
         starts = self.tars.starts
-        records = read_records(latent_shards, starts=starts[: len(latent_shards)], video_ids=self.video_ids)
+        records = read_records(
+            latent_shards,
+            starts=starts[: len(latent_shards)],
+            video_ids=self.video_ids,
+            known_ids=read_videos(data_dir)["video_id"].combine_chunks(),
+        )
         if records is None:
             raise self._nothing_of(self._latents, data_dir)
         self.records: LatentRecords = records
@@ -117,6 +124,8 @@ class SegmentSet:
             f"{len(self):,} segments of {segments.num_frames} frames ({shape}) "
             f"in {len(self.records):,} chunks of split {self.split!r}"
         ]
+        if self.records.num_unknown:
+            parts.append(f"{self.records.num_unknown:,} chunks of videos that the manifest does not name left out")
         if segments.num_tails:
             what = "left out" if segments.tails == "drop" else "filled up with zeros"
             parts.append(f"{segments.num_tails:,} shorter tails {what}")
@@ -184,7 +193,8 @@ class SegmentSet:
         )
 
     def _nothing_of(self, variant: Variant, data_dir: Path) -> UserError:
-        there = sorted({name for shard in variant.shards()[:1] for name in shard.index["video_id"][:3].to_pylist()})
+        shards = variant.shards()
+        there = pc.unique(shards[0].index["video_id"])[:3].to_pylist() if shards else []
         column = variant.directory.parent.name
         return UserError(
             f"{variant.directory} has no {column} of any video of split {self.split!r}: "

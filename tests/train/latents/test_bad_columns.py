@@ -1,0 +1,164 @@
+"""Columns that are damaged, missing, or of different data sets: named when the set is opened, never a crash."""
+
+import os
+import shutil
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from shards.reader import Variant
+from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
+from tests.train.tiny_data import write_captions
+from train.data.latents.loader import LatentLoader
+
+
+def opened(data_dir: Path, *, text: bool = True) -> LatentLoader:
+    return LatentLoader(data_dir, split="train", text=text)
+
+
+def tar(written: Written, column: str, shard_id: int = 0) -> Path:
+    return Variant.open(written.data_dir, column=column).shards()[shard_id].tar_path
+
+
+@pytest.mark.parametrize("column", ["latents", "text"])
+@pytest.mark.parametrize("left", [0, 1, 4096, 10_239])
+def test_a_tar_that_was_cut_short_is_named(own: Written, column: str, left: int) -> None:
+    path = tar(own, column, shard_id=1)
+    size = path.stat().st_size
+    os.truncate(path, left)
+    with pytest.raises(UserError) as caught:
+        opened(own.data_dir)
+    assert f"{path} cannot be used: it has {left:,} bytes, its commit says {size:,}" in str(caught.value)
+    assert f"prep {column}" in str(caught.value.hint)
+
+
+def test_a_tar_that_grew_or_is_gone_is_named(own: Written) -> None:
+    path = tar(own, "latents", shard_id=2)
+    with path.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match="its commit says"):
+        opened(own.data_dir)
+    path.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        opened(own.data_dir)
+
+
+def test_an_index_of_another_tar_never_leads_beyond_the_end(own: Written) -> None:
+    first, other = (shard.index_path for shard in Variant.open(own.data_dir, column="latents").shards()[:2])
+    shutil.copy(first, other)
+    with pytest.raises(UserError, match="cannot lie where it says"):
+        opened(own.data_dir, text=False)
+
+
+def test_a_damaged_index_is_named(own: Written) -> None:
+    for column in ("latents", "text"):
+        path = Variant.open(own.data_dir, column=column).shards()[0].index_path
+        content = path.read_bytes()
+        path.write_bytes(content[:100])
+        with pytest.raises(UserError, match=r"index\.arrow"):
+            opened(own.data_dir)
+        path.write_bytes(content)
+    opened(own.data_dir)
+
+
+def test_a_damaged_commit_is_told_in_the_log(own: Written) -> None:
+    (own.latents_dir / "commits" / "000002.json").write_text("{")
+    assert "1 damaged commits of tiny-01234567 left out" in opened(own.data_dir).describe()
+
+
+def test_missing_columns_are_named_with_the_command_that_makes_them(own: Written) -> None:
+    shutil.rmtree(own.data_dir / "text")
+    with pytest.raises(UserError) as caught:
+        opened(own.data_dir)
+    assert "text" in str(caught.value) and "prep text" in str(caught.value.hint)
+    assert len(opened(own.data_dir, text=False)) > 0
+    shutil.rmtree(own.data_dir / "latents")
+    with pytest.raises(UserError) as caught:
+        opened(own.data_dir, text=False)
+    assert "prep latents" in str(caught.value.hint)
+    with pytest.raises(UserError, match="no data folder"):
+        opened(own.data_dir / "nothing")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Chunk("e", 0, 60, (4, 4, 4)),
+        Chunk("e", 0, 60, dtype="bfloat16"),
+        Chunk("e", 0, 60, fps=Fraction(8)),
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_latents_of_two_shapes_are_refused(tmp_path: Path, other: Chunk, together: bool) -> None:
+    chunks = [Chunk("a", 0, 60)]
+    shards = [[*chunks, other]] if together else [chunks, [other]]
+    written = write_all(tmp_path / "data", shards, [Caption("a", 0, 9, "a"), Caption("e", 0, 9, "e")])
+    with pytest.raises(UserError) as caught:
+        opened(written.data_dir)
+    message = str(caught.value)
+    assert "2 x 4 x 4 float16 at 4 frames a second" in message
+    assert "x".join(map(str, other.frame)) in message.replace(" ", "")
+    assert other.dtype in message and f"at {other.fps} frames" in message and message.count(".tar") == 2
+
+
+def test_latents_of_another_data_set_are_named(own: Written) -> None:
+    write_latents(own, [[replace(chunk, video_id=f"other-{chunk.video_id}") for chunk in SHARDS[0]]])
+    for shard_id in (1, 2):
+        (own.latents_dir / "commits" / f"{shard_id:06d}.json").unlink()
+    with pytest.raises(UserError) as caught:
+        opened(own.data_dir, text=False)
+    assert "the manifest names 'a', 'b', 'c'" in str(caught.value)
+    assert "'other-a', 'other-b'" in str(caught.value)
+
+
+def test_text_of_another_data_set_is_named(own: Written, tmp_path: Path) -> None:
+    captions = [replace(caption, video_id=f"other-{caption.video_id}") for caption in CAPTIONS]
+    chunks = [replace(chunk, video_id=f"other-{chunk.video_id}") for chunk in SHARDS[0]]
+    videos = {caption.video_id: "train" for caption in captions}
+    other = write_all(tmp_path / "other", [chunks], captions, splits=videos)
+    shutil.rmtree(own.text_dir)
+    shutil.copytree(other.text_dir, own.text_dir)
+    with pytest.raises(UserError) as caught:
+        opened(own.data_dir)
+    assert "the manifest names 'a', 'b', 'c'" in str(caught.value) and "'other-a'" in str(caught.value)
+
+
+def test_text_whose_captions_are_of_other_videos_is_named(own: Written, tmp_path: Path) -> None:
+    # The same ids in another order: what a manifest made anew, in another folder, would give them.
+    other = write_all(tmp_path / "other", SHARDS, CAPTIONS[::-1], without=WITHOUT_EMBEDDING)
+    shutil.rmtree(own.text_dir)
+    shutil.copytree(other.text_dir, own.text_dir)
+    with pytest.raises(UserError, match="caption 0 is of video 'a' in the manifest, and of 'e' in the text column"):
+        opened(own.data_dir)
+
+
+def test_only_videos_of_the_split_are_shown(tmp_path: Path) -> None:
+    splits = {"a": "train", "b": "val"}
+    chunks = [Chunk("a", 0, 60), Chunk("b", 0, 40)]
+    captions = [Caption("a", 0, 9, "a"), Caption("b", 0, 9, "b")]
+    written = write_all(tmp_path / "data", [chunks], captions, splits=splits)
+    for split, key in (("train", "a_000000000"), ("val", "b_000000000")):
+        loader = LatentLoader(written.data_dir, split=split)
+        assert {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]} == {key}
+    with pytest.raises(UserError, match="no videos of split 'test'"):
+        LatentLoader(written.data_dir, split="test")
+
+
+def test_a_split_without_captions_says_what_there_is(own: Written) -> None:
+    write_captions(own.data_dir, dict.fromkeys("abcde", "train"), [])
+    with pytest.raises(UserError, match="no segment of split 'train' can be shown"):
+        opened(own.data_dir)
+    assert len(opened(own.data_dir, text=False)) > 0
+
+
+def test_chunks_of_videos_that_left_the_manifest_are_counted(own: Written) -> None:
+    captions = [caption for caption in CAPTIONS if caption.video_id != "c"]
+    write_captions(own.data_dir, dict.fromkeys("abde", "train"), captions)
+    loader = opened(own.data_dir)
+    assert "1 chunks of videos that the manifest does not name left out" in loader.describe()
+    shown = {key for loaded in loader.evaluation_batches() for key in loaded.batch["key"]}
+    assert shown and "c_000015000" not in shown
