@@ -46,7 +46,8 @@ def print_report(
         _print_table(other_rows)
     print("".join(f"\n{note}" for note in notes), flush=True)
     if json_path is not None:
-        content: dict[str, object] = {"benchmark": title, **where, "rows": [dict(row) for row in rows], "notes": list(notes)}
+        content: dict[str, object] = {"benchmark": title, **where}
+        content |= {"rows": [dict(row) for row in rows], "notes": list(notes)}
         if further:
             content["further"] = {name: [dict(row) for row in table] for name, table in further.items()}
         json_path.write_text(json.dumps(content, indent=1) + "\n")
