@@ -3,7 +3,6 @@
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,6 @@ class Vae:
     shift_factor: float | None
 
 
-@lru_cache(maxsize=4)
 def find_vae(name: str) -> Vae:
     """The VAE that `name` means: `tiny`, a folder, or a model of the Hugging Face hub, which is downloaded once.
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes
-from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, places_in
+from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow
 
 BANK_FOLDER = "bank"
 BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
@@ -49,34 +49,37 @@ class Bank:
     def __init__(self, folder: Path, *, width: int) -> None:
         self.folder, self._width = folder, width
         self._files: list[Path] = []
-        self._known: set[str] = set()
-        self.digests = np.empty(0, DIGESTS)  # ascending, each once
-        self._block = np.empty(0, np.int32)
-        self._row = np.empty(0, np.int32)
+        self._begins = [0]  # of the blocks of these files among all digests
+        self._digests = np.empty(0, DIGESTS)
+        self._order = np.empty(0, np.int32)  # in which they ascend
         for path in self.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of killed writers
             path.unlink()
         self.look_again()
 
     def look_again(self) -> None:
         """Takes in the blocks that were published meanwhile."""
-        digests, blocks, rows = [self.digests], [self._block], [self._row]
-        for path in sorted(self.folder.glob("*.arrow")) if self.folder.is_dir() else []:
-            if path.name in self._known or not BLOCK_FILE.fullmatch(path.name):
+        known = {path.name for path in self._files}
+        added = []
+        for path in sorted(self.folder.glob("*.arrow")):
+            if path.name in known or not BLOCK_FILE.fullmatch(path.name):
                 continue
             with path.open("rb") as file:
                 is_whole = hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
             if not is_whole:
                 path.unlink()
                 continue
-            self._known.add(path.name)
             with pa.memory_map(str(path)) as file:
-                found = from_arrow(pa.ipc.open_file(file).read_all()["digest"].combine_chunks()).copy()
-            digests.append(found)
-            blocks.append(np.full(len(found), len(self._files), np.int32))
-            rows.append(np.arange(len(found), dtype=np.int32))
+                added.append(from_arrow(pa.ipc.open_file(file).read_all()["digest"].combine_chunks()).copy())
             self._files.append(path)
-        self.digests, first = np.unique(np.concatenate(digests), return_index=True)
-        self._block, self._row = np.concatenate(blocks)[first], np.concatenate(rows)[first]
+            self._begins.append(self._begins[-1] + len(added[-1]))
+        if added:
+            self._digests = np.concatenate([self._digests, *added])
+            added.clear()
+            self._order = np.argsort(self._digests).astype(np.int32)
+
+    def has(self, digests: np.ndarray) -> np.ndarray:
+        """Which of `digests`, DIGESTS [texts], are those of texts in the bank; bool [texts]."""
+        return self._places(digests) >= 0
 
     def rows(self, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Embeddings of texts.
@@ -87,15 +90,21 @@ class Bank:
         Returns:
             float16 [texts, width], and whether the bank has each, bool [texts].
         """
-        places = places_in(self.digests, digests)
+        places = self._places(digests)
         embedded = np.zeros((len(digests), self._width), np.float16)
-        has = places >= 0
-        wanted = np.flatnonzero(has)
-        blocks, in_block = self._block[places[wanted]], self._row[places[wanted]]
+        wanted = np.flatnonzero(places >= 0)
+        blocks = np.searchsorted(self._begins, places[wanted], side="right") - 1
         for block in np.unique(blocks).tolist():
-            is_here = blocks == block
-            embedded[wanted[is_here]] = self._read(self._files[block], in_block[is_here])
-        return embedded, has
+            here = wanted[blocks == block]
+            embedded[here] = self._read(self._files[block], places[here] - self._begins[block])
+        return embedded, places >= 0
+
+    def _places(self, digests: np.ndarray) -> np.ndarray:
+        if not len(self._digests):
+            return np.full(len(digests), -1, np.int64)
+        found = np.searchsorted(self._digests, digests, sorter=self._order)
+        places = self._order[np.minimum(found, len(self._order) - 1)].astype(np.int64)
+        return np.where(self._digests[places] == digests, places, -1)
 
     def remove(self) -> None:
         """Removes the bank: its rows are in committed shards, or nobody wants them."""

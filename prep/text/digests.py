@@ -38,12 +38,16 @@ def places_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
 
 
 class DigestSet:
-    """Collects digests, with repeats, and keeps each once; memory is about twice what is kept."""
+    """Collects digests, with repeats, and keeps each once.
 
-    _MIN_WAITING = 1 << 20
+    They are kept in parts by their first bits, so that what sorting needs is a small share of the whole.
+    """
+
+    _NUM_PARTS = 16
+    _MAX_WAITING = 1 << 18
 
     def __init__(self) -> None:
-        self._ordered = np.empty(0, DIGESTS)
+        self._parts = [np.empty(0, DIGESTS) for _ in range(self._NUM_PARTS)]
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0
 
@@ -51,12 +55,23 @@ class DigestSet:
         """Adds digests, DIGESTS [any]."""
         self._waiting.append(digests)
         self._num_waiting += len(digests)
-        if self._num_waiting > max(self._MIN_WAITING, len(self._ordered) // 2):
-            self.ordered()
+        if self._num_waiting > self._MAX_WAITING:
+            self._sort_in()
 
     def ordered(self) -> np.ndarray:
-        """All so far, ascending, each once."""
-        if self._waiting:
-            self._ordered = np.unique(np.concatenate([self._ordered, *self._waiting]))
-            self._waiting, self._num_waiting = [], 0
-        return self._ordered
+        """All that were added, ascending, each once; the set is empty afterwards."""
+        self._sort_in()
+        ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
+        begin = 0
+        for number, part in enumerate(self._parts):
+            ordered[begin : begin + len(part)] = part
+            begin += len(part)
+            self._parts[number] = part[:0].copy()
+        return ordered
+
+    def _sort_in(self) -> None:
+        added = np.concatenate([np.empty(0, DIGESTS), *self._waiting])
+        self._waiting, self._num_waiting = [], 0
+        part_of = added.view(np.uint8)[::DIGEST_BYTES] // (256 // self._NUM_PARTS)
+        for number in range(self._NUM_PARTS):
+            self._parts[number] = np.union1d(self._parts[number], added[part_of == number])

@@ -16,7 +16,7 @@ from prep.run import with_work
 from prep.text.bank import Bank
 from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
-from prep.text.digests import DigestSet, digests_of, places_in
+from prep.text.digests import DigestSet, digests_of
 from prep.text.planning import TextPlan
 from prep.text.taking_over import take_over
 
@@ -105,7 +105,7 @@ def fill(
 
 
 def _missing(bank: Bank, need: Needed) -> np.ndarray:
-    return np.asarray(need.digests[places_in(bank.digests, need.digests) < 0])
+    return np.asarray(need.digests[~bank.has(need.digests)])
 
 
 def _ids(plan: TextPlan, shard: ShardPlan) -> pa.Array:

@@ -1,0 +1,66 @@
+"""VAEs as a user would bring them, and latents made in this process."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from prep.data_folder import LATENTS, VIDEO, writing
+from prep.engines import Outcome, R, T
+from prep.latents.job import latents_job
+from prep.latents.plan import make_latents_plan
+from prep.latents.recipe import resolve
+from prep.latents.settings import LatentsSettings
+from prep.run import Summary, execute
+from shards.dataset import current_variant
+
+
+class Here:
+    """The engine without workers."""
+
+    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+        for task in tasks:
+            yield Outcome(task, function(task))
+
+
+def make(data: Path, *, batch: int = 16, num_threads: int = 2, **settings: Any) -> Summary:
+    """`prep latents` of `data`, by the tiny VAE at 64 pixels where `settings` say nothing else."""
+    with writing(data, column=LATENTS):
+        plan = make_latents_plan(
+            data, resolve(LatentsSettings(**{"vae": "tiny", "size": 64, **settings}), video=video(data))
+        )
+        return execute(latents_job(plan, device="cpu", batch=batch, num_threads=num_threads), Here())
+
+
+def video(data: Path) -> str:
+    """The current variant of video."""
+    name = current_variant(data, VIDEO)
+    assert name is not None
+    return name
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random VAE with attention, saved as diffusers saves them."""
+    folder = tmp_path_factory.mktemp("vae") / "random-kl-f8"
+    torch.manual_seed(0)
+    model = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[8, 8, 16, 16],
+        norm_num_groups=4,
+        scaling_factor=0.18215,
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """The number of torch's threads is the process's; other tests shall find theirs."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

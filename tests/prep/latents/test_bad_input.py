@@ -1,0 +1,175 @@
+"""Weights that are missing, wrong or broken, and chunks that are damaged: named, counted, never stored."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
+
+from shards.commits import read_commits
+from shards.reader import Variant
+from tests.prep.latents.conftest import make
+from tests.prep.running import Ran, contents
+from tests.prep.sets import ShardSet, flip
+
+Prep = Callable[..., Ran]
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint that a test may damage."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def error(prep: Prep, shard_set: ShardSet, *flags: object) -> str:
+    before = contents(shard_set.data)
+    message = prep("latents", *flags, "--data", shard_set.data, "--engine", "processes", status=2).error
+    assert contents(shard_set.data) == before
+    return message
+
+
+@pytest.mark.parametrize("name", ["/nowhere/vae", "./nowhere", "nowhere", "a/b/c"])
+def test_a_missing_folder_is_named(prep: Prep, shard_set: ShardSet, name: str) -> None:
+    assert error(prep, shard_set, "--vae", name) == f"there is no VAE folder {name} (asked for by --vae)"
+
+
+def test_a_model_that_cannot_be_downloaded_is_named(
+    prep: Prep, shard_set: ShardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert 'the VAE "some-owner/some-vae" cannot be had' in error(prep, shard_set, "--vae", "some-owner/some-vae")
+
+
+def test_what_is_no_vae_is_refused_before_any_work(prep: Prep, shard_set: ShardSet, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_bytes())
+
+    def told(**changed: object) -> str:
+        (copy / "config.json").write_text(json.dumps({**config, **changed}))
+        return error(prep, shard_set, "--vae", copy)
+
+    assert "describes UNet2DModel, not an AutoencoderKL" in told(_class_name="UNet2DModel")
+    assert "takes pictures of 4 channels, videos have 3" in told(in_channels=4)
+    assert "is damaged" in told(scaling_factor="much")
+    (copy / "config.json").write_text("{")
+    assert "is damaged" in error(prep, shard_set, "--vae", copy)
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "--size 100 is no multiple of 8" in error(prep, shard_set, "--vae", copy, "--size", "100")
+    save_file({"weight": torch.zeros(1)}, copy / WEIGHTS)
+    assert "holds no encoder of a VAE" in error(prep, shard_set, "--vae", copy)
+    (copy / WEIGHTS).write_bytes(b"no weights at all")
+    assert "is damaged" in error(prep, shard_set, "--vae", copy)
+    (copy / WEIGHTS).rename(copy / "diffusion_pytorch_model.bin")
+    assert f"holds no {WEIGHTS}" in error(prep, shard_set, "--vae", copy)
+
+
+def test_weights_of_another_configuration_stop_every_shard_by_name(shard_set: ShardSet, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_bytes())
+    (copy / "config.json").write_text(json.dumps({**config, "block_out_channels": [8, 8, 16, 32]}))
+    summary = make(shard_set.data, vae=str(copy))
+    assert summary.failures_by_code() == {"model_unavailable": 2} and summary.num_chunks == 0
+    assert str(copy) in summary.failures[0].message
+    assert list((shard_set.data / "latents").rglob("*.tar")) == []
+
+
+def test_numbers_that_are_not_finite_are_named_and_not_stored(prep: Prep, shard_set: ShardSet, copy: Path) -> None:
+    weights = load_file(copy / WEIGHTS)
+    weights["quant_conv.bias"][0] = torch.nan
+    save_file(weights, copy / WEIGHTS)
+    summary = make(shard_set.data, vae=str(copy))
+    assert summary.failures_by_code() == {"not_finite": 5} and summary.num_chunks == 0
+    assert {failure.key for failure in summary.failures} == {
+        *(f"long_{start:09d}" for start in (0, 2000, 4000)),
+        *(f"short_{start:09d}" for start in (0, 2000)),
+    }
+    assert list((shard_set.data / "latents").rglob("*.tar")) == []
+    assert make(shard_set.data, vae=str(copy)).num_shards_made == 0  # weights do not heal
+    text = prep("status", "--data", shard_set.data).stdout
+    assert "5 x not_finite of latents" in text and "failures.jsonl" in text
+    ran = prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", status=1)
+    assert "2 videos have failures" in ran.stderr
+    budget = ("--max-failures", "2")
+    prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", *budget)
+
+
+def test_too_large_for_float16_is_not_finite_and_fits_bfloat16(shard_set: ShardSet, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_bytes())
+    (copy / "config.json").write_text(json.dumps({**config, "scaling_factor": 1e7}))
+    assert make(shard_set.data, vae=str(copy)).failures_by_code() == {"not_finite": 5}
+    assert make(shard_set.data, vae=str(copy), dtype="bfloat16").num_chunks == 5
+
+
+def test_a_vae_of_sixteen_channels_and_a_shift_is_stored_as_it_is(shard_set: ShardSet, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    model = AutoencoderKL(
+        block_out_channels=[4, 8], norm_num_groups=2, latent_channels=16, shift_factor=0.1, scaling_factor=0.5, **blocks
+    )
+    # A pipeline keeps its VAE in a folder of its own.
+    model.save_pretrained(tmp_path / "pipeline" / "vae")
+    assert make(shard_set.data, vae=str(tmp_path / "pipeline")).num_chunks == 5
+    latents = Variant.open(shard_set.data, column="latents")
+    row = latents.shards()[0].index.to_pylist()[0]
+    assert (row["channels"], row["height"], row["width"]) == (16, 32, 32)
+    assert (latents.recipe["shift_factor"], latents.recipe["vae"]) == (0.1, "pipeline")
+
+
+def test_a_damaged_chunk_is_named_and_its_neighbours_are_encoded(shard_set: ShardSet) -> None:
+    chunks = Variant.open(shard_set.data).shards()[0]
+    offset = chunks.index["mp4_offset"][1].as_py()
+    flip(chunks.tar_path, offset + 2000)
+    summary = make(shard_set.data)
+    (failure,) = summary.failures
+    assert (failure.code, failure.key) == ("chunk_damaged", chunks.index["key"][1].as_py())
+    folder = Variant.open(shard_set.data, column="latents").directory
+    assert failure.key not in Variant(folder).shards()[0].index["key"].to_pylist()
+    assert summary.num_chunks == 4
+    flip(chunks.tar_path, offset + 2000)
+    # What is mended is found without being asked for, and only that is encoded.
+    summary = make(shard_set.data)
+    assert (summary.num_encoded, summary.num_chunks, summary.failures) == (1, 5, [])
+
+
+def test_a_shard_of_chunks_that_cannot_be_read_is_named(shard_set: ShardSet) -> None:
+    shard_set.tar(0).unlink()
+    summary = make(shard_set.data)
+    assert set(summary.failures_by_code()) == {"chunk_damaged"} and summary.num_shards == 1
+    shard_set.index(1).write_bytes(b"no index")
+    assert {failure.code for failure in make(shard_set.data).failures} == {"chunk_damaged"}
+    folder = Variant.open(shard_set.data, column="latents").directory
+    assert 1 in read_commits(folder).commits
+
+
+def test_no_chunks_is_said(prep: Prep, tmp_path: Path) -> None:
+    message = prep("latents", "--vae", "tiny", "--data", tmp_path, "--engine", "processes", status=2).error
+    assert message == f"{tmp_path} holds no chunks"
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--fps", "0"), "--fps 0 is out of range"),
+        (("--fps", "x"), '--fps "x" is not a rate'),
+        (("--size", "4"), "--size 4 is out of range"),
+        (("--segment", "5"), '--segment "5" is not a length'),
+        (("--segment", "1s", "--fps", "1/2"), "is 0.5 frames"),
+        (("--batch", "0"), "--batch 0 encodes nothing"),
+        (("--workers", "0"), "--workers 0 makes nothing"),
+        (("--num-gpus", "-1"), "--num-gpus -1 is not a number of GPUs"),
+        (("--num-gpus", "1"), "this machine has 0 GPUs, a worker needs 1"),
+        (("--seed", "-1"), "--seed -1 is out of range"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(
+    prep: Prep, shard_set: ShardSet, flags: tuple[str, ...], part: str
+) -> None:
+    if flags[0] == "--num-gpus" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert part in error(prep, shard_set, "--vae", "tiny", *flags)
