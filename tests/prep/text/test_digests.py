@@ -1,0 +1,31 @@
+"""Arrays of digests: sets of them, and places in them, zero bytes at their ends included."""
+
+import hashlib
+
+import numpy as np
+
+from prep.text.digests import DIGESTS, DigestSet, digests_of, places_in, text_digest
+
+
+def test_a_set_keeps_each_digest_once_in_order() -> None:
+    digests = np.frombuffer(np.random.default_rng(0).bytes(16 * 30_000), DIGESTS).copy()
+    digests[::7] = np.frombuffer(bytes(16) + bytes([255]) * 14 + bytes(2), DIGESTS)[np.arange(len(digests[::7])) % 2]
+    found = DigestSet()
+    found._MAX_WAITING = 5000
+    for begin in range(0, len(digests), 1700):
+        found.add(digests[begin : begin + 1700])
+    found.add(digests[:4000])
+    assert np.array_equal(found.ordered(), np.unique(digests))
+
+
+def test_places_are_those_of_equal_digests_alone() -> None:
+    ordered = np.unique(digests_of(f"text {n}" for n in range(1000)))
+    digests = digests_of(["text 5", "no such text", "text 999", ""])
+    places = places_in(ordered, digests)
+    assert (places >= 0).tolist() == [True, False, True, False]
+    assert ordered[places[0] : places[0] + 1].tobytes() == text_digest("text 5")
+    assert places_in(ordered[:0], digests).tolist() == [-1] * 4
+
+
+def test_a_digest_is_blake2b_of_the_utf8_text() -> None:
+    assert text_digest("é") == hashlib.blake2b(b"\xc3\xa9", digest_size=16).digest()
