@@ -66,16 +66,13 @@ def read_videos(data_dir: Path) -> pa.Table:
     return _read(data_dir, VIDEOS_FILE, VIDEOS)
 
 
-def read_captions(data_dir: Path, *, columns: list[str] | None = None) -> pa.Table:
+def read_captions(data_dir: Path) -> pa.Table:
     """The captions, schema.CAPTIONS plus label_ columns; each dictionary is one for all chunks.
-
-    Args:
-        columns: the only ones to read; without the texts, ten million captions are small.
 
     Raises:
         UserError: as `read_videos`.
     """
-    return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED, columns=columns)
+    return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED)
 
 
 def open_captions(data_dir: Path) -> pq.ParquetFile:
@@ -243,23 +240,15 @@ def _read_old(data_dir: Path) -> _Old:
     return _Old(tables[VIDEOS_FILE], tables[REJECTED_FILE], next_id, manifest.get("datasets", {}))
 
 
-def _read(
-    data_dir: Path,
-    name: str,
-    schema: pa.Schema,
-    *,
-    coded: list[str] | None = None,
-    columns: list[str] | None = None,
-) -> pa.Table:
+def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | None = None) -> pa.Table:
     manifest = read_manifest(data_dir)
     path = manifest_dir(data_dir) / name
     try:
         with pq.ParquetFile(path, read_dictionary=coded) as file:
-            table = file.read(columns)  # one chunk a row group, where `read_table` gives many
+            table = file.read()  # one chunk a row group, where `read_table` gives many
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"cannot read {path}: {error}", hint="run `prep manifest` again") from error
-    wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns])
-    _require_parts(path, table.schema, manifest=manifest, schema=wanted)
+    _require_parts(path, table.schema, manifest=manifest, schema=schema)
     return table.replace_schema_metadata().unify_dictionaries()
 
 

@@ -1,6 +1,6 @@
 """Which captions a segment can be shown with: those of its video whose span overlaps it and that are embedded.
 
-Everything is arrays: a (segment, caption) pair takes four bytes, a caption at most sixteen, a segment eight.
+Everything is arrays: a pair of segment and caption takes four bytes, a caption twelve, a segment eight.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from manifests.store import read_captions
+from manifests.store import open_captions
 from train.data.chunk_table import rows_of
 from train.data.clips import US_PER_S
 from train.data.latents.records import LatentRecords
 from train.data.latents.segments import Segments, times_us
 from train.data.latents.text_rows import TextRows
 
-_PAIRS_AT_ONCE = 1 << 19
+_BLOCK = 1 << 16  # captions, or pairs, that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -54,31 +54,31 @@ def pair_captions(
     Raises:
         UserError: the text column has a caption under another video than the manifest.
     """
-    captions = read_captions(data_dir, columns=["caption_id", "video_id", "begin_s", "end_s"])
-    video_row = rows_of(captions["video_id"], video_ids)
-    rows = np.flatnonzero(video_row >= 0)
-    video_row = video_row[rows]
-    caption_id, begin_s, end_s = (captions[name].to_numpy()[rows] for name in ("caption_id", "begin_s", "end_s"))
-    del captions
-    row_of_text = _find(caption_id, text, video_row=video_row, video_ids=video_ids)
-    embedded = np.flatnonzero(row_of_text >= 0)
-    first, last = _overlaps(
-        records, segments, video_row=video_row[embedded], begin_s=begin_s[embedded], end_s=end_s[embedded]
-    )
-    shown = np.flatnonzero(last > first)
-    first, last = first[shown], last[shown]
-    counts, pair_caption = _pairs(first, last, num_segments=len(segments))
+    span = _Spans(records, segments)
+    none = np.empty(0, np.int64)
+    parts: list[dict[str, NDArray[np.int64]]] = [{"id": none, "address": none, "first": none, "last": none}]
+    num_captions = num_embedded = 0
+    for caption_id, video_row, begin_s, end_s in _captions(data_dir, video_ids):
+        row_of_text = _find(caption_id, text, video_row=video_row, video_ids=video_ids)
+        embedded = row_of_text >= 0
+        first, last = span.overlapped(video_row=video_row, begin_s=begin_s, end_s=end_s)
+        used = embedded & (last > first)
+        address = text.address[row_of_text[used]]
+        parts.append({"id": caption_id[used], "address": address, "first": first[used], "last": last[used]})
+        num_captions += len(caption_id)
+        num_embedded += int(embedded.sum())
+    joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+    counts, pair_caption = _pairs(joined["first"], joined["last"], num_segments=len(segments))
     segment = np.flatnonzero(counts)
-    used = embedded[shown]
     return SegmentCaptions(
         segment=smallest(segment),
         first_pair=smallest(np.concatenate([[0], np.cumsum(counts[segment])])),
         pair_caption=pair_caption,
-        caption_id=smallest(caption_id[used]),
-        address=text.address[row_of_text[used]],
-        num_captions=len(caption_id),
-        num_not_embedded=len(caption_id) - len(embedded),
-        num_not_shown=len(embedded) - len(used),
+        caption_id=smallest(joined["id"]),
+        address=joined["address"],
+        num_captions=num_captions,
+        num_not_embedded=num_captions - num_embedded,
+        num_not_shown=num_embedded - len(joined["id"]),
     )
 
 
@@ -86,6 +86,18 @@ def smallest(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     """The same numbers, which are not negative, in four bytes each where they fit."""
     fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
     return numbers.astype(np.int32) if fits else numbers
+
+
+def _captions(
+    data_dir: Path, video_ids: pa.Array
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]]:
+    """Id, row of the video, begin and end of the captions of `video_ids`, in blocks, ascending by id."""
+    with open_captions(data_dir) as file:
+        for batch in file.iter_batches(_BLOCK, columns=["caption_id", "video_id", "begin_s", "end_s"]):
+            video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
+            rows = np.flatnonzero(video_row >= 0)
+            caption_id, begin_s, end_s = (batch[name].to_numpy()[rows] for name in ("caption_id", "begin_s", "end_s"))
+            yield caption_id, video_row[rows], begin_s, end_s
 
 
 def _find(
@@ -107,24 +119,28 @@ def _find(
     return np.where(found, place, -1)
 
 
-def _overlaps(
-    records: LatentRecords,
-    segments: Segments,
-    *,
-    video_row: NDArray[np.int64],
-    begin_s: NDArray[np.float64],
-    end_s: NDArray[np.float64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each span the first segment of its video that overlaps it and the one after the last."""
-    begins, ends = times_us(records, segments, np.arange(len(segments)))
-    of_video = records.video_row[segments.chunk_of(np.arange(len(segments)))].astype(np.int64)
-    # Video and time are searched as one number: every time of a video is below `step`.
-    step = int(ends.max(initial=0)) + 2
-    begin = np.clip(np.nan_to_num(np.rint(begin_s * US_PER_S), nan=step), 0, step - 1).astype(np.int64)
-    end = np.clip(np.nan_to_num(np.rint(end_s * US_PER_S), nan=0, posinf=step), 0, step - 1).astype(np.int64)
-    first = np.searchsorted(of_video * step + ends, video_row * step + begin, side="right")
-    last = np.searchsorted(of_video * step + begins, video_row * step + end, side="left")
-    return first, np.where(end > begin, last, first)
+class _Spans:
+    """Finds the segments that a span of a video overlaps; video and time are searched as one number."""
+
+    def __init__(self, records: LatentRecords, segments: Segments) -> None:
+        numbers = np.arange(len(segments))
+        self._begins, self._ends = times_us(records, segments, numbers)
+        self._step = int(self._ends.max(initial=0)) + 2  # more than any time of a video
+        before = records.video_row[segments.chunk_of(numbers)] * np.int64(self._step)
+        self._begins += before
+        self._ends += before
+
+    def overlapped(
+        self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each span the first segment of its video that overlaps it and the one after the last."""
+        step = self._step
+        # NaN is no time: such a span is empty.
+        begin = np.clip(np.nan_to_num(np.rint(begin_s * US_PER_S), nan=step), 0, step - 1).astype(np.int64)
+        end = np.clip(np.nan_to_num(np.rint(end_s * US_PER_S), nan=0, posinf=step), 0, step - 1).astype(np.int64)
+        first = np.searchsorted(self._ends, video_row * step + begin, side="right")
+        last = np.searchsorted(self._begins, video_row * step + end, side="left")
+        return first, np.where(end > begin, last, first)
 
 
 def _pairs(
@@ -156,6 +172,6 @@ def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArr
     begin = 0
     while begin < len(first):
         before = int(total[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(total, before + _PAIRS_AT_ONCE, side="right")))
+        end = max(begin + 1, int(np.searchsorted(total, before + _BLOCK, side="right")))
         yield np.arange(begin, end)
         begin = end

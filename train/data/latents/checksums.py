@@ -17,7 +17,7 @@ class Checksums:
     def __init__(self, samples: SegmentSet) -> None:
         self._samples = samples
         self._latents = np.zeros(len(samples.records), np.uint8)
-        self._text = np.zeros(0 if samples.text is None else len(samples.text.member_address), np.uint8)
+        self._text = np.zeros(0 if samples.text is None else len(samples.text.address), np.uint8)
 
     def failed(self, visits: Visits, begin: int, end: int) -> dict[int, FailedSample]:
         """Those of visits[begin:end] whose bytes are not those written, by their place in `visits`."""
@@ -39,10 +39,10 @@ class Checksums:
         text = self._samples.text
         if text is None or visits.text_address is None:
             return np.empty(0, np.int64)
-        members = np.searchsorted(text.member_address, visits.text_address[begin:end], side="right") - 1
+        members = np.searchsorted(text.address, visits.text_address[begin:end], side="right") - 1
         for unknown in np.unique(members[self._text[members] == _UNKNOWN]).tolist():
-            address, size = int(text.member_address[unknown]), int(text.member_bytes[unknown])
-            is_good = self._crc32(address, size) == text.member_crc32[unknown]
+            address, size = int(text.address[unknown]), int(text.size_bytes[unknown])
+            is_good = self._crc32(address, size) == text.crc32[unknown]
             self._text[unknown] = _GOOD if is_good else _BAD
         return members
 

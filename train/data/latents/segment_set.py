@@ -20,7 +20,7 @@ from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.records import LatentRecords, key_of, read_records
 from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
-from train.data.latents.text_rows import TextRows, read_text_rows
+from train.data.latents.text_rows import TextMembers, read_text_rows
 from train.data.order import mix
 from train.data.video_captions import videos_of_split
 
@@ -64,7 +64,7 @@ def join(parts: Sequence[Visits]) -> Visits:
 class SegmentSet:
     """Samples of one split, ordered by (video, time); what each is made of, for any of them at once.
 
-    Memory: 40 bytes a chunk, and with text 8 a segment that has captions, 16 a caption and 4 a (segment, caption)
+    Memory: 40 bytes a chunk, and with text 8 a segment that has captions, 12 a caption and 4 a (segment, caption)
     pair; a million chunks of three segments with four million captions take about 150 MB.
 
     Raises:
@@ -95,10 +95,12 @@ class SegmentSet:
         num_frames = frames_of(segment, records.shape)
         self._check_crops(segment)
         self.segments: Segments = cut(records, num_frames=num_frames, tails=tails)
-        self.text: TextRows | None = None
+        self.text: TextMembers | None = None
         self.captions: SegmentCaptions | None = None
         if self._text_variant:
             self._add_text(data_dir, starts[len(latent_shards) :])
+        # Arrow would keep what the indexes and captions took while they were read.
+        pa.default_memory_pool().release_unused()
         if not len(self):
             raise UserError(
                 f"no segment of split {split!r} can be shown: {self.describe()}",
@@ -184,12 +186,13 @@ class SegmentSet:
     def _add_text(self, data_dir: Path, starts: NDArray[np.int64]) -> None:
         assert self._text_variant is not None
         shards = self._text_variant.shards()
-        text = read_text_rows(shards, starts=starts, video_ids=self.video_ids) if shards else None
-        if text is None or not (text.member_video >= 0).any():
+        if not shards:
             raise self._nothing_of(self._text_variant, data_dir)
-        self.text = text
+        self.text, rows = read_text_rows(shards, starts=starts, video_ids=self.video_ids)
+        if not (self.text.video_row >= 0).any():
+            raise self._nothing_of(self._text_variant, data_dir)
         self.captions = pair_captions(
-            data_dir, records=self.records, segments=self.segments, text=text, video_ids=self.video_ids
+            data_dir, records=self.records, segments=self.segments, text=rows, video_ids=self.video_ids
         )
 
     def _nothing_of(self, variant: Variant, data_dir: Path) -> UserError:

@@ -19,33 +19,44 @@ ITEM_BYTES = 2  # of float16
 
 
 @dataclass(frozen=True)
-class TextRows:
-    """Embeddings of captions, ordered by caption id, and the members that hold them, ordered by address.
+class TextMembers:
+    """The members that hold embeddings, ordered by address; one entry of each array a video.
 
     Attributes:
         width: D.
-        caption_id: ascending.
-        video_row: of the caption's video, -1 for one that is not among those asked for.
-        address: of the caption's row in the mapped tars.
-        member_address, member_bytes, member_crc32: the payloads, header and array, for checksums.
-        member_video: row of the video of each member, as `video_row`.
+        address, size_bytes, crc32: of the payload, header and array.
+        video_row: of its video, -1 for one that is not among those asked for.
     """
 
     width: int
-    caption_id: NDArray[np.int64]
-    video_row: NDArray[np.int32]
     address: NDArray[np.int64]
-    member_address: NDArray[np.int64]
-    member_bytes: NDArray[np.int64]
-    member_crc32: NDArray[np.uint32]
-    member_video: NDArray[np.int32]
+    size_bytes: NDArray[np.int64]
+    crc32: NDArray[np.uint32]
+    video_row: NDArray[np.int32]
 
     @property
     def row_bytes(self) -> int:
         return self.width * ITEM_BYTES
 
 
-def read_text_rows(shards: Sequence[CommittedShard], *, starts: NDArray[np.int64], video_ids: pa.Array) -> TextRows:
+@dataclass(frozen=True)
+class TextRows:
+    """Embeddings of captions, ordered by caption id.
+
+    Attributes:
+        caption_id: ascending.
+        video_row: of the caption's video, as in `TextMembers`.
+        address: of the caption's row in the mapped tars.
+    """
+
+    caption_id: NDArray[np.int64]
+    video_row: NDArray[np.int32]
+    address: NDArray[np.int64]
+
+
+def read_text_rows(
+    shards: Sequence[CommittedShard], *, starts: NDArray[np.int64], video_ids: pa.Array
+) -> tuple[TextMembers, TextRows]:
     """Gathers the rows of all captions from the indexes.
 
     Args:
@@ -68,10 +79,16 @@ def read_text_rows(shards: Sequence[CommittedShard], *, starts: NDArray[np.int64
             width, seen_in = found, str(shard.tar_path)
         parts.append(_read(shard, index, start=start, width=width, video_ids=video_ids))
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    captions = np.argsort(joined["caption_id"], kind="stable")
-    members = np.argsort(joined["member_address"], kind="stable")
-    orders = {name: members if name.startswith("member") else captions for name in joined}
-    return TextRows(width=width, **{name: joined.pop(name)[orders[name]] for name in list(joined)})
+    by_address = np.argsort(joined["member_address"], kind="stable")
+    members = TextMembers(
+        width=width,
+        address=joined["member_address"][by_address],
+        size_bytes=joined["member_bytes"][by_address],
+        crc32=joined["member_crc32"][by_address],
+        video_row=joined["member_video"][by_address],
+    )
+    by_id = np.argsort(joined["caption_id"], kind="stable")
+    return members, TextRows(**{name: joined.pop(name)[by_id] for name in ("caption_id", "video_row", "address")})
 
 
 def _read(
