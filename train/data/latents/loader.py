@@ -49,7 +49,7 @@ class LatentLoader:
         tails: what becomes of the frames after the last full segment of a chunk: "drop", or "pad" with zeros
             (batches then say `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.
-        copy: give each batch memory of its own, which costs about as much again as the gathering.
+        copy: give each batch memory of its own. Large batches then cost several times as much: every page is new.
         verify: compare every record with its checksum when it is first read. One that differs is a failed sample:
             it is named, and in training the next sample of this rank takes its place.
 
