@@ -105,7 +105,7 @@ class _Contestant:
             num_of_epoch = 0
             begin_s = time.perf_counter()
             for latents, _ in self._epoch():
-                num_of_epoch += len(latents)
+                num_of_epoch += latents.shape[0]
             seconds += time.perf_counter() - begin_s
             if num_of_epoch != len(self._segments):
                 raise RuntimeError(f"an epoch of {num_of_epoch} segments, the set has {len(self._segments)}")

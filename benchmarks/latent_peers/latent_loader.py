@@ -1,6 +1,7 @@
 """clipmill's LatentLoader on clipmill's columns, with its settings as they are by default."""
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.latent_data import SPLIT, write_columns
@@ -8,23 +9,30 @@ from benchmarks.latent_peers.segment_set import SegmentSet
 
 
 class OurLoader(NothingToClose):
-    """Its batches have no end, so an epoch ends within one: what belongs to the next is cut off."""
+    """Its batches go on without end, as in training: an epoch may end within one, whose rest begins the next."""
 
     def __init__(self, data: Path, batch: int) -> None:
         from train.data.latents.loader import LatentLoader
 
-        self._loader, self._batch = LatentLoader(data, split=SPLIT, batch=batch), batch
+        loader = LatentLoader(data, split=SPLIT, batch=batch)
+        self._num_segments, self._batches = len(loader), loader.batches(position=0)
+        self._rest: tuple[Any, Any] | None = None
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
-        left = len(self._loader)
-        for loaded in self._loader.batches(position=number * left):
-            latents, text = loaded.batch["latents"], loaded.batch["text"]
-            if left <= self._batch:
-                yield latents[:left], text[:left]
-                return
+        """As `Way.epoch`; the loader knows which epoch it is in."""
+        left = self._num_segments
+        while left:
+            if self._rest is not None:
+                latents, text = self._rest
+                self._rest = None
+            else:
+                batch = next(self._batches).batch
+                latents, text = batch["latents"], batch["text"]
+            if latents.shape[0] > left:
+                self._rest = latents[left:], text[left:]
+                latents, text = latents[:left], text[:left]
+            left -= latents.shape[0]
             yield latents, text
-            left -= self._batch
 
 
 def make(segments: SegmentSet, folder: Path) -> None:

@@ -30,25 +30,31 @@ def anonymous_bytes() -> int:
     raise RuntimeError("smaps_rollup says nothing of anonymous memory")
 
 
-def measure_memory(data: Path) -> dict[str, Any]:
-    """Anonymous memory before the loader is made, and after an epoch."""
-    import torch  # noqa: F401 - memory of the library is not the loader's
+def measure(data: Path) -> dict[str, Any]:
+    """Anonymous memory before the loader is made, and after an epoch; then what jumps take."""
+    import torch  # noqa: F401 - the memory of libraries is not the loader's
 
     from train.data.latents.loader import LatentLoader
+    from train.data.order import SampleOrder, positions_of_rank
 
     before = anonymous_bytes()
     loader = LatentLoader(data, split=SPLIT, batch=BATCH)
     for loaded in loader.batches(position=0):
         if loaded.next_position >= len(loader):
             break
+    after = anonymous_bytes()
+    order = SampleOrder(BILLION, seed=0)
+    single = LatentLoader(data, split=SPLIT, batch=1)
     return {
         "num_segments": len(loader),
         "before_bytes": before,
-        "after_bytes": anonymous_bytes(),
+        "after_bytes": after,
         "jumps": {
-            f"order of {BILLION:,} samples: which {BATCH} come next": jumps_ms(_order_jump()),
-            f"the loader's order, captions and addresses for {BATCH}": jumps_ms(_visit_jump(loader)),
-            f"the loader's batch of {BATCH}, bytes and all": jumps_ms(lambda at: next(loader.batches(position=at))),
+            f"order of {BILLION:,} samples: the next {BATCH}": jumps_ms(
+                lambda at: order.at(positions_of_rank(at, BATCH, rank=0, num_ranks=1))
+            ),
+            "LatentLoader: a batch of 1, copied": jumps_ms(lambda at: next(single.batches(position=at))),
+            f"LatentLoader: a batch of {BATCH}, copied": jumps_ms(lambda at: next(loader.batches(position=at))),
         },
     }
 
@@ -63,24 +69,5 @@ def jumps_ms(jump: Callable[[int], object]) -> tuple[float, float]:
     return statistics.median(costs), max(costs)
 
 
-def _order_jump() -> Callable[[int], object]:
-    from train.data.order import SampleOrder, positions_of_rank
-
-    order = SampleOrder(BILLION, seed=0)
-    return lambda position: order.at(positions_of_rank(position, BATCH, rank=0, num_ranks=1))
-
-
-def _visit_jump(loader: Any) -> Callable[[int], object]:
-    from train.data.order import SampleOrder, positions_of_rank
-
-    order = SampleOrder(len(loader), seed=0)
-
-    def jump(position: int) -> object:
-        positions = positions_of_rank(position, BATCH, rank=0, num_ranks=1)
-        return loader.samples.visit(order.at(positions), position=positions, seed=0)
-
-    return jump
-
-
 if __name__ == "__main__":
-    print(json.dumps(measure_memory(Path(sys.argv[1]))))
+    print(json.dumps(measure(Path(sys.argv[1]))))
