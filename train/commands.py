@@ -9,12 +9,12 @@ import torch
 from manifests.errors import FailedWork, UserError
 from manifests.publish import publish_json
 from train.checkpoint import latest_checkpoint, load_checkpoint
-from train.data.loader import evaluation_batches
+from train.data.latents.captioned import CaptionedLatents
 from train.data.video_captions import VideoCaptions
 from train.evaluation.embeddings import Embeddings, embed_all
 from train.evaluation.examples import retrieval_examples
 from train.evaluation.retrieval import distinct_texts, score_retrieval
-from train.loop import check_batch, loader_settings, train
+from train.loop import check_batch, train
 from train.models.attention import open_attention
 from train.progress import Progress
 from train.report import write_page
@@ -68,7 +68,7 @@ def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tu
     task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type))
     samples = task.samples(split)
     checkpoint = load_checkpoint(path, device=device)
-    model = task.build_model().to(device)
+    model = task.build_model(samples).to(device)
     try:
         model.load_state_dict(checkpoint.model)
     except RuntimeError as error:
@@ -76,7 +76,7 @@ def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tu
             f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
             hint="were settings changed by hand? put back what the run was trained with",
         ) from error
-    found = embed_all(model, evaluation_batches(samples, loader_settings(settings)), device=device)
+    found = embed_all(task, model, samples.evaluation_batches(), device=device)
     if not len(found.samples):
         raise FailedWork(f"none of {len(samples)} samples could be decoded; the first: {found.failed[0].detail}")
     result = _retrieval_result(found, samples, settings, step=checkpoint.step)
@@ -86,9 +86,9 @@ def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tu
 
 
 def _retrieval_result(
-    found: Embeddings, samples: VideoCaptions, settings: DualEncoderSettings, *, step: int
+    found: Embeddings, samples: VideoCaptions | CaptionedLatents, settings: DualEncoderSettings, *, step: int
 ) -> dict[str, Any]:
-    first_rows, text_of_clip = distinct_texts(found.tokens)
+    first_rows, text_of_clip = distinct_texts(found.text_input)
     similarity = found.video @ found.text[first_rows].T
     return {
         "evaluation": "retrieval",
@@ -96,13 +96,24 @@ def _retrieval_result(
         "step": step,
         "data": samples.describe(),
         "variant": samples.variant_name,
-        "clip": f"{settings.num_frames} frames at the centres of equal segments, centre square, {settings.size_px} px",
+        "clip": _describe_clip(settings),
         **score_retrieval(similarity, text_of_clip).as_json(),
         "failed": [failure.as_json() for failure in found.failed],
         "examples": retrieval_examples(
-            samples, found.samples, similarity_NM=similarity, first_rows=first_rows, text_of_clip=text_of_clip
+            samples,
+            found.samples,
+            num_frames=settings.num_frames,
+            similarity_NM=similarity,
+            first_rows=first_rows,
+            text_of_clip=text_of_clip,
         ),
     }
+
+
+def _describe_clip(settings: DualEncoderSettings) -> str:
+    if settings.input == "latents":
+        return f"latents of {settings.segment}, the middle frames of {settings.num_frames} equal parts, first caption"
+    return f"{settings.num_frames} frames at the centres of equal segments, centre square, {settings.size_px} px"
 
 
 def choose_device(name: str) -> torch.device:

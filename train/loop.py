@@ -21,7 +21,7 @@ from train.checkpoint import (
 )
 from train.data.batch import Batch, to_device
 from train.data.failures import FailedSample, TooManyFailures
-from train.data.loader import LoadedBatch, LoaderSettings, SampleSet, training_batches
+from train.data.loader import LoadedBatch, TrainingSet
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
 from train.run_folder import RunFolder, append_lines, keep_lines
@@ -42,7 +42,7 @@ class _State:
 
 def train(
     task: Task,
-    samples: SampleSet,
+    samples: TrainingSet,
     settings: TrainingSettings,
     *,
     run: RunFolder,
@@ -63,7 +63,7 @@ def train(
     check_batch(settings, samples)
     state = _begin(task, samples, settings, run=run, device=device)
     left_to_fail = settings.max_failures - state.num_failed
-    batches = training_batches(samples, loader_settings(settings), position=state.position, max_failures=left_to_fail)
+    batches = samples.batches(position=state.position, max_failures=left_to_fail)
     state.model.train()
     progress.begin(state.step, settings.steps)
     try:
@@ -81,7 +81,7 @@ def train(
     return state.model
 
 
-def check_batch(settings: TrainingSettings, samples: SampleSet) -> None:
+def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
     """Raises a UserError where a batch would hold a sample twice."""
     if settings.batch > len(samples):
         raise UserError(
@@ -90,21 +90,11 @@ def check_batch(settings: TrainingSettings, samples: SampleSet) -> None:
         )
 
 
-def loader_settings(settings: TrainingSettings) -> LoaderSettings:
-    """The part of the settings that the loader needs."""
-    return LoaderSettings(
-        batch=settings.batch,
-        num_threads=settings.workers,
-        num_ahead=settings.batch * settings.batches_ahead,
-        seed=settings.seed,
-    )
-
-
 def _begin(
-    task: Task, samples: SampleSet, settings: TrainingSettings, *, run: RunFolder, device: torch.device
+    task: Task, samples: TrainingSet, settings: TrainingSettings, *, run: RunFolder, device: torch.device
 ) -> _State:
     torch.manual_seed(settings.seed)
-    model = task.build_model().to(device)
+    model = task.build_model(samples).to(device)
     state = _State(model, make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay))
     path = latest_checkpoint(run.checkpoints)
     if path is not None:
@@ -191,7 +181,7 @@ def _stop_at(loss: float, step: int, batch: Batch, *, run: RunFolder) -> None:
     raise FailedWork(f"the loss is {loss} at step {step}; the keys of its batch are in {path}")
 
 
-def _save(task: Task, state: _State, samples: SampleSet, *, run: RunFolder, device: torch.device) -> None:
+def _save(task: Task, state: _State, samples: TrainingSet, *, run: RunFolder, device: torch.device) -> None:
     save_checkpoint(
         run.checkpoints,
         Checkpoint(

@@ -82,10 +82,16 @@ class TrainingSettings:
 class DualEncoderSettings(TrainingSettings):
     """Settings of `train dual-encoder`."""
 
+    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
+    """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
+    text_tower: Annotated[Literal["trained", "frozen"], _CLIPS] = "trained"
+    """frozen: the embeddings that prep text made stand in for a text tower (with --input latents)."""
+    segment: Annotated[str, _CLIPS] = "5s"
+    """Length of a segment of latents."""
     num_frames: Annotated[int, _CLIPS] = 4
     """Pictures of a clip."""
     size_px: Annotated[int, _CLIPS] = 224
-    """Side of the square that a picture is resized to."""
+    """Side of the square that a picture is resized to (latents have their own)."""
     min_crop_area: Annotated[float, _CLIPS] = 0.5
     """Smallest part of a picture's area that a training crop keeps."""
     model: Annotated[Literal["tiny", "s16", "b16"], _TRAINING] = "b16"
@@ -93,6 +99,11 @@ class DualEncoderSettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.input == "latents") != (self.text_tower == "frozen"):
+            raise UserError(
+                f"--input {self.input} does not go with --text-tower {self.text_tower}",
+                hint="use --input latents --text-tower frozen, or neither",
+            )
         _require("batch", self.batch, lambda value: value >= 2, "at least 2: a caption needs others to be told from")
         _require("num_frames", self.num_frames, lambda value: value >= 1, "at least 1")
         _require("min_crop_area", self.min_crop_area, lambda value: 0 < value <= 1, "more than 0 and at most 1")

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, sav
 from train.cli import main
 from train.data.batch import Batch, Sample
 from train.data.failures import SampleFailed
+from train.data.loader import LoadedBatch, LoaderSettings, TrainingSet, evaluation_batches, training_batches
 from train.loop import train
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
@@ -53,16 +54,38 @@ class Points:
         return Sample(position=position, key=f"point_{sample}", caption_id=sample, video=values)
 
 
+class LoadedPoints:
+    """Points in batches, as settings say."""
+
+    def __init__(self, points: Points, chosen: TrainingSettings) -> None:
+        self._points, self.fingerprint = points, points.fingerprint
+        self._loading = LoaderSettings(
+            batch=chosen.batch, num_threads=chosen.workers, num_ahead=2 * chosen.batch, seed=chosen.seed
+        )
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def describe(self) -> str:
+        return self._points.describe()
+
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        return training_batches(self._points, self._loading, position=position or 0, max_failures=max_failures)
+
+    def evaluation_batches(self) -> Iterator[LoadedBatch]:
+        return evaluation_batches(self._points, self._loading)
+
+
 class PlaneTask:
     """A task that needs every kind of state: random numbers in the step, and a limit after it."""
 
     name = "plane"
     columns: tuple[str, ...] = ()
 
-    def training_set(self) -> Points:
-        return Points()
+    def training_set(self) -> LoadedPoints:
+        return LoadedPoints(Points(), TrainingSettings())
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, samples: TrainingSet) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
@@ -80,7 +103,8 @@ def settings(out: Path, **changes: Any) -> TrainingSettings:
 
 
 def train_plane(run: RunFolder, chosen: TrainingSettings, samples: Points | None = None) -> nn.Module:
-    return train(PlaneTask(), samples or Points(), chosen, run=run, device=CPU, progress=Progress())
+    points = LoadedPoints(samples or Points(), chosen)
+    return train(PlaneTask(), points, chosen, run=run, device=CPU, progress=Progress())
 
 
 def stop_after(steps: int) -> Callable[[Any, dict[str, Any]], None]:

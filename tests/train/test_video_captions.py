@@ -20,15 +20,17 @@ from tests.train.tiny_data import (
 )
 from train.data.clips import segment_times_us, to_us
 from train.data.failures import SampleFailed
+from train.data.loader import LoaderSettings
 from train.data.video_captions import ClipShape, VideoCaptions
 from train.models.text import load_tokenizer
 
 # The whole picture, at its own size: the numbers in it stay readable.
+LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
 SHAPE = ClipShape(num_frames=4, size_px=64, min_crop_area=1.0)
 
 
 def open_set(data_dir: Path, split: str = "train") -> VideoCaptions:
-    return VideoCaptions(data_dir, split=split, shape=SHAPE, tokenize=load_tokenizer())
+    return VideoCaptions(data_dir, split=split, shape=SHAPE, tokenize=load_tokenizer(), loading=LOADING)
 
 
 def numbers(samples: VideoCaptions, sample: int, rng: np.random.Generator | None = None) -> list[int]:

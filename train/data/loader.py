@@ -63,6 +63,29 @@ class LoaderSettings:
     seed: int
 
 
+class TrainingSet(Protocol):
+    """Samples with a loader of their own: what the loop and the evaluations read from."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of which samples there are and in which order."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def describe(self) -> str:
+        """One line for the log: what is in the set, and what is left out and why."""
+        ...
+
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        """Endless batches in training order; TooManyFailures when more than `max_failures` samples failed."""
+        ...
+
+    def evaluation_batches(self) -> Iterator[LoadedBatch]:
+        """Every sample once, in order; the last batch may be smaller."""
+        ...
+
+
 def training_batches(
     samples: SampleSet, settings: LoaderSettings, *, position: int, max_failures: int
 ) -> Generator[LoadedBatch, None, None]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import zlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +25,7 @@ from train.data.clips import FramePlace, locate_frames, segment_times_us
 from train.data.crop import centre_square, crop_and_resize, random_resized_rectangle
 from train.data.decode import RgbFrame, decode_frames
 from train.data.failures import SampleFailed
+from train.data.loader import LoadedBatch, LoaderSettings, evaluation_batches, training_batches
 from train.data.usable_captions import UsableCaptions, usable_captions
 from train.models.text import Tokenize
 
@@ -38,14 +40,21 @@ class ClipShape:
 
 
 class VideoCaptions:
-    """Samples of one split; sample i is the i-th usable caption. Safe to use from many threads."""
+    """Samples of one split; sample i is the i-th usable caption. Safe to use from many threads.
 
-    def __init__(self, data_dir: Path, *, split: str, shape: ClipShape, tokenize: Tokenize) -> None:
+    Args:
+        loading: how batches are made of them.
+    """
+
+    def __init__(
+        self, data_dir: Path, *, split: str, shape: ClipShape, tokenize: Tokenize, loading: LoaderSettings
+    ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
         self.split = split
         self._shape = shape
         self._tokenize = tokenize
+        self._loading = loading
         variant = Variant.open(data_dir)
         self.variant_name = variant.directory.name
         self._shards = variant.shards()
@@ -100,6 +109,21 @@ class VideoCaptions:
     def span_s(self, sample: int) -> tuple[float, float]:
         """Begin and end of the clip in its video, seconds."""
         return float(self.usable.begin_us[sample]) / 1e6, float(self.usable.end_us[sample]) / 1e6
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
+        try:
+            return list(self.load(sample, position=sample, rng=None)["video"].numpy()[:num_frames])
+        except SampleFailed:
+            return []
+
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        """See `train.data.loader.training_batches`."""
+        return training_batches(self, self._loading, position=position or 0, max_failures=max_failures)
+
+    def evaluation_batches(self) -> Iterator[LoadedBatch]:
+        """See `train.data.loader.evaluation_batches`."""
+        return evaluation_batches(self, self._loading)
 
     def load(self, sample: int, *, position: int, rng: np.random.Generator | None) -> Sample:
         """Reads, decodes and crops one sample; with `rng` as for training, without as for evaluation.

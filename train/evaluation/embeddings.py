@@ -11,7 +11,7 @@ from train.data.batch import Batch, to_device
 from train.data.failures import FailedSample
 from train.data.loader import LoadedBatch
 from train.models.dual_encoder import DualEncoder
-from train.tasks.dual_encoder import normalised
+from train.tasks.dual_encoder import DualEncoderTask
 
 _NONE: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
@@ -23,35 +23,39 @@ class Embeddings:
     Attributes:
         video: float32 [N, E], unit length.
         text: float32 [N, E], unit length.
-        tokens: int64 [N, L].
+        text_input: [N, X], the tokens, or the stored embeddings, that the text embeddings are made of.
         samples: int64 [N], numbers of the samples.
     """
 
     video: NDArray[np.float32]
     text: NDArray[np.float32]
-    tokens: NDArray[np.int64]
+    text_input: NDArray[np.generic]
     samples: NDArray[np.int64]
     failed: tuple[FailedSample, ...]
 
 
 @torch.inference_mode()
-def embed_all(model: DualEncoder, batches: Iterator[LoadedBatch], *, device: torch.device) -> Embeddings:
+def embed_all(
+    task: DualEncoderTask, model: DualEncoder, batches: Iterator[LoadedBatch], *, device: torch.device
+) -> Embeddings:
     """Runs the model over all batches."""
     model.eval()
-    video, text, tokens, samples = [], [], [], []
+    video, text, text_input, samples = [], [], [], []
     failed: list[FailedSample] = []
     for loaded in batches:
         failed += loaded.failed
         if not loaded.batch:
             continue
         batch: Batch = to_device(loaded.batch, device)
-        video_BE, text_BE = model(normalised(batch["video"]), batch["tokens"])
+        clips, captions = task.inputs(batch, is_training=False)
+        video_BE, text_BE = model(clips, captions)
         video.append(video_BE.float().cpu().numpy())
         text.append(text_BE.float().cpu().numpy())
-        tokens.append(batch["tokens"].cpu().numpy())
-        samples.append(batch["position"].cpu().numpy())
+        # Copied: the buffers of a batch are used again for a later one.
+        text_input.append(captions.cpu().clone().numpy())
+        samples.append(batch["position"].cpu().clone().numpy())
     if not video:
-        return Embeddings(_NONE, _NONE, _NONE.astype(np.int64), np.empty(0, np.int64), tuple(failed))
+        return Embeddings(_NONE, _NONE, _NONE, np.empty(0, np.int64), tuple(failed))
     return Embeddings(
-        np.concatenate(video), np.concatenate(text), np.concatenate(tokens), np.concatenate(samples), tuple(failed)
+        np.concatenate(video), np.concatenate(text), np.concatenate(text_input), np.concatenate(samples), tuple(failed)
     )

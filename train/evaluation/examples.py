@@ -1,23 +1,42 @@
 """A few queries of a retrieval with the clips that were found, as pictures for the results page."""
 
 import base64
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.failures import SampleFailed
-from train.data.video_captions import VideoCaptions
 from train.evaluation.retrieval import ranks
 
 _NUM_QUERIES = 6
 _NUM_FOUND = 4
 
 
+class ShownSet(Protocol):
+    """A set whose samples can be shown."""
+
+    def text(self, sample: int) -> str:
+        """The words of the caption."""
+        ...
+
+    def key(self, sample: int) -> str:
+        """The chunk in which the clip begins."""
+        ...
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        """Begin and end of the clip in its video, seconds."""
+        ...
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Frames of the clip, RGB [H, W, 3]; none where they cannot be had."""
+        ...
+
+
 def retrieval_examples(
-    samples: VideoCaptions,
+    samples: ShownSet,
     sample_of_clip: NDArray[np.int64],
     *,
+    num_frames: int,
     similarity_NM: NDArray[np.float32],
     first_rows: NDArray[np.int64],
     text_of_clip: NDArray[np.int64],
@@ -26,6 +45,7 @@ def retrieval_examples(
 
     Args:
         sample_of_clip: number of each of the N clips in `samples`.
+        num_frames: pictures of a clip.
         similarity_NM: of N clips with M texts.
         first_rows: for each text a clip that has it.
         text_of_clip: for each clip its text.
@@ -43,6 +63,7 @@ def retrieval_examples(
                     _found(
                         samples,
                         int(sample_of_clip[clip]),
+                        num_frames=num_frames,
                         score=float(similarity_NM[clip, text]),
                         is_right=bool(text_of_clip[clip] == text),
                     )
@@ -53,12 +74,8 @@ def retrieval_examples(
     return examples
 
 
-def _found(samples: VideoCaptions, sample: int, *, score: float, is_right: bool) -> dict[str, Any]:
+def _found(samples: ShownSet, sample: int, *, num_frames: int, score: float, is_right: bool) -> dict[str, Any]:
     begin_s, end_s = samples.span_s(sample)
-    try:
-        frames = samples.load(sample, position=sample, rng=None)["video"].numpy()
-    except SampleFailed:  # it could be decoded a moment ago; the page then goes without its pictures
-        frames = np.empty((0, 1, 1, 3), np.uint8)
     return {
         "key": samples.key(sample),
         "begin_s": begin_s,
@@ -66,7 +83,7 @@ def _found(samples: VideoCaptions, sample: int, *, score: float, is_right: bool)
         "text": samples.text(sample),
         "score": score,
         "is_right": is_right,
-        "frames": [jpeg_uri(frame) for frame in frames],
+        "frames": [jpeg_uri(frame) for frame in samples.pictures(sample, num_frames=num_frames)],
     }
 
 

@@ -1,7 +1,7 @@
 """Text-video retrieval: R@1, R@5, R@10 and median rank, in both directions.
 
 Several clips may have the same caption ("a red circle moves to the left"), and then any of them is right. Captions
-whose tokens are equal are one text. The protocol:
+whose tokens, or whose stored embeddings, are equal are one text. The protocol:
 
     text to video   query: each distinct text; gallery: all clips; right: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; right: the clip's own text
@@ -99,9 +99,13 @@ def _chance_median_rank(gallery_size: int, num_right: NDArray[np.int64]) -> floa
     return float(gallery_size)
 
 
-def distinct_texts(tokens_NL: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(rows of the first caption of each distinct text [M], text of each caption [N]), texts in order of appearance."""
-    _, first, text_of = np.unique(tokens_NL, axis=0, return_index=True, return_inverse=True)
+def distinct_texts(text_NX: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(rows of the first caption of each distinct text [M], text of each caption [N]), texts in order of appearance.
+
+    Args:
+        text_NX: what a text tower is given, or its stored embedding: equal rows are one text.
+    """
+    _, first, text_of = np.unique(text_NX, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     new_number = np.empty_like(order)
     new_number[order] = np.arange(len(order))

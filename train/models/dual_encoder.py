@@ -44,27 +44,36 @@ SIZES = {
 
 
 class DualEncoder(nn.Module):
-    """A video tower, a text tower and the log of the logits' scale (1 / temperature)."""
+    """A video tower, a text tower and the log of the logits' scale (1 / temperature).
 
-    def __init__(self, size: DualEncoderSize, *, image_px: int, num_frames: int, attend: Attend) -> None:
+    Args:
+        has_text_tower: without one, captions come as embeddings that another tower made.
+    """
+
+    def __init__(
+        self, size: DualEncoderSize, *, image_px: int, num_frames: int, attend: Attend, has_text_tower: bool = True
+    ) -> None:
         super().__init__()
         self.video = VideoViT(
             size.video, image_px=image_px, num_frames=num_frames, embedding_width=size.embedding_width, attend=attend
         )
-        self.text = TextTower(size.text, embedding_width=size.embedding_width, attend=attend)
+        self.text = None
+        if has_text_tower:
+            self.text = TextTower(size.text, embedding_width=size.embedding_width, attend=attend)
         self.logit_scale = nn.Parameter(torch.tensor(-math.log(INITIAL_TEMPERATURE)))
 
-    def forward(self, video_BCTHW: torch.Tensor, tokens_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of clips and of captions, each [B, E] and of unit length."""
-        return self.embed_video(video_BCTHW), self.embed_text(tokens_BL)
+    def forward(self, video_BCTHW: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of clips and of captions, each [B, E] and of unit length; for `text` see `embed_text`."""
+        return self.embed_video(video_BCTHW), self.embed_text(text)
 
     def embed_video(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Clips [B, 3, T, H, W] to [B, E] of unit length."""
+        """Clips [B, C, T, H, W] to [B, E] of unit length."""
         return nn.functional.normalize(self.video(video_BCTHW), dim=-1)
 
-    def embed_text(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, L] to [B, E] of unit length."""
-        return nn.functional.normalize(self.text(tokens_BL), dim=-1)
+    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, L], or without a text tower ready embeddings [B, E], to [B, E] of unit length."""
+        embedded = text.float() if self.text is None else self.text(text)
+        return nn.functional.normalize(embedded, dim=-1)
 
     @torch.no_grad()
     def clamp_scale(self) -> None:

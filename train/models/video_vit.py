@@ -3,7 +3,7 @@
 It is CLIP's image tower with a temporal embedding: with one frame and a zero temporal embedding it computes
 CLIP's image features (AVION, section 3.1, builds its video tower the same way).
 
-Shape suffixes: B batch, C colours, T frames, H and W pixels, P patches of a frame, L tokens (1 + T * P),
+Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a frame, L tokens (1 + T * P),
 D width, E width of the embedding.
 """
 
@@ -18,10 +18,11 @@ from train.models.transformer import Transformer, TransformerSize
 
 @dataclass(frozen=True, kw_only=True)
 class VideoViTSize:
-    """A video tower; `trunk` is its transformer."""
+    """A video tower; `trunk` is its transformer, `patch_px` the side of a patch."""
 
     trunk: TransformerSize
     patch_px: int
+    num_channels: int = 3
 
 
 class VideoViT(nn.Module):
@@ -34,7 +35,7 @@ class VideoViT(nn.Module):
         if image_px % size.patch_px:
             raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {size.patch_px} px")
         width, num_patches = size.trunk.width, (image_px // size.patch_px) ** 2
-        self.conv1 = nn.Conv2d(3, width, kernel_size=size.patch_px, stride=size.patch_px, bias=False)
+        self.conv1 = nn.Conv2d(size.num_channels, width, kernel_size=size.patch_px, stride=size.patch_px, bias=False)
         self.class_embedding = nn.Parameter(width**-0.5 * torch.randn(width))
         self.positional_embedding = nn.Parameter(width**-0.5 * torch.randn(1 + num_patches, width))
         self.temporal_embedding = nn.Parameter(width**-0.5 * torch.randn(num_frames, width))
@@ -44,7 +45,7 @@ class VideoViT(nn.Module):
         self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Embeds normalised clips [B, 3, T, H, W] as [B, E], not yet of unit length."""
+        """Embeds normalised clips [B, C, T, H, W] as [B, E], not yet of unit length."""
         num_clips, _, num_frames = video_BCTHW.shape[:3]
         patches = self.conv1(video_BCTHW.transpose(1, 2).flatten(0, 1)).flatten(2)
         x_BTPD = patches.transpose(1, 2).unflatten(0, (num_clips, num_frames))

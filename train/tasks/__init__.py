@@ -4,13 +4,13 @@ A task owns everything that is particular to a job: which samples, which model, 
 everything that is not: steps, optimizer, logging, checkpoints, resuming.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from train.data.batch import Batch
-from train.data.loader import SampleSet
+from train.data.loader import TrainingSet
 
 
 class Task(Protocol):
@@ -24,12 +24,12 @@ class Task(Protocol):
     name: str
     columns: tuple[str, ...]
 
-    def training_set(self) -> SampleSet:
+    def training_set(self) -> TrainingSet:
         """The samples to train on."""
         ...
 
-    def build_model(self) -> nn.Module:
-        """A new model, weights drawn from torch's generator."""
+    def build_model(self, samples: Any) -> nn.Module:
+        """A new model for samples as in `samples`, one of its own sets; weights drawn from torch's generator."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:

@@ -1,11 +1,19 @@
-"""Contrastive training of clips and captions (CLIP's recipe on video, as AVION's)."""
+"""Contrastive training of clips and captions (CLIP's recipe on video, as AVION's).
 
+Clips are pixels, or latents that a VAE made once; captions go through a text tower, or come as embeddings that
+another one made once.
+"""
+
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import nn
 
+from manifests.errors import UserError
 from train.data.batch import Batch
+from train.data.latents.captioned import CaptionedLatents
+from train.data.loader import LoaderSettings
 from train.data.video_captions import ClipShape, VideoCaptions
 from train.losses.infonce import info_nce
 from train.models.attention import AttentionDoor
@@ -16,49 +24,82 @@ from train.settings import DualEncoderSettings
 # Means and deviations of CLIP's training images, by colour.
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
+# A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
+_LATENT_PATCH = 2
 
 
 class DualEncoderTask:
     """The task of `train dual-encoder`."""
 
     name = "dual-encoder"
-    columns: tuple[str, ...] = ("video",)
 
     def __init__(self, settings: DualEncoderSettings, *, door: AttentionDoor) -> None:
         self._settings = settings
         self._door = door
+        self.columns: tuple[str, ...] = ("latents", "text") if settings.input == "latents" else ("video",)
 
-    def training_set(self) -> VideoCaptions:
+    def training_set(self) -> VideoCaptions | CaptionedLatents:
         """Clips and captions of the split that the settings name."""
         return self.samples(self._settings.split)
 
-    def samples(self, split: str) -> VideoCaptions:
-        """Clips and captions of any split."""
+    def samples(self, split: str) -> VideoCaptions | CaptionedLatents:
+        """Clips and captions of any split.
+
+        Raises:
+            UserError: there are none, or they do not fit the settings.
+        """
         settings = self._settings
+        if settings.input == "latents":
+            latents = CaptionedLatents(
+                settings.shards, split=split, segment=settings.segment, batch=settings.batch, seed=settings.seed
+            )
+            _check_latents(latents, settings)
+            return latents
         shape = ClipShape(
             num_frames=settings.num_frames, size_px=settings.size_px, min_crop_area=settings.min_crop_area
         )
-        return VideoCaptions(settings.shards, split=split, shape=shape, tokenize=load_tokenizer())
+        loading = LoaderSettings(
+            batch=settings.batch,
+            num_threads=settings.workers,
+            num_ahead=settings.batch * settings.batches_ahead,
+            seed=settings.seed,
+        )
+        return VideoCaptions(settings.shards, split=split, shape=shape, tokenize=load_tokenizer(), loading=loading)
 
-    def build_model(self) -> DualEncoder:
-        """The two towers in the size that the settings name."""
-        settings = self._settings
+    def build_model(self, samples: VideoCaptions | CaptionedLatents) -> DualEncoder:
+        """The two towers in the size that the settings name, for clips as `samples` has them."""
+        size, settings = SIZES[self._settings.model], self._settings
+        image_px = settings.size_px
+        if isinstance(samples, CaptionedLatents):
+            shape = samples.frame_shape
+            image_px = shape.height
+            video = replace(size.video, patch_px=_LATENT_PATCH, num_channels=shape.channels)
+            size = replace(size, video=video, embedding_width=samples.text_width)
         return DualEncoder(
-            SIZES[settings.model],
-            image_px=settings.size_px,
+            size,
+            image_px=image_px,
             num_frames=settings.num_frames,
             attend=self._door.attend,
+            has_text_tower=settings.text_tower == "trained",
         )
+
+    def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
+        if batch["input"] == "latents":
+            latents_BTCHW = spread(batch["latents"], num_frames=self._settings.num_frames, is_training=is_training)
+            return latents_BTCHW.float().transpose(1, 2), batch["text"]
+        return normalised(batch["video"]), batch["tokens"]
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """InfoNCE of the batch, with the temperature and the share of clips that find their own caption."""
         towers = cast(DualEncoder, model)
-        video_BE, text_BE = towers(normalised(batch["video"]), batch["tokens"])
+        clips, captions = self.inputs(batch, is_training=True)
+        video_BE, text_BE = towers(clips, captions)
         loss = info_nce(video_BE, text_BE, log_scale=towers.logit_scale)
         with torch.no_grad():
             found_B = (video_BE @ text_BE.T).argmax(dim=1)
             # Equal captions have equal embeddings, and any of them is right.
-            right = (batch["tokens"][found_B] == batch["tokens"]).all(dim=1).float().mean()
+            right = (captions[found_B] == captions).all(dim=1).float().mean()
             temperature = (-towers.logit_scale).exp()
         return loss, {"batch_accuracy": right.item(), "temperature": temperature.item()}
 
@@ -67,7 +108,29 @@ class DualEncoderTask:
         cast(DualEncoder, model).clamp_scale()
 
 
+def _check_latents(latents: CaptionedLatents, settings: DualEncoderSettings) -> None:
+    shape = latents.frame_shape
+    if settings.num_frames > latents.segment_frames:
+        raise UserError(
+            f"--num-frames {settings.num_frames}: a segment of {settings.segment} has {latents.segment_frames} frames",
+            hint="use fewer frames, or a longer --segment",
+        )
+    if shape.height != shape.width or shape.height % _LATENT_PATCH:
+        raise UserError(
+            f"latents of {shape.height} x {shape.width} cannot be cut into squares of {_LATENT_PATCH}",
+            hint=f"make them with a --size that gives an even side: {latents.variant_name}",
+        )
+
+
 def normalised(video_BTHWC: torch.Tensor) -> torch.Tensor:
     """uint8 clips [B, T, H, W, 3] as the towers want them: float32 [B, 3, T, H, W], CLIP's mean and deviation."""
     mean, std = (torch.tensor(values, device=video_BTHWC.device) for values in (_MEAN, _STD))
     return ((video_BTHWC.float() / 255 - mean) / std).permute(0, 4, 1, 2, 3)
+
+
+def spread(latents_BTCHW: torch.Tensor, *, num_frames: int, is_training: bool) -> torch.Tensor:
+    """One frame from each of `num_frames` equal parts of a segment: a random one in training, else the middle one."""
+    length = latents_BTCHW.shape[1]
+    within_K = torch.rand(num_frames) if is_training else torch.full((num_frames,), 0.5)
+    chosen_K = ((torch.arange(num_frames) + within_K) * length / num_frames).long().clamp(max=length - 1)
+    return latents_BTCHW[:, chosen_K.to(latents_BTCHW.device)]

@@ -1,9 +1,11 @@
 """A data folder with columns of latents and text, written through the real writers, and what was written."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,14 +58,22 @@ class Written:
         return self.data_dir / "text" / TEXT_VARIANT
 
 
-def write_latents(written: Written, shards: list[list[Chunk]], **recipe: str) -> None:
-    """Writes and commits one shard for each list of chunks."""
+def write_latents(
+    written: Written,
+    shards: list[list[Chunk]],
+    *,
+    values: Callable[[Chunk], NDArray[np.float16]] | None = None,
+    recipe: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Writes and commits one shard for each list of chunks: of `values`, or of any bits at all."""
     directory = written.latents_dir
     noise = np.random.default_rng(0)
     for shard_id, chunks in enumerate(shards):
         with ShardWriter(directory, shard_id=shard_id, extensions=("latents.npy",), fields=LATENTS_FIELDS) as writer:
             for chunk in chunks:
                 bits = noise.integers(0, 0x7C00, (chunk.num_frames, *chunk.frame), dtype=np.uint16)
+                if values is not None:
+                    bits = values(chunk).view(np.uint16)
                 array = bits.view(np.float16) if chunk.dtype == "float16" else bits
                 writer.add(Sample(chunk.key, {"latents.npy": npy_bytes(array)}, _fields(chunk)))
                 written.latents[chunk.key] = bits
@@ -74,12 +84,19 @@ def write_latents(written: Written, shards: list[list[Chunk]], **recipe: str) ->
 
 
 def write_text(
-    written: Written, captions: list[Caption], *, width: int = 8, videos_per_shard: int = 2, without: frozenset[int]
+    written: Written,
+    captions: list[Caption],
+    *,
+    width: int = 8,
+    videos_per_shard: int = 2,
+    without: frozenset[int] = frozenset(),
+    embed: Callable[[str], NDArray[np.float16]] | None = None,
 ) -> None:
     """Writes and commits embeddings of the captions of the manifest: equal texts of a video share a row.
 
     Args:
         without: ids of captions that get none.
+        embed: the embedding of a text; any bits at all where it is left out.
     """
     table = read_captions(written.data_dir).to_pylist()
     video_ids = list(dict.fromkeys(caption.video_id for caption in captions))
@@ -92,6 +109,8 @@ def write_text(
                 of_video = [row for row in table if row["video_id"] == video_id and row["caption_id"] not in without]
                 texts = list(dict.fromkeys(row["text"] for row in of_video))
                 bits = noise.integers(0, 0x7C00, (len(texts), width), dtype=np.uint16)
+                if embed is not None:
+                    bits = np.stack([embed(text) for text in texts]).view(np.uint16)
                 rows = [texts.index(row["text"]) for row in of_video]
                 ids = [row["caption_id"] for row in of_video]
                 fields = {
@@ -125,7 +144,7 @@ def write_all(
     written = Written(data_dir)
     videos = {chunk.video_id: "train" for chunks in shards for chunk in chunks}
     write_captions(data_dir, splits or videos, captions)
-    write_latents(written, shards, **recipe)
+    write_latents(written, shards, recipe=recipe)
     write_text(written, captions, width=width, without=without)
     return written
 

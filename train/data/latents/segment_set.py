@@ -111,6 +111,12 @@ class SegmentSet:
         return len(self.segments) if self.captions is None else len(self.captions.segment)
 
     @property
+    def variant_name(self) -> str:
+        """The variants that the samples are made of."""
+        names = [variant.directory.name for variant in (self._latents, self._text_variant) if variant]
+        return " and ".join(names)
+
+    @property
     def segment_bytes(self) -> int:
         """Bytes of a full segment."""
         return self.segments.num_frames * self.records.shape.frame_bytes

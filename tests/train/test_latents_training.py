@@ -1,0 +1,139 @@
+"""`train dual-encoder --input latents --text-tower frozen`: a run that decodes nothing and has no text tower."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
+from tests.train.test_cli import train
+from tests.train.tiny_data import write_captions
+from train.checkpoint import latest_checkpoint, load_checkpoint
+from train.run_folder import RunFolder, read_lines
+from train.tasks.dual_encoder import spread
+
+__all__ = ["train"]
+
+FRAME, WIDTH = (4, 8, 8), 24
+COLUMNS = ("--input", "latents", "--text-tower", "frozen", "--model", "tiny")
+FLAGS = (*COLUMNS, "--segment", "2s", "--num-frames", "2")
+STEPS = ("--batch", "8", "--lr", "1e-3", "--warmup-steps", "2")
+
+
+def generator(text: str) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+
+
+def pattern_and_noise(chunk: Chunk) -> NDArray[np.float16]:
+    """Each video has a pattern of its own, and every frame noise."""
+    pattern = generator(chunk.video_id).standard_normal(chunk.frame)
+    noise = generator(chunk.key).standard_normal((chunk.num_frames, *chunk.frame))
+    values: NDArray[np.float16] = (pattern + 0.5 * noise).astype(np.float16)
+    return values
+
+
+def unit_vector(text: str) -> NDArray[np.float16]:
+    vector = generator(text).standard_normal(WIDTH)
+    unit: NDArray[np.float16] = (vector / np.linalg.norm(vector)).astype(np.float16)
+    return unit
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight videos of two chunks, each with its own caption; the same in train and val."""
+    written = Written(tmp_path_factory.mktemp("columns"))
+    videos = {f"{split}{number}": split for split in ("train", "val") for number in range(8)}
+    chunks = [[Chunk(name, start, 24, frame=FRAME) for start in (0, 6000)] for name in videos]
+    captions = [Caption(name, 0.0, float("inf"), f"<pattern> of {name[-1]}") for name in videos]
+    write_captions(written.data_dir, videos, captions)
+    # A video of val has the pattern of the video of train with the same number.
+    write_latents(written, chunks, values=lambda chunk: pattern_and_noise(_as_train(chunk)))
+    write_text(written, captions, width=WIDTH, embed=unit_vector)
+    return written.data_dir
+
+
+def _as_train(chunk: Chunk) -> Chunk:
+    return Chunk(f"train{chunk.video_id[-1]}", chunk.start_ms, chunk.num_frames, frame=chunk.frame)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+
+
+def test_it_learns_what_the_stored_embeddings_say(
+    train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 40) == 0
+    found = losses(out)
+    assert np.mean(found[-5:]) < 0.5 * np.mean(found[:5])
+    capsys.readouterr()
+    assert train("eval", "retrieval", out, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text_to_video"]["num_queries"] == 8 and result["video_to_text"]["num_queries"] == 48
+    assert result["video_to_text"]["recall"]["1"] > 0.9  # chance 0.125
+    assert "latents of 2s" in result["clip"]
+    page = RunFolder(out).page.read_text()
+    assert "&lt;pattern&gt; of 3" in page and "<pattern>" not in page
+    assert page.count("data:image/jpeg") >= 8
+
+
+def test_a_run_has_no_text_tower_and_needs_no_chunks(train: Callable[..., int], columns: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 2) == 0
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    names = load_checkpoint(path, device=torch.device("cpu")).model
+    assert not [name for name in names if name.startswith("text.")]
+    assert names["video.conv1.weight"].shape[1:] == (4, 2, 2) and names["video.proj"].shape[1] == WIDTH
+    assert not (columns / "video").exists()
+
+
+def test_a_resumed_run_ends_with_the_same_weights(train: Callable[..., int], columns: Path, tmp_path: Path) -> None:
+    flags = ("dual-encoder", "--shards", columns, *FLAGS, *STEPS, "--checkpoint-every", 3)
+    assert train(*flags, "--out", tmp_path / "whole", "--steps", 9) == 0
+    assert train(*flags, "--out", tmp_path / "broken", "--steps", 9) == 0
+    run = RunFolder(tmp_path / "broken")
+    for path in sorted(run.checkpoints.iterdir())[1:]:
+        path.unlink()
+    assert train("dual-encoder", "--resume", "--out", tmp_path / "broken") == 0
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--input", "latents"), "--input latents does not go with --text-tower trained"),
+        (("--text-tower", "frozen"), "--input pixels does not go with --text-tower frozen"),
+        ((*COLUMNS, "--segment", "2s", "--num-frames", "9"), "--num-frames 9: a segment of 2s has 8 frames"),
+        ((*COLUMNS, "--segment", "0.3s"), "a segment of '0.3s' is 1.2 frames"),
+        ((*COLUMNS, "--segment", "two"), "'two' is no length of a segment"),
+        ((*FLAGS, "--split", "test"), "has no videos of split 'test'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
+    train: Callable[..., int],
+    columns: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    part: str,
+) -> None:
+    assert train("dual-encoder", "--shards", columns, "--out", tmp_path / "run", *flags) == 2
+    error, hint = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("attention")]
+    assert error.startswith("error: ") and part in error and hint.startswith("hint: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_frames_are_spread_over_the_segment() -> None:
+    segment = torch.arange(20.0).reshape(1, 20, 1, 1, 1)
+    assert spread(segment, num_frames=4, is_training=False).flatten().tolist() == [2, 7, 12, 17]
+    assert spread(segment, num_frames=20, is_training=False).flatten().tolist() == list(range(20))
+    drawn = torch.stack([spread(segment, num_frames=4, is_training=True).flatten() for _ in range(400)])
+    for part in range(4):
+        assert set(drawn[:, part].tolist()) == set(range(5 * part, 5 * part + 5))

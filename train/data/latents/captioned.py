@@ -1,0 +1,87 @@
+"""The training set of a dual encoder on latents: segments with the stored embedding of one of their captions."""
+
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from manifests.store import read_captions
+from train.data.latents.loader import LatentLoader
+from train.data.latents.records import FrameShape
+from train.data.latents.segment_set import Visits
+from train.data.latents.segments import times_us
+
+_SPREAD = 2.0  # standard deviations on either side of grey
+
+
+class CaptionedLatents(LatentLoader):
+    """A `LatentLoader` with text, and what an evaluation shows of single samples, each with its first caption."""
+
+    def __init__(self, data_dir: Path, *, split: str, segment: str, batch: int, seed: int) -> None:
+        super().__init__(data_dir, split=split, segment=segment, batch=batch, seed=seed)
+        self._data_dir = data_dir
+        self.split = split
+
+    @property
+    def variant_name(self) -> str:
+        """The variants that the samples are made of."""
+        return self.samples.variant_name
+
+    @property
+    def frame_shape(self) -> FrameShape:
+        """Channels, height, width and rate that all latents have."""
+        return self.samples.records.shape
+
+    @property
+    def segment_frames(self) -> int:
+        """Frames of a segment."""
+        return self.samples.segments.num_frames
+
+    @property
+    def text_width(self) -> int:
+        """Width of the stored embeddings."""
+        assert self.samples.text is not None  # asked for in __init__
+        return self.samples.text.width
+
+    def text(self, sample: int) -> str:
+        """The words of the caption."""
+        caption_id = self._visit(sample).caption_id
+        assert caption_id is not None
+        # Captions are ordered by their ids, which are dense from 0 (manifests.schema).
+        return str(self._texts[int(caption_id[0])].as_py())
+
+    def key(self, sample: int) -> str:
+        """The chunk."""
+        return self.samples.key(int(self._visit(sample).chunk[0]))
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        """Begin and end of the segment in its video, seconds."""
+        captions = self.samples.captions
+        assert captions is not None
+        numbers = captions.segment[np.array([sample])].astype(np.int64)
+        begin_us, end_us = times_us(self.samples.records, self.samples.segments, numbers)
+        return float(begin_us[0]) / 1e6, float(end_us[0]) / 1e6
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Frames as the model gets them, in false colours: three channels as red, green and blue [h, w, 3]."""
+        visit, shape = self._visit(sample), self.frame_shape
+        content = self.samples.tars.bytes_at(int(visit.address[0]), self.samples.segment_bytes)
+        if shape.dtype == "bfloat16":
+            bits = np.frombuffer(content, np.uint16).astype(np.uint32) << np.uint32(16)
+            latents = bits.view(np.float32)
+        else:
+            latents = np.frombuffer(content, np.float16).astype(np.float32)
+        latents = latents.reshape(-1, shape.channels, shape.height, shape.width)
+        chosen = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
+        colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
+        return list((np.clip(colours / (2 * _SPREAD) + 0.5, 0, 1) * 255).astype(np.uint8))
+
+    @cached_property
+    def _texts(self) -> pa.ChunkedArray:
+        return read_captions(self._data_dir)["text"]
+
+    def _visit(self, sample: int) -> Visits:
+        at = np.array([sample])
+        return self.samples.visit(at, position=at, seed=None)
