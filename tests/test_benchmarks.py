@@ -1,6 +1,7 @@
 """Every benchmark still runs, on next to nothing, and gives its figures; what they are is no matter here."""
 
 import importlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -61,6 +62,13 @@ def test_ratios_are_of_the_same_round_and_over_the_better_seed() -> None:
     }
     row = rows_of(1, rates, [OURS])[0]
     assert (row["segments/s"], row["/ seed"], row["/ memcpy"]) == (50, 10.0, 0.8)
+
+
+def test_memcpy_has_as_many_buffers_as_the_loader_that_is_measured_by_it() -> None:
+    from benchmarks.latent_peers.memcpy import RING_BATCHES
+    from train.data.latents.loader import LatentLoader
+
+    assert inspect.signature(LatentLoader).parameters["depth"].default == RING_BATCHES
 
 
 def test_the_digest_of_latents_knows_every_byte_and_no_order(tmp_path: Path) -> None:
