@@ -1,6 +1,6 @@
 # Everything runs in .venv, made from the locks by `make setup`. Paths are relative: the checkout may lie anywhere.
 #   make test                        what CI runs: lint, types, tests
-#   make demo                        synthetic videos -> shards -> training -> retrieval, in demo/
+#   make demo                        synthetic videos -> shards -> training -> retrieval, in demo/, on pixels and latents
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make peers                       what `make benchmarks BENCHMARKS=latents` compares with, in .venv-peers
@@ -58,14 +58,18 @@ demo: setup
 	@echo "Your videos as chunks: demo/videos.html"
 else
 demo: setup
-	rm -rf demo/data demo/run demo/chunks.html
+	rm -rf demo/data demo/run demo/run-latents demo/chunks.html
 	$(BIN)/prep manifest synthetic --videos 24 --minutes 1 --data demo/data
 	$(BIN)/prep chunk --len 15s --data demo/data
+	$(BIN)/prep latents --vae tiny --size 64 --engine processes --data demo/data
+	$(BIN)/prep text --clip tiny --engine processes --data demo/data
 	$(BIN)/prep status --data demo/data
 	$(BIN)/prep inspect --html demo/chunks.html --data demo/data
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny --out demo/run
 	$(BIN)/train eval retrieval demo/run --shards demo/data
-	@echo "The chunks: demo/chunks.html    The results: demo/run/index.html"
+	$(BIN)/train dual-encoder --shards demo/data --preset tiny-latents --out demo/run-latents
+	$(BIN)/train eval retrieval demo/run-latents --shards demo/data
+	@echo "The chunks: demo/chunks.html    The results: demo/run/index.html, demo/run-latents/index.html"
 endif
 
 # Other libraries need other versions than the lock has, hence an environment of their own.
