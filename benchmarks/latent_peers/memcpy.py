@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.latent_peers.contestant import Batches, NothingToClose, Way, serve
 from benchmarks.latent_peers.segment_set import SEGMENT_BYTES, SEGMENT_SHAPE, TEXT_WIDTH, SegmentSet
 
-RING_BATCHES = 4
+RING_BATCHES = 2
 _TEXT_BYTES = 2 * TEXT_WIDTH
 
 

@@ -73,7 +73,7 @@ class LatentLoader:
         num_ranks: int = 1,
         text: bool = True,
         tails: Tails = "drop",
-        depth: int = 4,
+        depth: int = 2,
         copy: bool = False,
         verify: bool = False,
     ) -> None:
