@@ -1,5 +1,6 @@
 """`prep retry`: what failed in one column, once more."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,10 @@ def retry(
     column: ColumnOfFailures = "video",
     only: Annotated[
         list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        Parameter(help="Folder or file of the model's weights, where they are local: recipes have no paths."),
     ] = None,
     data: Data = Path("data"),
     engine: EngineName = "ray",
@@ -54,7 +59,9 @@ def retry(
         chunk_commands.run_chunks(recipe_from_dict(stored), **again)
     elif column == LATENTS:
         recipe = latents_recipe_from_dict(stored)
-        latents_commands.run_latents(recipe.settings, only_variant=recipe.variant, **again)
+        settings = replace(recipe.settings, vae=weights or recipe.settings.vae)
+        latents_commands.run_latents(settings, only_variant=recipe.variant, **again)
     else:
         text = text_recipe_from_dict(stored)
-        text_commands.run_texts(TextRecipe(clip=text.clip), only_variant=text.variant, **again)
+        clip = text.clip if weights is None else f"{text.clip.partition(':')[0]}:{weights}"
+        text_commands.run_texts(TextRecipe(clip=clip), only_variant=text.variant, **again)

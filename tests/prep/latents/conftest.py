@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import AutoencoderKL
 
 from prep.data_folder import LATENTS, VIDEO, writing
 from prep.engines import Outcome, R, T
@@ -16,6 +16,8 @@ from prep.latents.recipe import resolve
 from prep.latents.settings import LatentsSettings
 from prep.run import Summary, execute
 from shards.dataset import current_variant
+
+AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its methods
 
 
 class Here:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
 from shards.commits import read_commits
 from shards.reader import Variant
-from tests.prep.latents.conftest import make
+from tests.prep.latents.conftest import AutoencoderKL, make
 from tests.prep.running import Ran, contents
 from tests.prep.sets import ShardSet, flip
 
@@ -93,6 +92,10 @@ def test_numbers_that_are_not_finite_are_named_and_not_stored(prep: Prep, shard_
     assert make(shard_set.data, vae=str(copy)).num_shards_made == 0  # weights do not heal
     text = prep("status", "--data", shard_set.data).stdout
     assert "5 x not_finite of latents" in text and "failures.jsonl" in text
+    retry = ("retry", "--column", "latents", "--engine", "processes", "--only", "not_finite", "--data", shard_set.data)
+    assert "there is no VAE folder copy" in prep(*retry, status=2).error
+    ran = prep(*retry, "--weights", copy, "--json", status=1)
+    assert ran.summary["failures"] == {"not_finite": 5} and ran.summary["num_shards_made"] == 2
     ran = prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", status=1)
     assert "2 videos have failures" in ran.stderr
     budget = ("--max-failures", "2")

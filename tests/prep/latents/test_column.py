@@ -3,18 +3,18 @@
 import json
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
 import torch
 import webdataset as wds
-from diffusers import AutoencoderKL
 from torch.nn import functional
 
 from shards.format import LATENTS_FIELDS
 from shards.reader import Variant
-from tests.prep.latents.conftest import make
+from tests.prep.latents.conftest import AutoencoderKL, make
 from tests.prep.running import contents
 from tests.prep.sets import ShardSet
 
@@ -27,15 +27,15 @@ def stored(shard_set: ShardSet) -> dict[str, np.ndarray]:
     }
 
 
-def plain_loop(shard_set: ShardSet, model: AutoencoderKL, *, random: bool = False) -> dict[str, np.ndarray]:
+def plain_loop(shard_set: ShardSet, model: Any, *, random: bool = False) -> dict[str, np.ndarray]:
     """The same by a loop that knows nothing of clipmill's encoder: decode all, crop, resize, encode one by one."""
     video = Variant.open(shard_set.data)
-    rows = {}
+    rows: dict[str, list[int]] = {}
     for shard in Variant.open(shard_set.data, column="latents").shards():
         rows |= dict(zip(shard.index["key"].to_pylist(), shard.index["crops"].to_pylist(), strict=True))
     found = {}
     for sample in video.iterate():
-        with av.open(BytesIO(sample["mp4"])) as container:
+        with av.open(BytesIO(sample["mp4"]), "r") as container:
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         crops = np.reshape(rows[sample["__key__"]], (-1, 4))
         latents = []

@@ -45,7 +45,7 @@ def test_skipping_frames_that_nobody_wants_changes_no_pixel(
     chunk(tmp_path / "data", "--len", "2s", "--short-side", "96", *settings)
     shard = Variant.open(tmp_path / "data").shards()[0]
     content = shard.read(0, "mp4")
-    with av.open(BytesIO(content)) as container:
+    with av.open(BytesIO(content), "r") as container:
         everything = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     facts = read_chunk(content, fps=Fraction(30))
     table = {"packet_frame": facts.packet_frame, "packet_flags": facts.packet_flags}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_a_damaged_commit_of_video_costs_no_latents(shard_set: ShardSet) -> None
 
 
 @pytest.mark.parametrize("setting", [{"fps": "2"}, {"crop": "random"}, {"posterior": "sample"}, {"dtype": "bfloat16"}])
-def test_other_settings_make_another_variant_beside(shard_set: ShardSet, setting: dict[str, str]) -> None:
+def test_other_settings_make_another_variant_beside(shard_set: ShardSet, setting: dict[str, Any]) -> None:
     make(shard_set.data)
     old = current_variant(shard_set.data, "latents")
     assert make(shard_set.data, **setting).num_encoded == 5

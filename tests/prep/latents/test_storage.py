@@ -10,7 +10,7 @@ from prep.latents.storage import as_stored, is_finite
 def test_both_types_are_rounded_as_torch_rounds() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal(100_000, dtype=np.float32) * np.float32(10.0) ** rng.integers(-6, 4, 100_000)
-    values = np.concatenate([values, np.float32([0.0, -0.0, 1.00390625, 1.01171875, 65504.0])]).astype(np.float32)
+    values = np.concatenate([values, np.array([0.0, -0.0, 1.00390625, 1.01171875, 65504.0])]).astype(np.float32)
     wanted = torch.from_numpy(values)
     half = as_stored(values, dtype="float16")
     assert half.dtype == np.float16 and np.array_equal(half, wanted.half().numpy())
