@@ -10,6 +10,7 @@ import pytest
 
 TINY = {
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--ways", "prep chunk", "bare ffmpeg"],
+    "encoding": ["--rounds", "1", "--cases", "tiny"],
     "latents": [
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
         *("--ways", "LatentLoader", "npy memmap", "memcpy"),
@@ -19,7 +20,7 @@ TINY = {
     "plan": ["--chunks", "80"],
     "rerun": ["--chunks", "80", "--runs", "1"],
 }
-NOT_BENCHMARKS = {"__init__", "environment", "launch", "made_data", "measure", "report", "tree"}
+NOT_BENCHMARKS = {"__init__", "environment", "launch", "made_data", "measure", "plain_loops", "report", "tree"}
 
 
 def test_every_benchmark_is_tried_here(repository: Path) -> None:

@@ -82,7 +82,7 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
     diffusers_logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
     if vae.directory is None:
-        model = _tiny(AutoencoderKL)
+        model = tiny_vae()
     else:
         try:
             model = AutoencoderKL.from_pretrained(
@@ -97,10 +97,12 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
     return Encoder(model, vae=vae, device=device, precision=precision)
 
 
-def _tiny(kind: Any) -> Any:
+def tiny_vae() -> Any:
     """The VAE without weights: small, and the same on every machine, since numpy draws its numbers."""
     import torch
+    from diffusers import AutoencoderKL
 
+    kind: Any = AutoencoderKL
     model = kind.from_config(TINY_CONFIG)
     for module in model.modules():
         if isinstance(module, torch.nn.GroupNorm):

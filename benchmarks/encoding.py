@@ -1,0 +1,188 @@
+"""Encoding latents and text: `prep latents` and `prep text` beside plain loops over the same weights at the same batch.
+
+    python -m benchmarks.encoding [VIDEOS] [--rounds 3] [--json FILE]
+
+The chunks are those of the videos in a folder. Two VAEs encode them, on one thread: `tiny`, where all that is not the
+model weighs most, and one of Stable Diffusion's shape (84 M parameters) with random weights, at a size and rate that a
+CPU can do. A text tower of ViT-B-32's shape with random weights encodes captions of 5 to 20 words, and of 90.
+
+The plain loops (benchmarks.plain_loops) are what one would write in an afternoon: decode each chunk whole by PyAV, pick
+the frames, crop, resize, collect a batch, encode, save; tokenise a batch by open_clip, encode, normalise, save. They
+check nothing. Both ways are whole commands, their imports counted in. CPU seconds of all processes; the ways take
+turns, figures are medians, ratios medians of the ratios within each round. Target: at least 0.95 times the plain rate.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.report import parser_for, print_report
+from shards.reader import Variant
+
+BATCH = 16
+TEXT_BATCH = 32
+CLIP = "ViT-B-32"
+TINY = "tiny"
+ENGINE = ("--engine", "processes", "--workers", "1", "--num-gpus", "0")
+# What it is called; size in pixels, frames a second and segment; lengths in words and number of captions.
+LATENTS = {
+    TINY: ("tiny, 256 px, 4 a second", 256, "4", "5s"),
+    "sd": ("Stable Diffusion's shape, 64 px, one in 4 s", 64, "1/4", "4s"),
+}
+TEXTS = {"short": ("5 to 20 words", (5, 20), 1500), "long": ("90 words", (90, 90), 300)}
+_WORDS = ("a", "the", "person", "dog", "opens", "cuts", "onion", "door", "red", "small", "slowly", "kitchen", "onto")
+
+
+def save_vae(folder: Path) -> Path:
+    """A VAE of Stable Diffusion's shape with random weights."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    model = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[128, 256, 512, 512],
+        layers_per_block=2,
+    )
+    model.save_pretrained(folder / "sd-shaped")  # type: ignore[attr-defined]
+    return folder / "sd-shaped"
+
+
+def save_clip(folder: Path) -> Path:
+    """Random weights of the model CLIP."""
+    import open_clip
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    path = folder / "random.safetensors"
+    save_file(open_clip.create_model(CLIP).state_dict(), path)
+    return path
+
+
+def write_captions(folder: Path, *, name: str, lengths: tuple[int, int], count: int) -> Path:
+    """A data folder whose manifest has `count` captions of so many words, all different."""
+    rng = np.random.default_rng(0)
+    videos = folder / f"{name}-videos"
+    videos.mkdir()
+    lines = ["video,text,begin_s,end_s"]
+    for number in range(count):
+        words = rng.choice(_WORDS, rng.integers(lengths[0], lengths[1] + 1))
+        lines.append(f"v{number % 10},{' '.join(words)} {number},0,1")
+    for number in range(10):
+        (videos / f"v{number}.mp4").write_bytes(b"no chunk is made of it")
+    captions = folder / f"{name}.csv"
+    captions.write_text("\n".join(lines) + "\n")
+    data = folder / name
+    run_measured(prep_command("manifest", "folder", videos, "--captions", captions, "--data", data))
+    return data
+
+
+def compare(
+    what: str, ours: list[str], plain: list[str], *, count: int, num_rounds: int, forget: Callable[[], None]
+) -> list[dict[str, object]]:
+    """Rows of both ways; `forget` removes what ours made, before each round."""
+    seconds: dict[str, list[float]] = {"prep": [], "plain loop": []}
+    for number in range(num_rounds):
+        forget()
+        for name, command in sorted([("prep", ours), ("plain loop", plain)], reverse=bool(number % 2)):
+            seconds[name].append(run_measured(command).cpu_s)
+            print(f"{what}, round {number + 1}, {name}: {seconds[name][-1]:.1f} CPU s", file=sys.stderr, flush=True)
+    ratios = [other / own for own, other in zip(seconds["prep"], seconds["plain loop"], strict=True)]
+    return [
+        {
+            "what": what,
+            "way": name,
+            "number": count,
+            "CPU s": statistics.median(taken),
+            "a CPU s": count / statistics.median(taken),
+            "/ plain loop": statistics.median(ratios) if name == "prep" else 1.0,
+        }
+        for name, taken in seconds.items()
+    ]
+
+
+def forget_column(data: Path, column: str) -> None:
+    """Removes what a round made."""
+    shutil.rmtree(data / column, ignore_errors=True)
+    path = data / "dataset.json"
+    if path.exists():
+        content = json.loads(path.read_bytes())
+        content["columns"].pop(column, None)
+        path.write_text(json.dumps(content))
+
+
+def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: int) -> list[dict[str, object]]:
+    """Rows of one VAE over the chunks of `videos`, or of a short synthetic one."""
+    what, size, fps, segment = LATENTS[case]
+    vae = TINY if case == TINY else str(save_vae(folder))
+    data = folder / f"{case}-data"
+    made = ("synthetic", "--videos", "1", "--minutes", "0.05") if videos is None else ("folder", videos.resolve())
+    run_measured(prep_command("manifest", *made, "--data", data))
+    run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
+    settings = ("--vae", vae, "--size", str(size), "--fps", fps, "--segment", segment, "--batch", str(BATCH))
+    ours = prep_command("latents", *settings, "--data", data, *ENGINE)
+    run_measured(ours)
+    shards = Variant.open(data, column="latents").shards()
+    return compare(
+        f"latents: {what}",
+        ours,
+        _plain("latents", str(data), vae, str(size), fps, str(BATCH), str(folder / "plain.npy")),
+        count=sum(int(shard.index["num_frames"].to_numpy().sum()) for shard in shards),
+        num_rounds=num_rounds,
+        forget=lambda: forget_column(data, "latents"),
+    )
+
+
+def text_rows(folder: Path, *, case: str, num_rounds: int) -> list[dict[str, object]]:
+    """Rows of the text tower over captions of one length."""
+    what, lengths, count = TEXTS[case]
+    weights = save_clip(folder)
+    data = write_captions(folder, name=case, lengths=lengths, count=count)
+    words = ("--clip", f"{CLIP}:{weights}", "--batch", str(TEXT_BATCH), "--data", data)
+    return compare(
+        f"text: {what}",
+        prep_command("text", *words, *ENGINE),
+        _plain("text", str(data), str(weights), str(TEXT_BATCH), str(folder / "plain.npy")),
+        count=count,
+        num_rounds=num_rounds,
+        forget=lambda: forget_column(data, "text"),
+    )
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos; by default a short synthetic one")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=[*LATENTS, *TEXTS], default=[*LATENTS, *TEXTS])
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for case in arguments.cases:
+            if case in LATENTS:
+                rows += latents_rows(Path(name), arguments.videos, case=case, num_rounds=arguments.rounds)
+            else:
+                rows += text_rows(Path(name), case=case, num_rounds=arguments.rounds)
+    print_report(
+        "Encoding latents and text",
+        rows,
+        notes=["Target: at least 0.95 times the plain loop's rate. Imports count in: seconds of each command."],
+        json_path=arguments.json,
+    )
+
+
+def _plain(*words: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.plain_loops", *words]
+
+
+if __name__ == "__main__":
+    main()

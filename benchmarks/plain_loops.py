@@ -1,0 +1,98 @@
+"""Encoding latents and text in a plain loop: what `benchmarks.encoding` measures prep against.
+
+python -m benchmarks.plain_loops latents DATA VAE SIZE FPS BATCH OUT
+python -m benchmarks.plain_loops text DATA WEIGHTS BATCH OUT
+"""
+
+import sys
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+
+from manifests.store import read_captions
+from shards.reader import Variant
+
+
+def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: Path) -> None:
+    """Decodes every chunk whole, keeps the frames that are wanted, and encodes them a batch at a time."""
+    import av
+    import torch
+    from torch.nn import functional
+
+    torch.set_num_threads(1)
+    model = _vae(vae)
+    waiting, found = [], []
+
+    def encode(pictures: list[torch.Tensor]) -> None:
+        with torch.inference_mode():
+            latents = model.encode(torch.stack(pictures).float() / 127.5 - 1).latent_dist.mean
+        found.append((latents * model.config.scaling_factor).half().numpy())
+
+    for sample in Variant.open(data).iterate():
+        with av.open(BytesIO(sample["mp4"]), "r") as container:
+            container.streams.video[0].codec_context.thread_count = 1
+            rate = container.streams.video[0].average_rate or Fraction(30)
+            due = Fraction(0)
+            for number, frame in enumerate(container.decode(video=0)):
+                if number != int(due * rate):
+                    continue
+                due += 1 / fps
+                picture = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+                side = min(picture.shape[1:])
+                top, left = ((length - side) // 2 for length in picture.shape[1:])
+                square = picture[None, :, top : top + side, left : left + side]
+                small = functional.interpolate(square, size=(size, size), mode="bilinear", antialias=True)
+                waiting.append(small[0])
+                if len(waiting) == batch:
+                    encode(waiting)
+                    waiting = []
+    if waiting:
+        encode(waiting)
+    np.save(out, np.concatenate(found))
+
+
+def text(data: Path, weights: Path, *, batch: int, out: Path) -> None:
+    """Tokenises and encodes every caption, a batch at a time."""
+    import open_clip
+    import torch
+
+    torch.set_num_threads(1)
+    model = open_clip.create_model("ViT-B-32", pretrained=str(weights)).eval()
+    tokenize = open_clip.get_tokenizer("ViT-B-32")
+    texts = read_captions(data)["text"].to_pylist()
+    found = []
+    for begin in range(0, len(texts), batch):
+        with torch.inference_mode():
+            rows = model.encode_text(tokenize(texts[begin : begin + batch]), normalize=True)
+        found.append(rows.half().numpy())
+    np.save(out, np.concatenate(found))
+
+
+def _vae(name: str):  # type: ignore[no-untyped-def]
+    from diffusers import AutoencoderKL
+
+    if name != "tiny":
+        model = AutoencoderKL.from_pretrained(name)
+    else:
+        from prep.latents.vae import tiny_vae
+
+        model = tiny_vae()
+    model.decoder = None
+    return model.eval()
+
+
+def main() -> None:
+    """Runs the loop that the words name."""
+    kind, *words = sys.argv[1:]
+    if kind == "latents":
+        data, vae, size, fps, batch, out = words
+        latents(Path(data), vae, size=int(size), fps=Fraction(fps), batch=int(batch), out=Path(out))
+    else:
+        data, weights, batch, out = words
+        text(Path(data), Path(weights), batch=int(batch), out=Path(out))
+
+
+if __name__ == "__main__":
+    main()
