@@ -14,10 +14,10 @@ from prep.model_engine import (
     ModelWorkers,
     NumGpus,
     gpus_of_a_worker,
-    num_cores,
     open_model_engine,
     require_variant,
     require_workers,
+    threads_of_a_worker,
 )
 from prep.options import Data, Json
 
@@ -122,16 +122,16 @@ def run_latents(
             planned,
             device="cuda" if gpus_each else "cpu",
             batch=batch,
-            # On a CPU each worker has a core. A GPU is fed by the cores that there are for it.
-            num_threads=max(1, num_cores() // (workers or 1)) if gpus_each else 1,
+            num_threads=threads_of_a_worker(workers, gpus_each=gpus_each),
         )
         summary = execute(job, chosen)
     values = latents_summary_values(summary, vae=settings.vae)
     print(json_module.dumps(values, indent=1) if json else latents_summary_text(summary))
-    num_videos = len({commit.shard_id for commit in planned.video_commits.values()})
-    if summary.num_failed_videos > budget(num_videos):
+    if summary.num_failed_videos > budget(planned.num_videos):
         listed = planned.variant_dir / FAILURES_FILE
-        raise FailedWork(f"{summary.num_failed_videos} videos have failures, listed in {listed}")
+        raise FailedWork(
+            f"{summary.num_failed_videos} of {planned.num_videos} videos have failures, listed in {listed}"
+        )
     if summary.failures:
         print(f"{summary.num_failed_videos} videos failed, within --max-failures {max_failures}", file=sys.stderr)
 

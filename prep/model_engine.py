@@ -71,6 +71,13 @@ def open_model_engine(name: str, *, address: str | None, workers: int | None, gp
     return ProcessEngine(num_workers=min(room, workers or room), gpus=gpus)
 
 
+def threads_of_a_worker(workers: int | None, *, gpus_each: float) -> int:
+    """One on a CPU, where each worker has a core; a GPU is fed by its share of the cores."""
+    if not gpus_each:
+        return 1
+    return max(1, num_cores() // (workers or max(1, int(count_gpus() / gpus_each))))
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

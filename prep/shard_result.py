@@ -67,8 +67,8 @@ def stopping_at_trouble(make: Callable[[W], ShardResult], work: W) -> ShardResul
         return stopped(work, code, f"{error.strerror or error}{where}")
     except pa.ArrowException as error:
         return stopped(work, FailureCode.IO_ERROR, f"a table cannot be read: {error}")
-    except MemoryError:
-        return stopped(work, FailureCode.OUT_OF_MEMORY, "the worker has no memory left")
+    except MemoryError as error:
+        return stopped(work, FailureCode.OUT_OF_MEMORY, str(error) or "the worker has no memory left")
 
 
 def cpu_s() -> float:

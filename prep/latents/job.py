@@ -16,7 +16,7 @@ def latents_job(plan: LatentsPlan, *, device: Device, batch: int, num_threads: i
         return LatentsTask(
             variant_dir=plan.variant_dir,
             shard_id=shard.shard_id,
-            first_video_id=f"shard {shard.shard_id:06d}",
+            first_video_id=plan.video_shards[shard.shard_id].video_ids[0].as_py(),
             plan_fingerprint=shard.plan_fingerprint,
             recipe=plan.recipe,
             video_dir=plan.video_dir,

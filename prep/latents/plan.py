@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from prep.data_folder import LATENTS
 from prep.failures import TRANSIENT, FailureCode
@@ -26,7 +27,7 @@ from shards.dataset import variant_dir
 from shards.index import open_index
 
 _MANY_THREADS = 8  # looking at files waits more than it computes
-_COLUMNS = [*FINGERPRINT_COLUMNS, "num_frames", "fps_num", "fps_den"]
+_COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class VideoShard:
     Attributes:
         fingerprint: of the keys and bytes of its chunks; changed captions leave it alone.
         num_frames: latents of all its chunks together.
+        video_ids: of its chunks, each once; a long video is in several shards.
     """
 
     shard_id: int
@@ -43,6 +45,7 @@ class VideoShard:
     fingerprint: str
     num_chunks: int
     num_frames: int
+    video_ids: pa.Array
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class LatentsPlan:
 
     Attributes:
         shards: in shard order.
-        num_frames: shard id -> frames to encode if all of the shard is made.
+        video_shards: by shard id, those that latents are wanted of.
+        num_videos: with committed chunks.
         unreadable: shards of `video` that cannot be planned, since their index cannot be read.
     """
 
@@ -62,7 +66,8 @@ class LatentsPlan:
     video_commits: dict[int, Commit]
     commits: dict[int, Commit]
     shards: list[ShardPlan]
-    num_frames: dict[int, int]
+    video_shards: dict[int, VideoShard]
+    num_videos: int
     unreadable: list[Failure]
 
     @property
@@ -98,7 +103,8 @@ def make_latents_plan(
         video_commits=video.commits,
         commits=own.commits,
         shards=list(shards),
-        num_frames={shard.shard_id: shard.num_frames for shard in video_shards},
+        video_shards={shard.shard_id: shard for shard in video_shards},
+        num_videos=len(pa.chunked_array([shard.video_ids for shard in video_shards], pa.string()).unique()),
         unreadable=list(unreadable.values()),
     )
 
@@ -174,4 +180,5 @@ def _look_at_one(video_dir: Path, commit: Commit, *, fps: Fraction) -> VideoShar
         int(count) * len(frames_on_screen(int(frames), chunk_fps=Fraction(int(num), int(den)), fps=fps))
         for (frames, num, den), count in zip(kinds.T, counts, strict=True)
     )
-    return VideoShard(commit.shard_id, commit.split, digest, index.num_rows, num_frames)
+    video_ids = index["video_id"].unique()
+    return VideoShard(commit.shard_id, commit.split, digest, index.num_rows, num_frames, video_ids)

@@ -18,7 +18,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     """What would be done, by state and reason."""
     recipe = plan.recipe
     differences = _differences(plan)
-    num_frames = sum(plan.num_frames[shard.shard_id] for shard in plan.shards if shard.has_work)
+    num_frames = sum(plan.video_shards[shard.shard_id].num_frames for shard in plan.shards if shard.has_work)
     size_bytes = num_frames * prod(recipe.frame_shape) * _BYTES_PER_NUMBER
     lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
     lines += [f"setting  {difference}" for difference in differences]

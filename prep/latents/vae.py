@@ -49,6 +49,9 @@ class Encoder:
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Latents [N, C, h, w] of the N uint8 pictures [3, H, W] in all parts, shifted and scaled.
 
+        Raises:
+            MemoryError: the GPU has no room for so many.
+
         Args:
             noise: standard normal [N, C, h, w], for samples of the posterior; None for its mean.
         """
@@ -56,7 +59,10 @@ class Encoder:
 
         with torch.inference_mode():
             scaled = torch.cat(parts).to(self._dtype).div_(127.5).sub_(1)
-            posterior = self._model.encode(scaled.contiguous()).latent_dist
+            try:
+                posterior = self._model.encode(scaled.contiguous()).latent_dist
+            except torch.OutOfMemoryError:
+                raise MemoryError(f"{len(scaled)} frames are too many for the GPU: use a smaller --batch") from None
             latents = posterior.mean.float()
             if noise is not None:
                 latents = latents + posterior.std.float() * torch.from_numpy(noise).to(self._device)
