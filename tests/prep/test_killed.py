@@ -19,7 +19,7 @@ from shards.dataset import current_variant
 from tests.prep.running import ENGINES, MARK, Process, Ran, chunk, contents, manifest, processes, start, wait_until
 
 QUICK = ("--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
-SLOW = ("--len", "500ms", "--preset", "veryslow")  # an encoder pass takes a second or more
+SLOW = ("--len", "500ms", "--preset", "veryslow", "--fps", "60")  # an encoder pass takes a second or more
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from shards.dataset import current_variant
 from tests.prep.running import ENGINES, chunk, contents, prep, start, wait_until
 
-SLOW = ("--vae", "tiny", "--size", 256, "--fps", 15)
+SLOW = ("--vae", "tiny", "--size", 256, "--fps", 8)
 
 
 @pytest.fixture(scope="module")
