@@ -36,7 +36,7 @@ LATENTS = {
     TINY: ("tiny, 256 px, 4 a second", 256, "4", "5s"),
     "sd": ("Stable Diffusion's shape, 64 px, one in 4 s", 64, "1/4", "4s"),
 }
-TEXTS = {"short": ("5 to 20 words", (5, 20), 600), "long": ("90 words", (90, 90), 200)}
+TEXTS = {"short": ("5 to 20 words", (5, 20), 600), "long": ("90 words", (90, 90), 600)}
 _WORDS = ("a", "the", "person", "dog", "opens", "cuts", "onion", "door", "red", "small", "slowly", "kitchen", "onto")
 
 

@@ -28,7 +28,7 @@ _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are filled up, which costs a CPU mor
 
 
 def text(
-    recipe: Settings = TextRecipe(),  # noqa: B008 - frozen
+    recipe: Settings,
     *,
     data: Data = Path("data"),
     engine: EngineName = "ray",
@@ -60,7 +60,7 @@ def text(
 
 
 def plan_text(
-    recipe: Settings = TextRecipe(),  # noqa: B008 - frozen
+    recipe: Settings,
     *,
     data: Data = Path("data"),
     json: Json = False,

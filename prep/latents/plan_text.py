@@ -8,6 +8,7 @@ from prep.latents.plan import LatentsPlan
 from prep.plan_text import Report, states_lines, states_values
 from prep.recipe import recipe_differences
 from prep.run import Summary
+from prep.status_text import size_text
 from shards.dataset import current_variant
 from shards.reader import Variant
 
@@ -26,7 +27,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
     if num_frames:
         # Unchanged chunks of a changed shard are taken over, which only the work itself finds out.
-        lines.append(f"estimate at most {num_frames} frames to encode, {size_bytes / 1e9:.2f} GB")
+        lines.append(f"estimate at most {num_frames} frames to encode, {size_text(size_bytes)}")
     else:
         lines.append("nothing to do")
     values = {
@@ -62,6 +63,8 @@ def latents_summary_text(summary: Summary) -> str:
                 f"speed    {summary.encoded_s / summary.wall_s:.1f}x real time;"
                 f" {summary.encoded_s / summary.cpu_s:.1f}x a core ({summary.cpu_s:.1f} CPU-s)"
             )
+    elif not summary.num_chunks and not summary.failures:
+        lines.append("nothing was encoded: no chunk is committed yet; run it again when `prep chunk` has made some")
     else:
         lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
     lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]

@@ -25,7 +25,7 @@ _MAX_SLUG_CHARS = 80
 class TextRecipe:
     """Settings of `prep text` that change what is made."""
 
-    clip: str = "ViT-B-32:laion2b_s34b_b79k"
+    clip: str
     """Text tower: an open_clip model and the tag or file of its weights, or tiny (seeded, knows nothing)."""
 
     def __post_init__(self) -> None:

@@ -86,5 +86,5 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         make=maker.make,
         task=task,
         failed_before=[],
-        chunk_s=0.0,
+        chunk_s=None,
     )
