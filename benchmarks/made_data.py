@@ -132,6 +132,7 @@ def _samples(plan: Plan, shard: ShardPlan) -> Iterator[Sample]:
                 "packet_size": [100],
                 "packet_frame": [0],
                 "packet_flags": [PACKET_KEY | PACKET_REFERENCE],
+                "packet_crc32": [0],
             }
             yield Sample(key=key, members={"mp4": b"tiny", "json": b"{}"}, fields=fields)
 

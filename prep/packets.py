@@ -3,6 +3,7 @@
 Read from the finished file by demuxing it: nothing that the encoder was asked for is taken on trust.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +30,7 @@ class ChunkFacts:
         packet_size: in bytes.
         packet_frame: presentation index, 0 for the first frame shown.
         packet_flags: PACKET_KEY and PACKET_REFERENCE of shards.format.
+        packet_crc32: of its bytes.
     """
 
     codec: str
@@ -39,6 +41,7 @@ class ChunkFacts:
     packet_size: list[int]
     packet_frame: list[int]
     packet_flags: list[int]
+    packet_crc32: list[int]
 
     @property
     def num_frames(self) -> int:
@@ -67,6 +70,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             sizes: list[int] = []
             frames: list[int] = []
             flags: list[int] = []
+            crc32s: list[int] = []
             for packet in container.demux(stream):
                 if not packet.size:
                     continue
@@ -77,10 +81,14 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                     raise SourceFailure(
                         FailureCode.FRAMES_DIFFER, f"a frame is off the {fps} fps grid: pts {packet.pts}"
                     )
+                crc32 = zlib.crc32(memoryview(packet))
+                if zlib.crc32(memoryview(content)[packet.pos : packet.pos + packet.size]) != crc32:
+                    raise SourceFailure(FailureCode.FRAMES_DIFFER, f"a packet is not at byte {packet.pos}")
                 offsets.append(packet.pos)
                 sizes.append(packet.size)
                 frames.append(frame)
                 flags.append(packet.is_keyframe * PACKET_KEY | is_reference(packet) * PACKET_REFERENCE)
+                crc32s.append(crc32)
             return ChunkFacts(
                 codec=codec,
                 width=stream.width,
@@ -90,6 +98,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
                 packet_size=sizes,
                 packet_frame=frames,
                 packet_flags=flags,
+                packet_crc32=crc32s,
             )
     except (av.error.FFmpegError, IndexError, TypeError) as error:
         raise SourceFailure(FailureCode.FRAMES_DIFFER, f"the chunk cannot be read back: {error}") from None

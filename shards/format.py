@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BLOCK_BYTES = 512  # tar's unit, and the alignment of the arrays of .npy members
 MAX_MEMBER_NAME_BYTES = 100
 COMMITS_FOLDER = "commits"
@@ -64,11 +64,12 @@ VIDEO_FIELDS = [
     pa.field("codec", pa.string(), nullable=False),  # libav's name of the codec: h264, hevc, av1, vp9, mjpeg
     pa.field("extradata", pa.binary(), nullable=False),
     pa.field("span_fingerprint", pa.string(), nullable=False),  # of the encoder pass that made it
-    # The packet table in decode order: byte range within the mp4 payload, presentation index, flags.
+    # The packet table in decode order: byte range within the mp4 payload, presentation index, flags, checksum.
     pa.field("packet_offset", pa.list_(pa.uint32()), nullable=False),
     pa.field("packet_size", pa.list_(pa.uint32()), nullable=False),
     pa.field("packet_frame", pa.list_(pa.int32()), nullable=False),
     pa.field("packet_flags", pa.list_(pa.uint8()), nullable=False),
+    pa.field("packet_crc32", pa.list_(pa.uint32()), nullable=False),  # so that a part of a chunk can be trusted
 ]
 
 # Fields of a `latents` index row.

@@ -82,8 +82,8 @@ def test_a_newer_format_is_the_users_business_and_not_damage(tmp_path: Path) -> 
     path = commit_path(tmp_path, 3)
     record = json.loads(path.read_text())
     del record["sha256"]
-    path.write_text(_signed({**record, "clipmill_format": 2}))
-    with pytest.raises(UserError, match="format 2") as raised:
+    path.write_text(_signed({**record, "clipmill_format": 3}))
+    with pytest.raises(UserError, match="format 3") as raised:
         read_commit(path)
     assert raised.value.hint
 

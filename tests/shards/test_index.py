@@ -28,7 +28,7 @@ def test_an_open_index_is_a_view_of_the_file(
     table = open_index(tmp_path / files.index)
     assert pa.total_allocated_bytes() - allocated < 4096 < table.nbytes
     assert extensions_of(table) == ("mp4", "json", "latents.npy")
-    assert table.schema.metadata == {b"clipmill_format": b"1", b"extensions": b"mp4,json,latents.npy"}
+    assert table.schema.metadata == {b"clipmill_format": b"2", b"extensions": b"mp4,json,latents.npy"}
     # The map outlives the file's name, as it must when a shard is replaced under a reader.
     (tmp_path / files.index).unlink()
     assert table.column("key")[199].as_py() == "video_002985000"
@@ -83,9 +83,9 @@ def test_other_arrow_files_are_refused(tmp_path: Path) -> None:
     assert open_index(_arrow_file(path, schema, [ROW])).num_rows == 1
     for wrong in (
         schema.remove_metadata(),
-        schema.with_metadata({"clipmill_format": "2", "extensions": "mp4"}),
-        schema.with_metadata({"clipmill_format": "1", "extensions": "mp4,json"}),
-        schema.with_metadata({"clipmill_format": "1"}),
+        schema.with_metadata({"clipmill_format": "3", "extensions": "mp4"}),
+        schema.with_metadata({"clipmill_format": "2", "extensions": "mp4,json"}),
+        schema.with_metadata({"clipmill_format": "2"}),
         schema.set(1, pa.field("mp4_offset", pa.int64(), nullable=False)),
     ):
         with pytest.raises(DamagedIndex):
@@ -116,6 +116,7 @@ def test_a_packet_table_survives(tmp_path: Path) -> None:
             "packet_size": [4_000_000_000] * number,
             "packet_frame": list(range(number)),
             "packet_flags": [3] * number,
+            "packet_crc32": [1] * number,
         }
         for number in range(100)
     ]

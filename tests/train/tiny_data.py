@@ -65,6 +65,7 @@ def video_sample(video_id: str, start_ms: int, payload: bytes, *, fps: int = FPS
         "packet_size": facts.packet_size,
         "packet_frame": facts.packet_frame,
         "packet_flags": facts.packet_flags,
+        "packet_crc32": facts.packet_crc32,
     }
     return Sample(key=chunk_key(video_id, start_ms), members={"mp4": payload}, fields=fields)
 
