@@ -1,0 +1,89 @@
+"""What the fused pass must equal: the same steps one after the other, in float64, as plainly as can be."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.augment.draws import Draw
+
+Array = NDArray[np.float64]
+WEIGHTS = np.array([0.299, 0.587, 0.114])
+
+
+def model_input(planes: NDArray[np.uint8], kind: int, *, size_px: int, mean: object, std: object) -> Array:
+    """A clip [T, S * S * 3 // 2] without changes: [3, T, S, S]."""
+    return normalise(np.clip(rgb_clip(planes, kind, size_px=size_px), 0, 1), mean, std)
+
+
+def augmented(
+    planes: NDArray[np.uint8], kind: int, draw: Draw, number: int, *, size_px: int, mean: object, std: object
+) -> Array:
+    """The clip with what was drawn for clip `number`."""
+    rgb = rgb_clip(planes, kind, size_px=size_px)
+    if draw.flip[number]:
+        rgb = rgb[:, :, ::-1]
+    rgb = rgb * draw.brightness[number]
+    rgb = blend(rgb, np.full_like(rgb, (rgb @ WEIGHTS).mean()), draw.contrast[number])
+    rgb = blend(rgb, np.repeat((rgb @ WEIGHTS)[..., None], 3, axis=-1), draw.saturation[number])
+    rgb = np.clip(turn_hue(rgb, float(draw.hue[number])), 0, 1)
+    if draw.blur_sigma_px[number]:
+        rgb = np.stack([blur_picture(picture, float(draw.blur_sigma_px[number])) for picture in rgb])
+    return normalise(rgb, mean, std)
+
+
+def blend(rgb: Array, grey: Array, factor: float) -> Array:
+    return factor * rgb + (1 - factor) * grey
+
+
+def rgb_clip(planes: NDArray[np.uint8], kind: int, *, size_px: int) -> Array:
+    """[T, S, S, 3], not held in [0, 1]."""
+    return np.stack([rgb_picture(picture.astype(float), kind, size_px) for picture in planes])
+
+
+def rgb_picture(planes: Array, kind: int, size_px: int) -> Array:
+    luma, half = planes[: size_px**2].reshape(size_px, size_px), size_px // 2
+    blue, red = (enlarge(plane) for plane in planes[size_px**2 :].reshape(2, half, half))
+    if kind % 2 == 0:
+        luma, blue, red = (luma - 16) / 219, (blue - 128) / 224, (red - 128) / 224
+    else:
+        luma, blue, red = luma / 255, (blue - 128) / 255, (red - 128) / 255
+    of_red, of_blue = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))[kind // 2]
+    r = luma + 2 * (1 - of_red) * red
+    b = luma + 2 * (1 - of_blue) * blue
+    g = (luma - of_red * r - of_blue * b) / (1 - of_red - of_blue)
+    return np.stack([r, g, b], axis=-1)
+
+
+def enlarge(plane: Array) -> Array:
+    """Twice the size: three parts of the nearest sample, one of the next, along each axis."""
+    for axis in (0, 1):
+        moved = np.moveaxis(plane, axis, 0)
+        before, after = np.concatenate([moved[:1], moved[:-1]]), np.concatenate([moved[1:], moved[-1:]])
+        pairs = np.stack([0.75 * moved + 0.25 * before, 0.75 * moved + 0.25 * after], axis=1)
+        plane = np.moveaxis(pairs.reshape(-1, *moved.shape[1:]), 0, axis)
+    return plane
+
+
+def turn_hue(rgb: Array, part_of_circle: float) -> Array:
+    to_yiq = np.array([WEIGHTS, [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
+    yiq = rgb @ to_yiq.T
+    cos, sin = np.cos(2 * np.pi * part_of_circle), np.sin(2 * np.pi * part_of_circle)
+    turned = np.stack([yiq[..., 0], cos * yiq[..., 1] + sin * yiq[..., 2], cos * yiq[..., 2] - sin * yiq[..., 1]], -1)
+    return turned @ np.linalg.inv(to_yiq).T
+
+
+def blur_picture(picture: Array, sigma_px: float, radius: int = 6) -> Array:
+    """With the whole two-dimensional kernel, tap by tap."""
+    steps = np.arange(-radius, radius + 1)
+    kernel = np.exp(-0.5 * (steps[:, None] ** 2 + steps[None] ** 2) / sigma_px**2)
+    kernel /= kernel.sum()
+    padded = np.pad(picture, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
+    height, width = picture.shape[:2]
+    result = np.zeros_like(picture)
+    for row in range(2 * radius + 1):
+        for column in range(2 * radius + 1):
+            result += kernel[row, column] * padded[row : row + height, column : column + width]
+    return result
+
+
+def normalise(rgb: Array, mean: object, std: object) -> Array:
+    return np.moveaxis((rgb - np.array(mean)) / np.array(std), -1, 0)

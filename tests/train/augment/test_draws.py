@@ -1,0 +1,71 @@
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from manifests.errors import UserError
+from train.augment.draws import MAX_SIGMA_PX, MIN_SIGMA_PX, Draw, draw
+from train.augment.settings import Augment
+
+SETTINGS = Augment(flip=0.5, brightness=0.4, contrast=0.3, saturation=1.5, hue=0.1, blur=0.25)
+
+
+def values(drawn: Draw) -> np.ndarray:
+    return np.stack([getattr(drawn, field.name).astype(float) for field in fields(Draw)], axis=1)
+
+
+def test_a_draw_depends_on_the_seed_and_the_position_alone() -> None:
+    positions = np.array([10**12, 3, 77, 4])
+    together = values(draw(positions, SETTINGS, seed=5))
+    alone = np.concatenate([values(draw(positions[[i]], SETTINGS, seed=5)) for i in range(4)])
+    np.testing.assert_array_equal(together, alone)
+    assert (values(draw(positions, SETTINGS, seed=6)) != together).any(axis=1).all()
+
+
+def test_draws_have_the_ranges_and_the_shares_that_were_asked_for() -> None:
+    drawn = draw(np.arange(100_000), SETTINGS, seed=0)
+    for name, low, high in (
+        ("brightness", 0.6, 1.4),
+        ("contrast", 0.7, 1.3),
+        ("saturation", 0.0, 2.5),
+        ("hue", -0.1, 0.1),
+    ):
+        drawn_values = getattr(drawn, name)
+        assert drawn_values.min() >= np.float32(low) and drawn_values.max() <= np.float32(high), name
+        assert abs(drawn_values.mean() - (low + high) / 2) < 0.01 * (high - low), name
+        assert drawn_values.std() == pytest.approx((high - low) / 12**0.5, rel=0.02), name
+    sigmas = drawn.blur_sigma_px[drawn.blur_sigma_px > 0]
+    assert sigmas.min() >= np.float32(MIN_SIGMA_PX) and sigmas.max() <= np.float32(MAX_SIGMA_PX)
+    assert len(sigmas) == pytest.approx(25_000, abs=600)
+    assert drawn.flip.sum() == pytest.approx(50_000, abs=700)
+
+
+def test_what_is_drawn_for_one_change_says_nothing_about_another() -> None:
+    positions = np.arange(100_000)
+    drawn = draw(positions, SETTINGS, seed=0)
+    sequences = [*values(drawn).T, drawn.brightness[np.r_[1:100_000, 0]], draw(positions, SETTINGS, seed=1).brightness]
+    correlations = np.corrcoef(np.stack(sequences)) - np.eye(len(sequences))
+    # Sigma is 0 where there is no blur, and with nothing else has it to do.
+    assert np.abs(correlations).max() < 0.02
+
+
+def test_nothing_is_changed_by_default() -> None:
+    drawn = draw(np.arange(1000), Augment(), seed=0)
+    assert not drawn.flip.any() and not drawn.hue.any() and not drawn.blur_sigma_px.any()
+    assert (drawn.brightness == 1).all() and (drawn.contrast == 1).all() and (drawn.saturation == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("flip", 1.5),
+        ("blur", -0.1),
+        ("hue", 0.6),
+        ("brightness", -1.0),
+        ("contrast", float("nan")),
+        ("flip", float("nan")),
+    ],
+)
+def test_a_setting_that_means_nothing_is_named(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"--augment.{name} is {value}"):
+        Augment(**{name: value})

@@ -1,0 +1,55 @@
+"""Six ways to write a colour as Y, U, V, as exact matrices; no torch, so that decoding can name them too.
+
+A kind is a number from 0 to 5: 2 * matrix + (range is full), with the matrices BT.601, BT.709 and BT.2020 in this
+order. Their weights of red and blue stand in the recommendations of those names; H.273 numbers them.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLOUR_KINDS = (
+    "bt601-limited",
+    "bt601-full",
+    "bt709-limited",
+    "bt709-full",
+    "bt2020-limited",
+    "bt2020-full",
+)
+
+# Weights of red and blue in luma.
+_LUMA_WEIGHTS = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))
+# H.273 also numbers SMPTE 240M (7), whose weights are nearest to those of BT.709.
+_MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
+_FULL_RANGE = 2
+
+
+def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> int:
+    """The kind of a frame.
+
+    Args:
+        colorspace: libav's number of the matrix (`frame.colorspace`); what is not specified counts as BT.601, as
+            ffmpeg has it.
+        color_range: libav's number (`frame.color_range`): 2 is full, everything else limited.
+        is_full_format: the pixel format says full range by its name (yuvj420p and its like).
+    """
+    return 2 * _MATRIX_OF_COLORSPACE.get(colorspace, 0) + (is_full_format or color_range == _FULL_RANGE)
+
+
+def rgb_matrices() -> NDArray[np.float64]:
+    """[6, 3, 4]: for each kind, the affine map from (Y, U, V, 1) in 0..255 to R, G, B in 0..1."""
+    matrices = np.empty((len(COLOUR_KINDS), 3, 4))
+    for number, (red, blue) in enumerate(_LUMA_WEIGHTS):
+        green = 1 - red - blue
+        of_chroma = np.array(
+            [
+                [1, 0, 2 * (1 - red)],
+                [1, -2 * (1 - blue) * blue / green, -2 * (1 - red) * red / green],
+                [1, 2 * (1 - blue), 0],
+            ]
+        )
+        # Limited range: black is 16 and white 235, chroma runs from 16 to 240; its zero is 128 in both ranges.
+        for is_full, black, luma_span, chroma_span in ((0, 16, 219, 224), (1, 0, 255, 255)):
+            linear = of_chroma / np.array([luma_span, chroma_span, chroma_span])
+            matrices[2 * number + is_full, :, :3] = linear
+            matrices[2 * number + is_full, :, 3] = -linear @ np.array([black, 128, 128])
+    return matrices
