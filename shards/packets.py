@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,19 @@ class PacketTable:
     flags: NDArray[np.uint8]
     crc32: NDArray[np.uint32]
 
-    def needed_for(self, frames: Iterable[int]) -> NDArray[np.int64]:
+    @cached_property
+    def keys(self) -> NDArray[np.int64]:
+        """Positions of the key packets."""
+        return np.flatnonzero(self.flags & PACKET_KEY)
+
+    @property
+    def has_closed_gops(self) -> bool:
+        """Whether decoding can begin at every key packet: no frame after one in decode order is shown before it."""
+        if not len(self.keys) or self.keys[0]:
+            return False
+        return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
+
+    def needed_for(self, frames: Iterable[int]) -> list[int]:
         """Packets that give `frames` of a chunk whose GOPs are closed: ascending positions in decode order.
 
         From the key packet of each frame's GOP on: every reference packet before the frame's own, and its own.
@@ -35,21 +48,27 @@ class PacketTable:
         Raises:
             ValueError: a frame is not in the table, or no key packet comes before it.
         """
-        wanted = np.unique(np.fromiter(frames, np.int64))
-        places = np.flatnonzero(np.isin(self.frame, wanted))
-        if len(places) != len(wanted):
-            raise ValueError(f"of frames {wanted.tolist()} the packet table has {self.frame[places].tolist()}")
-        keys = np.flatnonzero(self.flags & PACKET_KEY)
-        gops = np.searchsorted(keys, places, side="right") - 1
-        if len(gops) and gops[0] < 0:
-            raise ValueError(f"no key packet before that of frame {self.frame[places[0]]}")
-        is_needed = np.zeros(len(self.frame), bool)
-        # Places ascend, so the last place of a GOP reaches furthest.
-        last_of_gop = np.append(gops[1:] != gops[:-1], True)[: len(gops)]
-        for key, last in zip(keys[gops[last_of_gop]].tolist(), places[last_of_gop].tolist(), strict=True):
-            is_needed[key:last] = self.flags[key:last] & PACKET_REFERENCE
-        is_needed[places] = True
-        return np.flatnonzero(is_needed)
+        places = sorted({self._place_of(frame) for frame in frames})
+        gops = (np.searchsorted(self.keys, places, side="right") - 1).tolist()
+        needed: list[int] = []
+        begin = 0
+        for place, gop in zip(places, gops, strict=True):
+            if gop < 0:
+                raise ValueError(f"no key packet before that of frame {self.frame[place]}")
+            begin = max(begin, int(self.keys[gop]))
+            # Within a GOP the references up to the last place are there already.
+            needed += [
+                begin + at for at, flags in enumerate(self.flags[begin:place].tolist()) if flags & PACKET_REFERENCE
+            ]
+            needed.append(place)
+            begin = place + 1
+        return needed
+
+    def _place_of(self, frame: int) -> int:
+        places = np.flatnonzero(self.frame == frame)
+        if len(places) != 1:
+            raise ValueError(f"the packet table has frame {frame} {len(places)} times")
+        return int(places[0])
 
 
 class PacketTables:

@@ -15,10 +15,12 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from shards.commits import Commit, ShardFiles, read_commits
-from shards.damage import DamagedCommit, DamagedTar
+from shards.damage import DamagedCommit, DamagedIndex, DamagedTar
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import RECIPE_FILE
 from shards.index import extensions_of, open_index
+from shards.packets import PacketTables
+from shards.scan import scan
 
 _MAX_OPEN_TARS = 128
 _RECIPE_HINT = "the command that made the data writes it anew: run it again with the same settings"
@@ -65,6 +67,7 @@ class CommittedShard:
         self.num_samples = files.num_samples
         self.tar_path = variant_directory / files.tar
         self.index_path = variant_directory / files.index
+        self._index_sha256 = files.index_sha256
         self._open_tars = open_tars
 
     @cached_property
@@ -75,6 +78,17 @@ class CommittedShard:
             DamagedIndex: the file is no index of this format.
         """
         return open_index(self.index_path)
+
+    @cached_property
+    def packet_tables(self) -> PacketTables:
+        """The packet tables of a `video` shard, from an index that was compared with its commit first.
+
+        Raises:
+            DamagedIndex: the index is not the one that was committed.
+        """
+        if scan(self.index_path).sha256 != self._index_sha256:
+            raise DamagedIndex(self.index_path, "it is not the file that was committed")
+        return PacketTables(self.index)
 
     @cached_property
     def extensions(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     door = open_attention(settings.attention, device_type=device.type)
     progress = Progress()
     progress.say(f"attention: {door.name} ({door.reason})")
-    task = DualEncoderTask(settings, door=door)
+    task = DualEncoderTask(settings, door=door, device=device)
     old_run = reopen_run(settings) if resume else None
     samples = task.training_set()
     check_batch(settings, samples)
@@ -65,7 +65,8 @@ def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tu
     if path is None:
         raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
     device = choose_device(settings.device)
-    task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type))
+    door = open_attention(settings.attention, device_type=device.type)
+    task = DualEncoderTask(settings, door=door, device=device)
     samples = task.samples(split)
     checkpoint = load_checkpoint(path, device=device)
     model = task.build_model(samples).to(device)
@@ -113,7 +114,12 @@ def _retrieval_result(
 def _describe_clip(settings: DualEncoderSettings) -> str:
     if settings.input == "latents":
         return f"latents of {settings.segment}, the middle frames of {settings.num_frames} equal parts, first caption"
-    return f"{settings.num_frames} frames at the centres of equal segments, centre square, {settings.size_px} px"
+    moments = {
+        "uniform": "at the centres of equal segments",
+        "stride": f"every {settings.stride} frames in the middle",
+        "lavila": "at the middles of LaViLa's segments",
+    }
+    return f"{settings.num_frames} frames {moments[settings.sampling]}, centre square, {settings.size_px} px"
 
 
 def choose_device(name: str) -> torch.device:

@@ -19,9 +19,10 @@ from train.checkpoint import (
     rng_states,
     save_checkpoint,
 )
-from train.data.batch import Batch, to_device
+from train.data.batch import Batch
 from train.data.failures import FailedSample, TooManyFailures
 from train.data.loader import LoadedBatch, TrainingSet
+from train.data.prefetch import prefetch
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
 from train.run_folder import RunFolder, append_lines, keep_lines
@@ -63,12 +64,12 @@ def train(
     check_batch(settings, samples)
     state = _begin(task, samples, settings, run=run, device=device)
     left_to_fail = settings.max_failures - state.num_failed
-    batches = samples.batches(position=state.position, max_failures=left_to_fail)
+    batches = prefetch(samples.batches(position=state.position, max_failures=left_to_fail), device)
     state.model.train()
     progress.begin(state.step, settings.steps)
     try:
         while state.step < settings.steps:
-            line = _one_step(task, state, batches, settings, run=run, device=device)
+            line = _one_step(task, state, batches, settings, run=run)
             line["epoch"] = state.position / len(samples)
             append_lines(run.metrics, [line])
             progress.show(line)
@@ -120,13 +121,12 @@ def _one_step(
     settings: TrainingSettings,
     *,
     run: RunFolder,
-    device: torch.device,
 ) -> dict[str, Any]:
     """Takes one step and returns its line of metrics.jsonl."""
     began = time.perf_counter()
     loaded = _next_batch(batches, state, settings, run=run)
     waited_s = time.perf_counter() - began
-    batch = to_device(loaded.batch, device)
+    batch = loaded.batch
     step = state.step + 1
     lr = learning_rate(step, peak=settings.lr, warmup_steps=settings.warmup_steps, num_steps=settings.steps)
     for group in state.optimizer.param_groups:

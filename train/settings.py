@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
+from train.augment.settings import Augment
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -24,7 +25,9 @@ PRESETS_FOLDER = Path(__file__).parent / "presets"
 
 _WHERE = Parameter(group="Where")
 _CLIPS = Parameter(group="Clips")
+_AUGMENT = Parameter(group="Augmentation")
 _TRAINING = Parameter(group="Training")
+_NOTHING = Augment()
 _MACHINE = Parameter(group="Machine")
 
 
@@ -63,6 +66,8 @@ class TrainingSettings:
     """Implementation of attention."""
     workers: Annotated[int, _MACHINE] = 4
     """Threads that decode."""
+    decode: Annotated[Literal["packets", "filter", "plain"], _MACHINE] = "packets"
+    """packets: only what the frames need, by the packet table; plain, filter: through the container, to compare."""
     batches_ahead: Annotated[int, _MACHINE] = 2
     """Batches that are decoded ahead."""
     max_failures: Annotated[int, _MACHINE] = 100
@@ -90,10 +95,20 @@ class DualEncoderSettings(TrainingSettings):
     """Length of a segment of latents."""
     num_frames: Annotated[int, _CLIPS] = 4
     """Pictures of a clip."""
+    sampling: Annotated[Literal["uniform", "stride", "lavila"], _CLIPS] = "uniform"
+    """uniform: one picture from each of equal parts; stride: every --stride-th frame; lavila: LaViLa's rule."""
+    stride: Annotated[int, _CLIPS] = 4
+    """Frames from one picture to the next (with --sampling stride); shrinks in a clip that is too short."""
     size_px: Annotated[int, _CLIPS] = 224
     """Side of the square that a picture is resized to (latents have their own)."""
+    crop: Annotated[Literal["random", "multi-scale", "centre"], _CLIPS] = "random"
+    """Crop of training: random (torchvision's RandomResizedCrop), multi-scale (VideoMAE's) or the centre square."""
     min_crop_area: Annotated[float, _CLIPS] = 0.5
-    """Smallest part of a picture's area that a training crop keeps."""
+    """Smallest part of a picture's area that a random crop keeps."""
+    samples_per_chunk: Annotated[int, _CLIPS] = 1
+    """Samples that are visited in a row because they share a chunk, which is then decoded once."""
+    augment: Annotated[Augment, _AUGMENT] = _NOTHING
+    """Changes of the clips in training."""
     model: Annotated[Literal["tiny", "s16", "b16"], _TRAINING] = "b16"
     """Size of the towers."""
 
@@ -105,7 +120,8 @@ class DualEncoderSettings(TrainingSettings):
                 hint="use --input latents --text-tower frozen, or neither",
             )
         _require("batch", self.batch, lambda value: value >= 2, "at least 2: a caption needs others to be told from")
-        _require("num_frames", self.num_frames, lambda value: value >= 1, "at least 1")
+        for name in ("num_frames", "stride", "samples_per_chunk"):
+            _require(name, getattr(self, name), lambda value: value >= 1, "at least 1")
         _require("min_crop_area", self.min_crop_area, lambda value: 0 < value <= 1, "more than 0 and at most 1")
         _require("size_px", self.size_px, lambda value: value >= 16 and value % 16 == 0, "a multiple of 16, the patch")
 
@@ -119,7 +135,7 @@ Settings = TypeVar("Settings", bound=TrainingSettings)
 
 # What may differ when a run is resumed: it does not change the weights.
 FREE_ON_RESUME = frozenset(
-    {"shards", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures"}
+    {"shards", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures", "decode"}
 )
 
 

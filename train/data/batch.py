@@ -4,7 +4,10 @@
     position     int64 [B]            place in the endless order of samples (train.data.order)
     key          sequence of B strings  chunk in which the clip begins
     caption_id   int64 [B]            of the manifest
-    video        uint8 [B, T, H, W, 3]  RGB frames of the clip, cropped and resized
+    video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: each
+                                      picture is Y [S, S], then U and V [S / 2, S / 2]; or RGB where asked for,
+                                      [B, T, S, S, 3]
+    colour       uint8 [B]            matrix and range of YUV frames (train.augment.colour)
     tokens       int64 [B, L]         ids of the caption's tokens
     latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says
     num_frames   int64 [B]            real frames among the T, where tails are filled up with zeros
@@ -16,12 +19,16 @@ A task says which of them it needs; a sample has the same names without the B.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     import torch
 
 Input = Literal["pixels", "latents"]
 
-_TENSORS = ("position", "caption_id", "video", "tokens", "latents", "num_frames", "text")
+# What a model works on; position, key and caption_id stay on the CPU, where they are asked for.
+_TENSORS = ("video", "colour", "tokens", "latents", "num_frames", "text")
 
 
 class Sample(TypedDict, total=False):
@@ -30,8 +37,9 @@ class Sample(TypedDict, total=False):
     position: int
     key: str
     caption_id: int
-    video: "torch.Tensor"
-    tokens: "torch.Tensor"
+    video: NDArray[np.uint8]
+    colour: int
+    tokens: NDArray[np.int64]
 
 
 class Batch(TypedDict, total=False):
@@ -42,31 +50,58 @@ class Batch(TypedDict, total=False):
     key: Sequence[str]
     caption_id: "torch.Tensor"
     video: "torch.Tensor"
+    colour: "torch.Tensor"
     tokens: "torch.Tensor"
     latents: "torch.Tensor"
     num_frames: "torch.Tensor"
     text: "torch.Tensor"
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
-    """Puts samples of equal shapes into one batch, in their order."""
-    import torch
+class BatchRing:
+    """Puts samples of equal shapes into batches whose videos lie in two buffers by turns.
 
-    batch = Batch(
-        input="pixels",
-        position=torch.tensor([sample["position"] for sample in samples]),
-        key=[sample["key"] for sample in samples],
-        caption_id=torch.tensor([sample["caption_id"] for sample in samples]),
-    )
-    if "video" in samples[0]:
-        batch["video"] = torch.stack([sample["video"] for sample in samples])
-    if "tokens" in samples[0]:
-        batch["tokens"] = torch.stack([sample["tokens"] for sample in samples])
-    return batch
+    Args:
+        batch: samples of the largest batch.
+        pin: whether the buffers are pinned, for copies to a GPU.
+    """
+
+    def __init__(self, batch: int, *, pin: bool) -> None:
+        self._batch = batch
+        self._pin = pin
+        self._buffers: list[torch.Tensor] = []
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """The batch of `samples`, in their order; its video is overwritten by the second batch after it."""
+        import torch
+
+        batch = Batch(
+            input="pixels",
+            position=torch.tensor([sample["position"] for sample in samples]),
+            key=[sample["key"] for sample in samples],
+            caption_id=torch.tensor([sample["caption_id"] for sample in samples]),
+        )
+        if "video" in samples[0]:
+            batch["video"] = self._video([sample["video"] for sample in samples])
+        if "colour" in samples[0]:
+            batch["colour"] = torch.tensor([sample["colour"] for sample in samples], dtype=torch.uint8)
+        if "tokens" in samples[0]:
+            batch["tokens"] = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]))
+        return batch
+
+    def _video(self, clips: list[NDArray[np.uint8]]) -> "torch.Tensor":
+        import torch
+
+        if not self._buffers:
+            size = (self._batch, *clips[0].shape)
+            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pin) for _ in range(2)]
+        self._buffers.reverse()
+        buffer = self._buffers[0][: len(clips)]
+        np.stack(clips, out=buffer.numpy())
+        return buffer
 
 
 def to_device(batch: Batch, device: "torch.device") -> Batch:
-    """The batch with its tensors on `device`."""
+    """The batch with what a model works on on `device`."""
     moved = batch.copy()
     for name in _TENSORS:
         if name in moved:

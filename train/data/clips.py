@@ -1,17 +1,26 @@
-"""Which frames a clip is made of: exact arithmetic on integers and fractions, no I/O.
+"""Which frames a clip is made of: exact arithmetic on whole numbers, no I/O.
 
-A caption names a span [begin, end) of its video. T moments are taken from it, one from each of T equal
-segments: the segment's centre in evaluation, a seeded place in it in training. A moment belongs to the chunk
-that covers it and there to the frame that is on screen: frame i of a chunk is shown during
-[start + i / fps, start + (i + 1) / fps). A clip may need frames of several chunks.
+A caption names a span [begin, end) of its video, from which T moments are taken:
+
+    uniform  one from each of T equal segments: a seeded place in training, the centre in evaluation
+    stride   T moments `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a seeded
+             place of the span in training, in its middle in evaluation; in a shorter span the stride is span / T
+    lavila   LaViLa's rule: the span without its last frame in T segments, borders rounded to whole frames, half to
+             even; a seeded frame between them, both included, in training, the lower middle one in evaluation
+
+A moment belongs to the chunk that covers it and there to the frame that is on screen: frame i of a chunk is shown
+during [start + i / fps, start + (i + 1) / fps). A clip may need frames of several chunks.
 
 Times are microseconds. Captions arrive as floating-point seconds and are rounded once, so that 3.3 s is the
-beginning of frame 33 at 10 fps and not the end of frame 32.
+beginning of frame 33 at 10 fps and not the end of frame 32. From there on nothing is rounded: moments are numerators
+over one common denominator.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -19,6 +28,22 @@ US_PER_S = 1_000_000
 _JITTER_STEPS = 1 << 20
 # Starts of chunks are stored in whole milliseconds: up to this much lies between two neighbours, or is claimed twice.
 START_ROUNDING_US = 1000
+
+SamplingRule = Literal["uniform", "stride", "lavila"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Which moments of a span are shown: `num_frames` of them; `stride` is in frames of the chunk and for that rule."""
+
+    num_frames: int
+    rule: SamplingRule = "uniform"
+    stride: int = 4
+
+    @property
+    def window(self) -> str:
+        """What the stride rule wants, in words."""
+        return f"{self.num_frames} x {self.stride} frames"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +62,14 @@ class ChunkTimes:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """Moments of a video in order, exact: moment i is numerators[i] / denominator microseconds."""
+
+    numerators: tuple[int, ...]
+    denominator: int
+
+
+@dataclass(frozen=True)
 class FramePlace:
     """One frame: the chunk's position in the list that was given, and the frame's index in the chunk."""
 
@@ -45,47 +78,95 @@ class FramePlace:
 
 
 def to_us(seconds: float) -> int:
-    """Seconds as the nearest whole microsecond."""
+    """Seconds as the nearest whole microsecond.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    if not np.isfinite(seconds):
+        raise ValueError(f"{seconds} s is no moment")
     return round(seconds * US_PER_S)
 
 
-def segment_times_us(
-    begin_us: int, end_us: int | Fraction, *, num_frames: int, rng: np.random.Generator | None
-) -> list[Fraction]:
-    """One moment in each of `num_frames` equal segments of [begin_us, end_us): centres, or seeded places.
+def moments_of(
+    begin_us: int,
+    end_us: int,
+    sampling: Sampling,
+    *,
+    fps_num: int,
+    fps_den: int,
+    rng: np.random.Generator | None,
+) -> Moments:
+    """The moments of [begin_us, end_us) that `sampling` shows; with `rng` as in training, without as in evaluation.
+
+    Args:
+        fps_num, fps_den: frames per second, for the rules that count frames.
 
     Raises:
         ValueError: the span is empty, or no frame is asked for.
     """
-    if end_us <= begin_us or num_frames < 1:
-        raise ValueError(f"no {num_frames} moments in [{begin_us}, {end_us}) us")
-    segment = Fraction(end_us - begin_us, num_frames)
+    count = sampling.num_frames
+    if end_us <= begin_us or count < 1:
+        raise ValueError(f"no {count} moments in [{begin_us}, {end_us}) us")
+    if sampling.rule == "stride":
+        return _strided(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng)
+    if sampling.rule == "lavila":
+        return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng)
     if rng is None:
-        offsets = [Fraction(1, 2)] * num_frames
+        places, steps = [1] * count, 2
     else:
-        offsets = [Fraction(int(step), _JITTER_STEPS) for step in rng.integers(_JITTER_STEPS, size=num_frames)]
-    return [begin_us + (number + offset) * segment for number, offset in enumerate(offsets)]
+        places, steps = rng.integers(_JITTER_STEPS, size=count).tolist(), _JITTER_STEPS
+    scale, span_us = count * steps, end_us - begin_us
+    return Moments(
+        tuple(begin_us * scale + (number * steps + place) * span_us for number, place in enumerate(places)), scale
+    )
 
 
-def locate_frames(times_us: Sequence[Fraction], chunks: Sequence[ChunkTimes]) -> list[FramePlace]:
+def _strided(
+    begin_us: int, end_us: int, sampling: Sampling, *, fps_num: int, fps_den: int, rng: np.random.Generator | None
+) -> Moments:
+    count = sampling.num_frames
+    place, steps = (1, 2) if rng is None else (int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS)
+    # In units of 1 / (count * fps_num * steps) us everything below is whole.
+    span = (end_us - begin_us) * fps_num * steps
+    step = min(sampling.stride * fps_den * US_PER_S * steps * count, span)
+    first = begin_us * count * fps_num * steps + (span * count - step * count) // steps * place
+    return Moments(tuple(first + number * step for number in range(count)), count * fps_num * steps)
+
+
+def _lavila(
+    begin_us: int, end_us: int, count: int, *, fps_num: int, fps_den: int, rng: np.random.Generator | None
+) -> Moments:
+    frame_us_num = fps_den * US_PER_S  # over fps_num
+    first = begin_us * fps_num // frame_us_num
+    behind = max(first + 1, -(-end_us * fps_num // frame_us_num))
+    borders = [first + round(Fraction((behind - first - 1) * number, count)) for number in range(count + 1)]
+    frames = [(low + high) // 2 if rng is None else int(rng.integers(low, high + 1)) for low, high in pairwise(borders)]
+    # The middle of the time that the frame is on screen, moved into the span where the span begins or ends within it.
+    scale = 2 * fps_num
+    earliest, latest = begin_us * scale, end_us * scale - 1
+    return Moments(tuple(min(max((2 * frame + 1) * frame_us_num, earliest), latest) for frame in frames), scale)
+
+
+def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FramePlace]:
     """The frame on screen at each moment, among `chunks` of one video in order of time.
 
     Raises:
         ValueError: a moment lies in none of the chunks.
     """
-    return [_locate(time_us, chunks) for time_us in times_us]
+    return [_locate(numerator, moments.denominator, chunks) for numerator in moments.numerators]
 
 
-def _locate(time_us: Fraction, chunks: Sequence[ChunkTimes]) -> FramePlace:
+def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> FramePlace:
     for number in reversed(range(len(chunks))):
         chunk = chunks[number]
-        after_start = time_us - chunk.start_ms * 1000
+        after_start = numerator - chunk.start_ms * 1000 * denominator
         if after_start < 0:
             continue
-        frame = after_start * chunk.fps_num // (chunk.fps_den * US_PER_S)
+        frame = after_start * chunk.fps_num // (chunk.fps_den * US_PER_S * denominator)
         if frame < chunk.num_frames:
             return FramePlace(number, frame)
-        if time_us < chunk.end_us + START_ROUNDING_US:
+        if numerator < (chunk.end_us + START_ROUNDING_US) * denominator:
             return FramePlace(number, chunk.num_frames - 1)
         break
-    raise ValueError(f"no chunk holds the moment {float(time_us) / US_PER_S:.6f} s")
+    raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.6f} s")

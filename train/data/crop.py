@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    import torch
 
 _NUM_TRIES = 10
 _MIN_RATIO, _MAX_RATIO = 3 / 4, 4 / 3
+_LOG_MIN_RATIO, _LOG_MAX_RATIO = math.log(_MIN_RATIO), math.log(_MAX_RATIO)
+_SCALES = (1.0, 0.875, 0.75, 0.66)
+_SNAP_PX = 3  # a side this close to the frame's own becomes it
+# Places of a multi-scale crop, in quarters of the room that is left: the corners and edges, the centre, between both.
+_QUARTERS = ((0, 0), (4, 0), (0, 4), (4, 4), (2, 2), (0, 2), (4, 2), (2, 4), (2, 0), (1, 1), (3, 1), (1, 3), (3, 3))
+
+CropRule = Literal["random", "multi-scale", "centre"]
 
 
 @dataclass(frozen=True)
@@ -29,17 +32,33 @@ def random_resized_rectangle(width: int, height: int, *, min_area: float, rng: n
 
     The rule of torchvision's RandomResizedCrop: ten draws, then the largest centred rectangle of allowed ratio.
     """
-    for _ in range(_NUM_TRIES):
-        area = width * height * rng.uniform(min_area, 1.0)
-        ratio = math.exp(rng.uniform(math.log(_MIN_RATIO), math.log(_MAX_RATIO)))
+    # All draws at once: one call of the generator costs more than the rest.
+    for of_area, of_ratio, across, down in rng.random((_NUM_TRIES, 4)).tolist():
+        area = width * height * (min_area + (1 - min_area) * of_area)
+        ratio = math.exp(_LOG_MIN_RATIO + (_LOG_MAX_RATIO - _LOG_MIN_RATIO) * of_ratio)
         crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < crop_width <= width and 0 < crop_height <= height:
-            left = int(rng.integers(width - crop_width + 1))
-            top = int(rng.integers(height - crop_height + 1))
+            left, top = int(across * (width - crop_width + 1)), int(down * (height - crop_height + 1))
             return Rectangle(left, top, crop_width, crop_height)
     crop_width = min(width, max(1, round(height * _MAX_RATIO)))
     crop_height = min(height, max(1, round(width / _MIN_RATIO)))
     return _centred(width, height, crop_width, crop_height)
+
+
+def multi_scale_rectangle(width: int, height: int, *, rng: np.random.Generator) -> Rectangle:
+    """One of 13 places of a rectangle whose sides are 1, 7/8, 3/4 or 0.66 of the short side, at most one step apart.
+
+    The multi-scale crop of TSN (Wang et al., 2016), which VideoMAE trains with.
+    """
+    sides = [int(min(width, height) * scale) for scale in _SCALES]
+    widths = [width if abs(side - width) < _SNAP_PX else side for side in sides]
+    heights = [height if abs(side - height) < _SNAP_PX else side for side in sides]
+    steps = range(len(_SCALES))
+    pairs = [(widths[j], heights[i]) for i in steps for j in steps if abs(i - j) <= 1]
+    crop_width, crop_height = pairs[int(rng.integers(len(pairs)))]
+    across, down = _QUARTERS[int(rng.integers(len(_QUARTERS)))]
+    left, top = across * ((width - crop_width) // 4), down * ((height - crop_height) // 4)
+    return Rectangle(left, top, max(crop_width, 1), max(crop_height, 1))
 
 
 def centre_square(width: int, height: int) -> Rectangle:
@@ -52,17 +71,12 @@ def _centred(width: int, height: int, crop_width: int, crop_height: int) -> Rect
     return Rectangle((width - crop_width) // 2, (height - crop_height) // 2, crop_width, crop_height)
 
 
-def crop_and_resize(frames: list[NDArray[np.uint8]], rectangle: Rectangle, *, size_px: int) -> "torch.Tensor":
-    """Cuts `rectangle` out of RGB frames [H, W, 3] and resizes it: uint8 [T, size_px, size_px, 3]."""
-    import torch
-    from torch.nn import functional
-
-    part = (
-        slice(rectangle.top, rectangle.top + rectangle.height),
-        slice(rectangle.left, rectangle.left + rectangle.width),
-    )
-    stacked = torch.from_numpy(np.stack([frame[part] for frame in frames]))
-    resized = functional.interpolate(
-        stacked.permute(0, 3, 1, 2), size=(size_px, size_px), mode="bilinear", antialias=True
-    )
-    return resized.permute(0, 2, 3, 1).contiguous()
+def rectangle_of(
+    rule: CropRule, *, width: int, height: int, min_area: float, rng: np.random.Generator | None
+) -> Rectangle:
+    """The rectangle of a clip; without `rng`, as in evaluation, the centre square whatever the rule."""
+    if rng is None or rule == "centre":
+        return centre_square(width, height)
+    if rule == "multi-scale":
+        return multi_scale_rectangle(width, height, rng=rng)
+    return random_resized_rectangle(width, height, min_area=min_area, rng=rng)

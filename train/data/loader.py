@@ -1,28 +1,36 @@
 """Batches from a set of samples: worker threads decode ahead, and the order does not depend on them.
 
-Training walks the endless order of train.data.order. Its whole state is two integers: the next position, and how
-many samples have failed so far (the caller counts those). A failed sample is handed to the caller by name and its
+Training walks the endless order of train.data.order. Its whole state is a place in it (train.data.place); how many
+samples have failed so far is the caller's to count. A failed sample is handed to the caller by name and its
 place in the batch is filled by the next sample in order, so the same failures give the same batches.
-
-Threads, not processes: decoding and resizing leave the interpreter's lock, and nothing needs to be copied.
 """
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
-from train.data.batch import Batch, Sample, collate
-from train.data.failures import FailedSample, SampleFailed, TooManyFailures
-from train.data.order import SampleOrder, positions_of_rank
+from train.data.batch import Batch, BatchRing, Sample
+from train.data.failures import FailedSample, TooManyFailures
+from train.data.order import SampleOrder
+from train.data.place import LoaderState, Place, resumed
+from train.data.workers import Stuck, in_order
 
-_ORDER_BLOCK = 4096
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One sample at one position of the order; without a seed as in evaluation, where nothing is random."""
+
+    sample: int
+    position: int
+    seed: int | None
+
+    def rng(self) -> np.random.Generator | None:
+        """A generator of its own for every visit: what is drawn does not depend on threads or on what came before."""
+        return None if self.seed is None else np.random.default_rng((self.seed, self.position))
 
 
 class SampleSet(Protocol):
@@ -39,8 +47,12 @@ class SampleSet(Protocol):
         """One line for the log: what is in the set, and what is left out and why."""
         ...
 
-    def load(self, sample: int, *, position: int, rng: np.random.Generator | None) -> Sample:
-        """One sample, random choices made with `rng`; SampleFailed where it cannot be had."""
+    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+        """The samples of a few visits that may share work, in their order."""
+        ...
+
+    def key(self, sample: int) -> str:
+        """What a sample is named by where it fails."""
         ...
 
 
@@ -55,12 +67,28 @@ class LoadedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """`num_ahead` samples at most are decoded or waiting at any time."""
+    """How batches are made of samples.
+
+    Attributes:
+        num_ahead: samples that are decoded or waiting at any time, at most.
+        group: samples that are visited in a row and loaded together.
+        stuck_after_s: a sample that takes longer has failed.
+        pin: whether batches lie in pinned memory, for copies to a GPU.
+    """
 
     batch: int
     num_threads: int
     num_ahead: int
     seed: int
+    group: int = 1
+    rank: int = 0
+    num_ranks: int = 1
+    stuck_after_s: float = 120.0
+    pin: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.num_threads, self.num_ahead, self.group) < 1 or not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"out of range: {self}")
 
 
 class TrainingSet(Protocol):
@@ -86,84 +114,139 @@ class TrainingSet(Protocol):
         ...
 
 
-def training_batches(
-    samples: SampleSet, settings: LoaderSettings, *, position: int, max_failures: int
-) -> Generator[LoadedBatch, None, None]:
-    """Endless batches from `position` on.
+class Loader:
+    """Batches of a set for one rank. A batch is valid until the second one after it is asked for.
 
-    Raises:
-        TooManyFailures: more than `max_failures` samples failed.
+    Attributes:
+        place: where the batches taken so far end.
     """
-    order = SampleOrder(len(samples), settings.seed)
 
-    def places() -> Iterator[tuple[int, int]]:
-        for block in count(position, _ORDER_BLOCK):
-            positions = positions_of_rank(block, _ORDER_BLOCK, rank=0, num_ranks=1)
-            yield from zip(positions.tolist(), order.at(positions).tolist(), strict=True)
+    def __init__(self, samples: SampleSet, settings: LoaderSettings) -> None:
+        self._samples = samples
+        self._settings = settings
+        self._order = SampleOrder(len(samples), settings.seed, settings.group)
+        self.place = Place(0)
 
-    def load(place: tuple[int, int]) -> Sample | FailedSample:
-        at, sample = place
-        # A generator of its own for every visit: what is drawn does not depend on threads or on what came before.
-        return _load(samples, sample, position=at, rng=np.random.default_rng((settings.seed, at)))
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        """Endless batches in training order, from `position` on, or from where the loader stands.
 
-    good: list[Sample] = []
-    failed: list[FailedSample] = []
-    num_failures = 0
-    for (at, _), outcome in in_order(load, places(), settings=settings):
+        Raises:
+            TooManyFailures: more than `max_failures` samples failed.
+        """
+        settings = self._settings
+        begin = self.place if position is None else Place(position)
+        filling = _Filling(settings, max_failures=max_failures)
+        where = {"rank": settings.rank, "num_ranks": settings.num_ranks, "group": settings.group}
+        for num_own, outcome in enumerate(self._outcomes(self._training_visits(begin)), start=1):
+            if filling.add(outcome):
+                num_common = filling.num_batches * settings.batch
+                self.place = begin.after(num_common, num_own, **where)
+                yield filling.take(self.place.position)
+
+    def evaluation_batches(self) -> Iterator[LoadedBatch]:
+        """This rank's part of all samples, each once, in order; the last batch may be smaller, or empty."""
+        settings = self._settings
+        filling = _Filling(settings, max_failures=None)
+        numbers = range(settings.rank, len(self._samples), settings.num_ranks)
+        visits: Iterator[list[Visit | None]] = ([Visit(number, number, None)] for number in numbers)
+        for number, outcome in zip(numbers, self._outcomes(visits), strict=True):
+            if filling.add(outcome):
+                yield filling.take(number + 1)
+        if filling.has_any:
+            yield filling.take(len(self._samples))
+
+    def state_dict(self) -> LoaderState:
+        """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""
+        place = self.place
+        return LoaderState(
+            position=place.position,
+            ahead=list(place.ahead),
+            seed=self._settings.seed,
+            samples=self._samples.fingerprint,
+        )
+
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """Goes on from the states of all ranks, whatever the batch and the number of ranks were and are.
+
+        Raises:
+            UserError: they are of other samples or another seed, or of different steps.
+        """
+        self.place = resumed(
+            states, samples=self._samples.fingerprint, seed=self._settings.seed, what=self._samples.describe()
+        )
+
+    def _training_visits(self, place: Place) -> Iterator[list[Visit | None]]:
+        """This rank's visits in groups; None for an empty place of the order."""
+        settings, taken = self._settings, 0
+        count = -(-_BLOCK // settings.group) * settings.group
+        while True:
+            positions = place.positions(
+                taken, count, rank=settings.rank, num_ranks=settings.num_ranks, group=settings.group
+            )
+            taken += count
+            visits = [
+                Visit(sample, at, settings.seed) if sample >= 0 else None
+                for at, sample in zip(positions.tolist(), self._order.at(positions).tolist(), strict=True)
+            ]
+            for begin in range(0, count, settings.group):
+                yield visits[begin : begin + settings.group]
+
+    def _outcomes(self, groups: Iterator[list[Visit | None]]) -> Iterator[Sample | FailedSample | None]:
+        """What has become of each visit, in order; None for an empty place."""
+        settings = self._settings
+
+        def load(group: list[Visit | None]) -> list[Sample | FailedSample]:
+            return self._samples.load([visit for visit in group if visit is not None])
+
+        loaded = in_order(
+            load,
+            groups,
+            num_threads=settings.num_threads,
+            num_ahead=max(1, settings.num_ahead // settings.group),
+            stuck_after_s=settings.stuck_after_s,
+        )
+        for group, outcomes in loaded:
+            if isinstance(outcomes, Stuck):
+                outcomes = [self._stuck(visit, outcomes) for visit in group if visit is not None]
+            left = iter(outcomes)
+            for visit in group:
+                yield None if visit is None else next(left)
+
+    def _stuck(self, visit: Visit, stuck: Stuck) -> FailedSample:
+        detail = f"it was not there after {stuck.after_s:g} s, and nobody waits for it any more"
+        return FailedSample(visit.position, self._samples.key(visit.sample), "stuck", detail)
+
+
+class _Filling:
+    """The batch that is being put together."""
+
+    def __init__(self, settings: LoaderSettings, *, max_failures: int | None) -> None:
+        self._batch, self._max_failures = settings.batch, max_failures
+        self._ring = BatchRing(settings.batch, pin=settings.pin)
+        self._good: list[Sample] = []
+        self._failed: list[FailedSample] = []
+        self._num_failures = 0
+        self.num_batches = 1  # this one included
+
+    def add(self, outcome: Sample | FailedSample | None) -> bool:
+        """Whether the batch is full now."""
         if isinstance(outcome, FailedSample):
-            failed.append(outcome)
-            num_failures += 1
-            if num_failures > max_failures:
-                raise TooManyFailures(tuple(failed))
-            continue
-        good.append(outcome)
-        if len(good) == settings.batch:
-            yield LoadedBatch(collate(good), tuple(failed), at + 1)
-            good, failed = [], []
+            self._failed.append(outcome)
+            self._num_failures += 1
+            if self._max_failures is not None and self._num_failures > self._max_failures:
+                raise TooManyFailures(tuple(self._failed))
+            return False
+        if outcome is not None:
+            self._good.append(outcome)
+        return len(self._good) == self._batch and outcome is not None
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._good or self._failed)
 
-def evaluation_batches(samples: SampleSet, settings: LoaderSettings) -> Iterator[LoadedBatch]:
-    """Every sample once, in order, as for evaluation; the last batch may be smaller."""
-    good: list[Sample] = []
-    failed: list[FailedSample] = []
-
-    def load(sample: int) -> Sample | FailedSample:
-        return _load(samples, sample, position=sample, rng=None)
-
-    for sample, outcome in in_order(load, range(len(samples)), settings=settings):
-        if isinstance(outcome, FailedSample):
-            failed.append(outcome)
-        else:
-            good.append(outcome)
-        is_last = sample == len(samples) - 1
-        if len(good) == settings.batch or (is_last and good):
-            yield LoadedBatch(collate(good), tuple(failed), sample + 1)
-            good, failed = [], []
-    if failed:
-        yield LoadedBatch(Batch(), tuple(failed), len(samples))
-
-
-def in_order(
-    work: Callable[[_Item], _Result], items: Iterable[_Item], *, settings: LoaderSettings
-) -> Iterator[tuple[_Item, _Result]]:
-    """(item, work(item)) in the order of `items`; threads run ahead of the caller by a bounded number of items."""
-    with ThreadPoolExecutor(settings.num_threads, thread_name_prefix="loader") as pool:
-        waiting: deque[tuple[_Item, Future[_Result]]] = deque()
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(work, item)))
-                if len(waiting) >= settings.num_ahead:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _load(samples: SampleSet, sample: int, *, position: int, rng: np.random.Generator | None) -> Sample | FailedSample:
-    try:
-        return samples.load(sample, position=position, rng=rng)
-    except SampleFailed as error:
-        return FailedSample(position, error.key, error.reason, error.detail)
+    def take(self, next_position: int) -> LoadedBatch:
+        batch = self._ring.collate(self._good) if self._good else Batch()
+        loaded = LoadedBatch(batch, tuple(self._failed), next_position)
+        self._good, self._failed = [], []
+        self.num_batches += 1
+        return loaded

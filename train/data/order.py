@@ -6,6 +6,10 @@ its cycle until it lands on a sample (Black and Rogaway, "Ciphers with arbitrary
 needs no table, so a set of 10^9 samples costs what one of ten costs, and it does not know of workers or ranks.
 
 Positions run on over the epochs without end: position p is place p % num_samples of epoch p // num_samples.
+
+Samples may be visited in groups: then whole groups are permuted, group g being the samples g * G to g * G + G - 1,
+which stand in one row. What is left over when G does not divide the samples is a smaller group at the end of every
+epoch; the places that it lacks are empty.
 """
 
 import hashlib
@@ -21,32 +25,46 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which `num_samples` samples are visited under `seed`."""
+    """The order in which `num_samples` samples are visited under `seed`, `group` of them in a row."""
 
     num_samples: int
     seed: int
+    group: int = 1
 
     def __post_init__(self) -> None:
         if self.num_samples <= 0:
             raise ValueError(f"an order needs at least one sample, got num_samples={self.num_samples}")
+        if self.group <= 0:
+            raise ValueError(f"a group needs at least one sample, got group={self.group}")
+
+    @property
+    def places_per_epoch(self) -> int:
+        """Positions of an epoch: the samples, and the empty places of its last group."""
+        return -(-self.num_samples // self.group) * self.group
 
     def at(self, positions: Positions) -> Positions:
-        """Samples (in [0, num_samples)) at endless `positions` (int64, any shape, any order, not negative)."""
-        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
-        samples = np.empty_like(places)
+        """Samples (in [0, num_samples)) at endless `positions` (int64, any shape, any order, not negative).
+
+        An empty place has -1.
+        """
+        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.places_per_epoch)
+        groups, members = np.divmod(places, self.group)
+        num_full = self.num_samples // self.group
         for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            samples[chosen] = permute(places[chosen], self.num_samples, seed=self.seed, epoch=int(epoch))
+            chosen = (epochs == epoch) & (groups < num_full)
+            groups[chosen] = permute(groups[chosen], num_full, seed=self.seed, epoch=int(epoch))
+        samples = groups * self.group + members
+        samples[samples >= self.num_samples] = -1
         return samples
 
 
-def positions_of_rank(begin: int, count: int, *, rank: int, num_ranks: int) -> Positions:
-    """The next `count` positions of one rank, from the global position `begin` on.
+def positions_of_rank(begin: int, count: int, *, rank: int, num_ranks: int, group: int = 1) -> Positions:
+    """The `count` positions that one rank takes after its first `begin`, counted from where all ranks began.
 
-    Rank r takes every num_ranks-th position beginning with begin + r: parts are equal and together leave nothing
-    out, and num_ranks * count positions later all ranks stand at the same global position.
+    Rank r takes every num_ranks-th group of positions, the r-th first: parts are equal and together leave nothing out.
     """
-    return begin + rank + num_ranks * np.arange(count, dtype=np.int64)
+    groups, members = np.divmod(begin + np.arange(count, dtype=np.int64), group)
+    return (groups * num_ranks + rank) * group + members
 
 
 def permute(places: Positions, num_samples: int, *, seed: int, epoch: int) -> Positions:

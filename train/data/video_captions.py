@@ -1,42 +1,29 @@
 """The set of (clip, caption) samples of one split: captions of the manifest, pictures from the `video` column."""
 
 import hashlib
-import zlib
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.keys import chunk_key
 from manifests.store import read_captions, read_videos
-from shards.damage import Damaged
-from shards.format import PACKET_KEY
-from shards.reader import CommittedShard, Variant
+from shards.reader import Variant
 from train.data.batch import Sample
 from train.data.chunk_table import ChunkTable, chunk_table, rows_of
-from train.data.clips import FramePlace, locate_frames, segment_times_us
-from train.data.crop import centre_square, crop_and_resize, random_resized_rectangle
-from train.data.decode import RgbFrame, decode_frames
-from train.data.failures import SampleFailed
-from train.data.loader import LoadedBatch, LoaderSettings, evaluation_batches, training_batches
+from train.data.clips import US_PER_S
+from train.data.decoding.chunks import ChunkDecoder, DecodeRule
+from train.data.decoding.clip import ChunkFrames, Clip, ClipShape, frame_places, make_clip, rgb_pictures
+from train.data.failures import FailedSample, SampleFailed
+from train.data.loader import LoadedBatch, Loader, LoaderSettings, Visit
+from train.data.place import LoaderState
 from train.data.usable_captions import UsableCaptions, usable_captions
 from train.models.text import Tokenize
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipShape:
-    """How a clip is shown: `num_frames` pictures of `size_px` x `size_px`; training crops keep `min_crop_area`."""
-
-    num_frames: int
-    size_px: int
-    min_crop_area: float
 
 
 class VideoCaptions:
@@ -44,17 +31,28 @@ class VideoCaptions:
 
     Args:
         loading: how batches are made of them.
+        decode: how frames come out of chunks.
+
+    Raises:
+        UserError: there is no such data, or nothing that can be shown.
     """
 
     def __init__(
-        self, data_dir: Path, *, split: str, shape: ClipShape, tokenize: Tokenize, loading: LoaderSettings
+        self,
+        data_dir: Path,
+        *,
+        split: str,
+        shape: ClipShape,
+        tokenize: Tokenize,
+        loading: LoaderSettings,
+        decode: DecodeRule = "packets",
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
         self.split = split
         self._shape = shape
         self._tokenize = tokenize
-        self._loading = loading
+        self._decoder = ChunkDecoder(decode)
         variant = Variant.open(data_dir)
         self.variant_name = variant.directory.name
         self._shards = variant.shards()
@@ -64,12 +62,15 @@ class VideoCaptions:
         video_row = rows_of(captions["video_id"], self._video_ids)
         of_split = np.flatnonzero(video_row >= 0)
         self.num_captions = len(of_split)
-        self.usable: UsableCaptions = usable_captions(
+        usable = usable_captions(
             video_row=video_row[of_split],
             begin_s=captions["begin_s"].to_numpy()[of_split],
             end_s=captions["end_s"].to_numpy()[of_split],
             chunks=self._chunks,
         )
+        # Samples that are loaded together shall share a chunk.
+        self.usable: UsableCaptions = usable if loading.group == 1 else usable.by_chunk()
+        self._group = loading.group
         rows = of_split[self.usable.caption]
         self._caption_ids: NDArray[np.int64] = captions["caption_id"].to_numpy()[rows]
         self._texts: pa.ChunkedArray = captions["text"].take(pa.array(rows))
@@ -78,22 +79,27 @@ class VideoCaptions:
                 f"no caption of split {split!r} can be shown: {self.describe()}",
                 hint=f"see prep status --data {data_dir}; captions come from prep manifest",
             )
+        self._loader = Loader(self, loading)
 
     def __len__(self) -> int:
         return len(self.usable.caption)
 
     def describe(self) -> str:
-        """One line: captions that are used, and those that are not, by reason."""
+        """One line: captions that are used, and those that are not, by reason; and what is not as it was asked for."""
         parts = [f"{len(self):,} of {self.num_captions:,} captions of split {self.split!r}"]
         parts += [f"{count:,} {reason.replace('_', ' ')}" for reason, count in self.usable.num_unusable.items()]
         if self.usable.num_shortened:
             parts.append(f"{self.usable.num_shortened:,} shortened to the end of the video")
+        if num_shrunk := self._num_shrunk:
+            parts.append(f"{num_shrunk:,} shorter than {self._shape.sampling.window}, with a smaller stride")
         return "; ".join(parts)
 
     @property
     def fingerprint(self) -> str:
         """Hash of what decides which sample stands where: the captions, their order, their spans, the pictures."""
         digest = hashlib.sha256(self.variant_name.encode())
+        if self._group > 1:
+            digest.update(f"groups of {self._group}".encode())
         for array in (self._caption_ids, self.usable.begin_us, self.usable.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
@@ -113,72 +119,102 @@ class VideoCaptions:
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
         try:
-            return list(self.load(sample, position=sample, rng=None)["video"].numpy()[:num_frames])
+            clip = self._clip(Visit(sample, sample, None), replace(self._shape, rgb=False), shared={})
         except SampleFailed:
             return []
+        return rgb_pictures(clip, size_px=self._shape.size_px)[:num_frames]
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """See `train.data.loader.training_batches`."""
-        return training_batches(self, self._loading, position=position or 0, max_failures=max_failures)
+        """See `train.data.loader.Loader`."""
+        return self._loader.batches(position=position, max_failures=max_failures)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        """See `train.data.loader.evaluation_batches`."""
-        return evaluation_batches(self, self._loading)
+        """See `train.data.loader.Loader`."""
+        return self._loader.evaluation_batches()
 
-    def load(self, sample: int, *, position: int, rng: np.random.Generator | None) -> Sample:
-        """Reads, decodes and crops one sample; with `rng` as for training, without as for evaluation.
+    def state_dict(self) -> LoaderState:
+        """See `train.data.loader.Loader`."""
+        return self._loader.state_dict()
 
-        Raises:
-            SampleFailed: a chunk cannot be read or decoded.
-        """
-        first, last = int(self.usable.first_chunk[sample]), int(self.usable.last_chunk[sample])
-        shape = self._shape
-        times = segment_times_us(
-            int(self.usable.begin_us[sample]), int(self.usable.end_us[sample]), num_frames=shape.num_frames, rng=rng
-        )
-        places = locate_frames(times, [self._chunks.times(chunk) for chunk in range(first, last + 1)])
-        frames = self._frames(first, places)
-        height, width = frames[0].shape[:2]
-        if rng is None:
-            rectangle = centre_square(width, height)
-        else:
-            rectangle = random_resized_rectangle(width, height, min_area=shape.min_crop_area, rng=rng)
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """See `train.data.loader.Loader`."""
+        self._loader.load_state_dict(*states)
+
+    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+        """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
+        shared = self._decode_shared(visits) if len(visits) > 1 else {}
+        return [self._load(visit, shared) for visit in visits]
+
+    def _load(self, visit: Visit, shared: dict[int, ChunkFrames]) -> Sample | FailedSample:
+        try:
+            clip = self._clip(visit, self._shape, shared=shared)
+        except SampleFailed as error:
+            return FailedSample(visit.position, error.key, error.reason, error.detail)
         return Sample(
-            position=position,
-            key=self._key(first),
-            caption_id=int(self._caption_ids[sample]),
-            video=crop_and_resize(frames, rectangle, size_px=shape.size_px),
-            tokens=torch.from_numpy(self._tokenize(self.text(sample))),
+            position=visit.position,
+            key=self.key(visit.sample),
+            caption_id=int(self._caption_ids[visit.sample]),
+            video=clip.video,
+            colour=clip.colour,
+            tokens=self._tokenize(self.text(visit.sample)),
         )
 
-    def _frames(self, first_chunk: int, places: list[FramePlace]) -> list[RgbFrame]:
-        """Frames in the order of `places`, whichever chunks they lie in."""
-        frames: list[RgbFrame] = []
-        for number in sorted({place.chunk for place in places}):
-            of_chunk = [place.frame for place in places if place.chunk == number]
-            frames += self._decode(first_chunk + number, of_chunk)
-        if len({frame.shape for frame in frames}) > 1:
-            detail = f"chunks of the clip have different sizes: {sorted({frame.shape[:2] for frame in frames})}"
-            raise SampleFailed(self._key(first_chunk), reason="sizes_differ", detail=detail)
-        return frames
+    def _clip(self, visit: Visit, shape: ClipShape, *, shared: dict[int, ChunkFrames]) -> Clip:
+        rng = visit.rng()
+        frames = self._frames_of(visit, rng)
+        decoded = {
+            chunk: shared.get(chunk) or self._decode(chunk, wanted) for chunk, wanted in _by_chunk(frames).items()
+        }
+        pictures = [decoded[chunk][frame] for chunk, frame in frames]
+        return make_clip(pictures, shape, rng=rng, in_graph=self._decoder.rule == "filter", key=self.key(visit.sample))
 
-    def _decode(self, chunk: int, frames: list[int]) -> list[RgbFrame]:
-        table, key = self._chunks, self._key(chunk)
-        shard, row = self._shards[int(table.shard[chunk])], int(table.row[chunk])
-        payload = _read_checked(shard, row, key)
-        flags = np.array(shard.index["packet_flags"][row].as_py())
-        shown = np.array(shard.index["packet_frame"][row].as_py())
-        return decode_frames(
-            payload,
-            frames,
-            fps=Fraction(int(table.fps_num[chunk]), int(table.fps_den[chunk])),
-            key_frames=sorted(shown[flags & PACKET_KEY > 0].tolist()),
-            key=key,
-        )
+    def _frames_of(self, visit: Visit, rng: np.random.Generator | None) -> list[tuple[int, int]]:
+        """(chunk, frame) of each picture of the clip."""
+        first, last = int(self.usable.first_chunk[visit.sample]), int(self.usable.last_chunk[visit.sample])
+        begin_us, end_us = int(self.usable.begin_us[visit.sample]), int(self.usable.end_us[visit.sample])
+        chunks = [self._chunks.times(chunk) for chunk in range(first, last + 1)]
+        places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng)
+        return [(first + place.chunk, place.frame) for place in places]
+
+    def _decode_shared(self, visits: Sequence[Visit]) -> dict[int, ChunkFrames]:
+        """Frames of the chunks that several visits show; a chunk that fails is left to each of them to fail with."""
+        by_visit = [_by_chunk(self._frames_of(visit, visit.rng())) for visit in visits]
+        wanted: dict[int, set[int]] = {}
+        for frames in by_visit:
+            for chunk, of_chunk in frames.items():
+                wanted.setdefault(chunk, set()).update(of_chunk)
+        shared: dict[int, ChunkFrames] = {}
+        for chunk, of_chunk in wanted.items():
+            if sum(chunk in frames for frames in by_visit) > 1:
+                try:
+                    shared[chunk] = self._decode(chunk, of_chunk)
+                except SampleFailed:
+                    continue
+        return shared
+
+    def _decode(self, chunk: int, frames: set[int]) -> ChunkFrames:
+        shard, row = self._shards[int(self._chunks.shard[chunk])], int(self._chunks.row[chunk])
+        return self._decoder.decode(shard, row, frames, key=self._key(chunk))
 
     def _key(self, chunk: int) -> str:
         video_id = self._video_ids[int(self._chunks.video_row[chunk])].as_py()
         return chunk_key(video_id, int(self._chunks.start_ms[chunk]))
+
+    @property
+    def _num_shrunk(self) -> int:
+        sampling, first = self._shape.sampling, self.usable.first_chunk
+        if sampling.rule != "stride":
+            return 0
+        span_us = self.usable.end_us - self.usable.begin_us
+        window = sampling.num_frames * sampling.stride * US_PER_S * self._chunks.fps_den[first]
+        return int((span_us * self._chunks.fps_num[first] < window).sum())
+
+
+def _by_chunk(frames: list[tuple[int, int]]) -> dict[int, set[int]]:
+    by_chunk: dict[int, set[int]] = {}
+    for chunk, frame in frames:
+        by_chunk.setdefault(chunk, set()).add(frame)
+    return by_chunk
 
 
 def videos_of_split(data_dir: Path, split: str) -> pa.Array:
@@ -189,13 +225,3 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
         there = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
         raise UserError(f"{data_dir} has no videos of split {split!r}", hint=f"splits of this manifest: {there}")
     return of_split["video_id"].combine_chunks()
-
-
-def _read_checked(shard: CommittedShard, row: int, key: str) -> bytes:
-    try:
-        payload = shard.read(row, "mp4")
-    except (OSError, Damaged) as error:
-        raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
-    if zlib.crc32(payload) != shard.index["mp4_crc32"][row].as_py():
-        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_path} are not those written")
-    return payload

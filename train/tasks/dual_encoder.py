@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
+from train.augment.draws import draw
+from train.augment.pictures import to_model_input
 from train.data.batch import Batch
+from train.data.clips import Sampling
+from train.data.decoding.clip import ClipShape
 from train.data.latents.captioned import CaptionedLatents
 from train.data.loader import LoaderSettings
-from train.data.video_captions import ClipShape, VideoCaptions
+from train.data.video_captions import VideoCaptions
 from train.losses.infonce import info_nce
 from train.models.attention import AttentionDoor
 from train.models.dual_encoder import SIZES, DualEncoder
@@ -33,9 +37,10 @@ class DualEncoderTask:
 
     name = "dual-encoder"
 
-    def __init__(self, settings: DualEncoderSettings, *, door: AttentionDoor) -> None:
+    def __init__(self, settings: DualEncoderSettings, *, door: AttentionDoor, device: torch.device) -> None:
         self._settings = settings
         self._door = door
+        self._device = device
         self.columns: tuple[str, ...] = ("latents", "text") if settings.input == "latents" else ("video",)
 
     def training_set(self) -> VideoCaptions | CaptionedLatents:
@@ -56,15 +61,27 @@ class DualEncoderTask:
             _check_latents(latents, settings)
             return latents
         shape = ClipShape(
-            num_frames=settings.num_frames, size_px=settings.size_px, min_crop_area=settings.min_crop_area
+            sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
+            size_px=settings.size_px,
+            crop=settings.crop,
+            min_crop_area=settings.min_crop_area,
         )
         loading = LoaderSettings(
             batch=settings.batch,
             num_threads=settings.workers,
             num_ahead=settings.batch * settings.batches_ahead,
             seed=settings.seed,
+            group=settings.samples_per_chunk,
+            pin=self._device.type == "cuda",
         )
-        return VideoCaptions(settings.shards, split=split, shape=shape, tokenize=load_tokenizer(), loading=loading)
+        return VideoCaptions(
+            settings.shards,
+            split=split,
+            shape=shape,
+            tokenize=load_tokenizer(),
+            loading=loading,
+            decode=settings.decode,
+        )
 
     def build_model(self, samples: VideoCaptions | CaptionedLatents) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
@@ -88,7 +105,12 @@ class DualEncoderTask:
         if batch["input"] == "latents":
             latents_BTCHW = spread(batch["latents"], num_frames=self._settings.num_frames, is_training=is_training)
             return latents_BTCHW.float().transpose(1, 2), batch["text"]
-        return normalised(batch["video"]), batch["tokens"]
+        settings = self._settings
+        drawn = draw(batch["position"].numpy(), settings.augment, seed=settings.seed) if is_training else None
+        clips_BCTHW = to_model_input(
+            batch["video"], batch["colour"], size_px=settings.size_px, mean=_MEAN, std=_STD, draw=drawn
+        )
+        return clips_BCTHW, batch["tokens"]
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """InfoNCE of the batch, with the temperature and the share of clips that find their own caption."""
@@ -120,12 +142,6 @@ def _check_latents(latents: CaptionedLatents, settings: DualEncoderSettings) -> 
             f"latents of {shape.height} x {shape.width} cannot be cut into squares of {_LATENT_PATCH}",
             hint=f"make them with a --size that gives an even side: {latents.variant_name}",
         )
-
-
-def normalised(video_BTHWC: torch.Tensor) -> torch.Tensor:
-    """uint8 clips [B, T, H, W, 3] as the towers want them: float32 [B, 3, T, H, W], CLIP's mean and deviation."""
-    mean, std = (torch.tensor(values, device=video_BTHWC.device) for values in (_MEAN, _STD))
-    return ((video_BTHWC.float() / 255 - mean) / std).permute(0, 4, 1, 2, 3)
 
 
 def spread(latents_BTCHW: torch.Tensor, *, num_frames: int, is_training: bool) -> torch.Tensor:

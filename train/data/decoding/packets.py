@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import av
-    from av.codec.context import CodecContext
+    from av import VideoCodecContext
 
 _MAX_CONTEXTS = 8
 # For AV1, libav's own decoder needs hardware; dav1d is the one that PyAV ships.
@@ -20,10 +20,10 @@ class PacketDecoder:
     """
 
     def __init__(self) -> None:
-        self._contexts: OrderedDict[tuple[str, bytes], CodecContext] = OrderedDict()
+        self._contexts: OrderedDict[tuple[str, bytes], VideoCodecContext] = OrderedDict()
 
     def decode(
-        self, *, codec: str, extradata: bytes, packets: Iterable[tuple[int, bytes]]
+        self, *, codec: str, extradata: bytes, packets: Iterable[tuple[int, bytes | memoryview]]
     ) -> "dict[int, av.VideoFrame]":
         """The frames in `packets`, by their presentation index.
 
@@ -39,34 +39,33 @@ class PacketDecoder:
         import av
 
         context = self._context(codec, extradata)
-        found: dict[int, av.VideoFrame] = {}
+        frames: list[av.VideoFrame] = []
         try:
             for frame_number, content in packets:
-                packet = av.Packet(content)
+                packet = av.Packet(content)  # type: ignore[arg-type]  # any buffer will do
                 packet.pts = frame_number
-                for frame in context.decode(packet):
-                    found[frame.pts] = frame
-            for frame in context.decode(None):
-                found[frame.pts] = frame
+                frames += context.decode(packet)
+            frames += context.decode(None)
             context.flush_buffers()
         except BaseException:
             # What a broken packet has left in it must not reach the next chunk.
             del self._contexts[codec, extradata]
             raise
-        return {number: frame for number, frame in found.items() if not frame.is_corrupt}
+        return {frame.pts: frame for frame in frames if frame.pts is not None and not frame.is_corrupt}
 
-    def _context(self, codec: str, extradata: bytes) -> "CodecContext":
+    def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
         import av
 
-        context = self._contexts.get((codec, extradata))
+        context = self._contexts.pop((codec, extradata), None)
         if context is None:
-            context = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
+            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
+            if not isinstance(new, av.VideoCodecContext):
+                raise ValueError(f"{codec} is no video codec")
+            context = new
             context.thread_count = 1  # the loader's threads are the parallel part
             context.options = {"err_detect": "explode"}  # an error, not a patched picture
             context.extradata = extradata or None
-            self._contexts[codec, extradata] = context
-            if len(self._contexts) > _MAX_CONTEXTS:
+            if len(self._contexts) == _MAX_CONTEXTS:
                 self._contexts.popitem(last=False)
-        else:
-            self._contexts.move_to_end((codec, extradata))
+        self._contexts[codec, extradata] = context
         return context

@@ -1,72 +1,97 @@
-"""Plain decoding with PyAV: the bytes of a chunk and frame numbers in, RGB frames out.
+"""Plain decoding of any video file in memory, by way of its container: the path for what has no packet table.
 
 A wanted frame that does not come out is an error; no other frame stands in for it.
 """
 
 import io
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from train.data.failures import SampleFailed
-
 if TYPE_CHECKING:
-    import av.container
+    import av
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
 
-RgbFrame = NDArray[np.uint8]  # [H, W, 3]
 
-
-def decode_frames(
-    payload: bytes, frames: Sequence[int], *, fps: Fraction, key_frames: Sequence[int], key: str
-) -> list[RgbFrame]:
-    """Decodes `frames` (presentation indices, any order, repeats allowed) of the mp4 file `payload`.
+class PlainVideo:
+    """The first video stream of a file; frames are numbered in order of presentation.
 
     Args:
-        fps: frames per second of the chunk, which are constant.
-        key_frames: presentation indices at which decoding can begin, ascending.
-        key: of the chunk, for the error.
+        content: the whole file.
+
+    Attributes:
+        pts: of every frame, ascending, in units of `time_base` seconds.
+        time_base: seconds, exact.
+        end_pts: where the last frame leaves the screen: after as long as the median frame.
+        width, height: in pixels.
 
     Raises:
-        SampleFailed: the file cannot be decoded, or a frame is not in it.
+        av.FFmpegError: it cannot be opened or read.
+        ValueError: it has no video stream, or a packet has no time.
     """
-    import av
 
-    try:
-        with av.open(io.BytesIO(payload), mode="r", format="mp4") as container:
-            found = _decode(container, sorted(set(frames)), fps=fps, key_frames=key_frames)
-    except (av.FFmpegError, IndexError) as error:
-        # IndexError: the container has no video stream.
-        raise SampleFailed(key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
-    missing = sorted(set(frames) - found.keys())
-    if missing:
-        raise SampleFailed(key, reason="frame_missing", detail=f"frames {missing} do not come out of the decoder")
-    return [found[frame] for frame in frames]
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        with self._open() as (container, stream):
+            self.time_base = stream.time_base or Fraction(1)
+            self.width, self.height = stream.width, stream.height
+            times: list[int] = []
+            key_times: list[int] = []
+            for packet in container.demux(stream):
+                if not packet.size or packet.is_discard:
+                    continue
+                if packet.pts is None:
+                    raise ValueError("a packet has no time")
+                times.append(packet.pts)
+                if packet.is_keyframe:
+                    key_times.append(packet.pts)
+        if not times:
+            raise ValueError("it has no frames")
+        self.pts = sorted(times)
+        self._key_pts = sorted(key_times)
+        gaps = sorted(after - before for before, after in pairwise(self.pts))
+        self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
 
+    def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
+        """Those of `frames` that come out whole, by their number.
 
-def _decode(
-    container: "av.container.InputContainer", wanted: list[int], *, fps: Fraction, key_frames: Sequence[int]
-) -> dict[int, RgbFrame]:
-    stream = container.streams.video[0]
-    stream.codec_context.thread_count = 1  # the loader's threads are the parallel part
-    time_base, start = stream.time_base or Fraction(1), stream.start_time or 0
-    found: dict[int, RgbFrame] = {}
-    decoder = container.decode(stream)
-    now = -1  # the last frame that came out
-    for target in wanted:
-        before = bisect_right(key_frames, target) - 1
-        if before > 0 and key_frames[before] > now + 1:
-            container.seek(start + round(key_frames[before] / fps / time_base), stream=stream)
+        Raises:
+            av.FFmpegError: the decoder takes offence at the file.
+        """
+        found: dict[int, av.VideoFrame] = {}
+        with self._open() as (container, stream):
             decoder = container.decode(stream)
-        for frame in decoder:
-            if frame.pts is None:
-                continue
-            now = round((frame.pts - start) * time_base * fps)
-            if now == target:
-                found[now] = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
-            if now >= target:
-                break
-    return found
+            now: int | None = None  # time of the last frame that came out
+            for number in sorted(set(frames)):
+                if not 0 <= number < len(self.pts):
+                    continue
+                target = self.pts[number]
+                before = bisect_right(self._key_pts, target) - 1
+                # Seeking pays only over a key frame that has not been reached yet.
+                if before > 0 and (now is None or self._key_pts[before] > now):
+                    container.seek(self._key_pts[before], stream=stream)
+                    decoder = container.decode(stream)
+                for frame in decoder:
+                    if frame.pts is None:
+                        continue
+                    now = frame.pts
+                    if now == target and not frame.is_corrupt:
+                        found[number] = frame
+                    if now >= target:
+                        break
+        return found
+
+    @contextmanager
+    def _open(self) -> "Iterator[tuple[InputContainer, VideoStream]]":
+        import av
+
+        with av.open(io.BytesIO(self._content), mode="r") as container:
+            if not container.streams.video:
+                raise ValueError("it has no video stream")
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1  # the loader's threads are the parallel part
+            yield container, stream

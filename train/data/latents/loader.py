@@ -2,33 +2,22 @@
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import UserError
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
 from train.data.latents.gather import Gather, VisitBlock
-from train.data.latents.place import Place, together
 from train.data.latents.segment_set import SegmentSet
 from train.data.latents.segments import Tails
 from train.data.loader import LoadedBatch
 from train.data.order import SampleOrder
+from train.data.place import LoaderState, Place, resumed
 
 # Visits are worked out this many at a time; the first blocks are small, so that the first batch does not wait.
 _BLOCK = 1 << 14
 _GROWTH = 8
-
-
-class LoaderState(TypedDict):
-    """Where a run over the set stands."""
-
-    position: int  # every place of the order before it has been seen
-    ahead: list[int]  # places after it that have been seen too: more than none only after failures, with several ranks
-    seed: int
-    samples: str  # fingerprint of the set
 
 
 class LatentLoader:
@@ -141,19 +130,7 @@ class LatentLoader:
             UserError: they are of another set of samples or another seed, in which their place means nothing, or of
                 different steps.
         """
-        for state in states:
-            if state["samples"] != self.fingerprint or state["seed"] != self._seed:
-                what = "samples" if state["samples"] != self.fingerprint else f"order: seed {state['seed']}"
-                raise UserError(
-                    f"the loader's state is of other {what}, not of {self.describe()}, seed {self._seed}",
-                    hint="go on with the data, split, segment and seed that the run began with",
-                )
-        try:
-            self.place = together([Place(state["position"], tuple(state["ahead"])) for state in states])
-        except ValueError as error:
-            raise UserError(
-                f"the loader's states do not belong together: {error}", hint="give those of one step"
-            ) from error
+        self.place = resumed(states, samples=self.fingerprint, seed=self._seed, what=self.describe())
 
     def _filled(self, blocks: Iterator[VisitBlock], *, max_failures: int | None) -> Iterator[Filled]:
         if self._checksums is None:

@@ -1,0 +1,111 @@
+"""From the frames of a clip to what a batch has of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.augment.colour import colour_kind
+from train.data.clips import ChunkTimes, FramePlace, Sampling, locate_frames, moments_of
+from train.data.crop import CropRule, rectangle_of
+from train.data.decoding.filtered import crop_clip_in_graph
+from train.data.decoding.planes import as_yuv420, crop_clip
+from train.data.failures import SampleFailed
+
+if TYPE_CHECKING:
+    import av
+
+ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipShape:
+    """How a clip is shown: which moments, as pictures of `size_px` x `size_px`, cut out how in training.
+
+    Attributes:
+        min_crop_area: part of a picture that a "random" crop keeps at least.
+        rgb: hand over RGB in place of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
+    """
+
+    sampling: Sampling
+    size_px: int
+    crop: CropRule = "random"
+    min_crop_area: float = 0.5
+    rgb: bool = False
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The pictures of a clip.
+
+    Attributes:
+        video: uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (train.data.batch).
+        colour: matrix and range of what was decoded (train.augment.colour).
+    """
+
+    video: NDArray[np.uint8]
+    colour: int
+
+
+def frame_places(
+    begin_us: int,
+    end_us: int,
+    sampling: Sampling,
+    chunks: Sequence[ChunkTimes],
+    *,
+    rng: np.random.Generator | None,
+) -> list[FramePlace]:
+    """The frames of the span [begin_us, end_us), which lies in `chunks`; their rate is that of the first."""
+    moments = moments_of(begin_us, end_us, sampling, fps_num=chunks[0].fps_num, fps_den=chunks[0].fps_den, rng=rng)
+    return locate_frames(moments, chunks)
+
+
+def make_clip(
+    frames: "Sequence[av.VideoFrame]", shape: ClipShape, *, rng: np.random.Generator | None, in_graph: bool, key: str
+) -> Clip:
+    """Cuts one rectangle out of all frames and resizes it.
+
+    Args:
+        rng: as in training, or None as in evaluation.
+        in_graph: by libav's filter graph.
+        key: of the clip's first chunk, for the error.
+
+    Raises:
+        SampleFailed: frames differ in size or colour, as those of neighbouring chunks may.
+    """
+    planar = _converted(frames)
+    looks = {(frame.width, frame.height, _kind(frame)) for frame in planar}
+    if len(looks) > 1:
+        detail = f"chunks of the clip differ in width, height or colour: {sorted(looks)}"
+        raise SampleFailed(key, reason="chunks_differ", detail=detail)
+    ((width, height, colour),) = looks
+    rectangle = rectangle_of(shape.crop, width=width, height=height, min_area=shape.min_crop_area, rng=rng)
+    crop = crop_clip_in_graph if in_graph else crop_clip
+    clip = Clip(crop(planar, rectangle, size_px=shape.size_px), colour)
+    return Clip(np.stack(rgb_pictures(clip, size_px=shape.size_px)), colour) if shape.rgb else clip
+
+
+def rgb_pictures(clip: Clip, *, size_px: int) -> list[NDArray[np.uint8]]:
+    """The pictures of a YUV clip as RGB [S, S, 3]."""
+    import torch
+
+    from train.augment.pictures import to_rgb_uint8
+
+    video, colour = torch.from_numpy(clip.video)[None], torch.tensor([clip.colour], dtype=torch.uint8)
+    return list(to_rgb_uint8(video, colour, size_px=size_px)[0].numpy())
+
+
+def _converted(frames: "Sequence[av.VideoFrame]") -> "list[av.VideoFrame]":
+    """Frames as YUV 4:2:0; one that stands in the list several times stays one object."""
+    converted = {id(frame): as_yuv420(frame) for frame in frames}
+    return [converted[id(frame)] for frame in frames]
+
+
+def _kind(frame: "av.VideoFrame") -> int:
+    return colour_kind(
+        colorspace=int(frame.colorspace),
+        color_range=int(frame.color_range),
+        is_full_format=frame.format.name.startswith("yuvj"),
+    )

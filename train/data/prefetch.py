@@ -1,0 +1,87 @@
+"""Batches are put together, and copied to the device on a stream of their own, while the model works on the one before.
+
+Two batches exist at a time, the one that is used and the next: a loader whose buffers go round needs two of them.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from train.data.batch import to_device
+from train.data.loader import LoadedBatch
+
+if TYPE_CHECKING:
+    import torch
+
+_GOODBYE_S = 10.0
+
+
+def prefetch(batches: Iterator[LoadedBatch], device: "torch.device") -> Generator[LoadedBatch, None, None]:
+    """`batches` with their tensors on `device`, made by a thread of its own that is one batch ahead.
+
+    A batch is valid until the next one is asked for. Closing the generator closes `batches`.
+
+    Raises:
+        Exception: what `batches` raised, when its turn comes.
+    """
+    ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
+    is_free = threading.Semaphore(2)
+    is_over = threading.Event()
+
+    def run() -> None:
+        try:
+            transfer = _transfer_to(device)
+            while True:
+                is_free.acquire()
+                if is_over.is_set() or (loaded := next(batches, None)) is None:
+                    break
+                ready.put(transfer(loaded))
+            ready.put(None)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whose it is
+            ready.put(error)
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()
+
+    thread = threading.Thread(target=run, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (loaded := ready.get()) is not None:
+            if isinstance(loaded, BaseException):
+                raise loaded
+            yield _at_hand(loaded, device)
+            is_free.release()
+    finally:
+        is_over.set()
+        is_free.release()
+        thread.join(_GOODBYE_S)  # longer only where the next batch waits for a file system that does not answer
+
+
+def _transfer_to(device: "torch.device") -> Callable[[LoadedBatch], LoadedBatch]:
+    if device.type != "cuda":
+        return lambda loaded: loaded
+    import torch
+
+    stream = torch.cuda.Stream(device)
+
+    def transfer(loaded: LoadedBatch) -> LoadedBatch:
+        with torch.cuda.stream(stream):
+            batch = to_device(loaded.batch, device)
+        # The buffers of the batch may be filled again from here on.
+        stream.synchronize()
+        return replace(loaded, batch=batch)
+
+    return transfer
+
+
+def _at_hand(loaded: LoadedBatch, device: "torch.device") -> LoadedBatch:
+    """Tells the allocator that tensors made on the copying stream are used on the model's."""
+    if device.type == "cuda":
+        import torch
+
+        for value in loaded.batch.values():
+            if isinstance(value, torch.Tensor):
+                value.record_stream(torch.cuda.current_stream(device))
+    return loaded
