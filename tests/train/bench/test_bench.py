@@ -1,0 +1,95 @@
+"""`train bench` from outside: what it measures, what it names, and the exit status."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from train.cli import main
+
+Bench = Callable[..., int]
+SMALL = {"--model": "tiny", "--num-frames": 2, "--size-px": 32, "--batch": 4, "--workers": 2, "--device": "cpu"}
+LINKS = ["read", "decode", "crop", "tokens", "collate", "transfer", "augment", "model"]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Runs the command in this process and gives its exit status."""
+
+    def run(*arguments: object) -> int:
+        defaults = {**SMALL, "--seconds": 0.05}
+        given = [word for flag, value in defaults.items() if flag not in arguments for word in (flag, value)]
+        monkeypatch.setattr("sys.argv", ["train", "bench", *map(str, [*given, *arguments])])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return int(left.value.code or 0)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--decode", "plain", "--samples-per-chunk", "3"], ["--decode", "filter", "--augment.contrast", "0.5"]]
+)
+def test_every_link_has_a_rate_and_the_slowest_is_named(
+    bench: Bench, data_dir: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    assert bench("--shards", data_dir, "--json", *more) == 0
+    result = json.loads(capsys.readouterr().out)
+    rates = {link["link"]: link["items_per_s"] for link in result["links"]}
+    assert list(rates) == LINKS
+    assert rates.pop("transfer") is None, "on a CPU there is nothing to transfer"
+    assert min(rates.values()) > 0
+    assert rates[result["slowest"]] == min(rates.values())
+    assert all(link["num_rounds"] > 0 for link in result["links"] if link["link"] in rates)
+    for name in ("loader_items_per_s", "compute_items_per_s", "step_items_per_s", "read_bytes_per_item"):
+        assert result[name] > 0, name
+    assert (result["bound"] == "data") == (result["loader_items_per_s"] < result["compute_items_per_s"])
+    assert 0 <= result["wait_share"] <= 1 and 0 <= result["expected_wait_share"] <= 1
+    assert result["advice"] and result["num_failed"] == 0
+    assert result["settings"]["batch"] == 4 and result["settings"]["shards"] == str(data_dir)
+
+
+def test_packets_read_less_than_whole_chunks(bench: Bench, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read = []
+    for decode in ("packets", "plain"):
+        assert bench("--shards", data_dir, "--json", "--decode", decode) == 0
+        read.append(json.loads(capsys.readouterr().out)["read_bytes_per_item"])
+    assert read[0] < read[1]
+
+
+def test_the_table_says_what_to_change(bench: Bench, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--shards", data_dir) == 0
+    printed = capsys.readouterr().out
+    for words in (*LINKS, "items/s", "not needed", "slowest link: ", "-bound: ", "what to change ("):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["--shards", "nowhere"], "there is no data folder nowhere", "--shards"),
+        (["--shards", "{data}", "--seconds", "0"], "--seconds is 0.0", "more than 0"),
+        (["--shards", "{data}", "--batch", "10"], "--batch is 10, and there are 9 samples", "smaller --batch"),
+        (["--shards", "{data}", "--input", "latents", "--text-tower", "frozen"], "not --input latents", "leave out"),
+    ],
+)
+def test_mistakes_are_two_lines(
+    bench: Bench, data_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str, hint: str
+) -> None:
+    assert bench(*[argument.format(data=data_dir) for argument in arguments]) == 2
+    printed_error, printed_hint = capsys.readouterr().err.splitlines()
+    assert error in printed_error and hint in printed_hint
+
+
+def test_data_that_cannot_be_decoded_is_no_rate(
+    bench: Bench, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "data"
+    shutil.copytree(data_dir, broken)
+    for tar in broken.glob("video/*/*.tar"):
+        content = tar.read_bytes()
+        tar.write_bytes(bytes(byte ^ 1 for byte in content))
+    assert bench("--shards", broken, "--max-failures", 5) == 1
+    assert "samples cannot be had; the first: " in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""One run of `train bench`: every link by itself, then all of them together."""
+
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from manifests.errors import FailedWork, UserError
+from train.bench.clips import ClipLinks
+from train.bench.steps import BatchLinks
+from train.bench.timing import Rate
+from train.bench.verdict import advice, judge
+from train.commands import choose_device
+from train.data.failures import TooManyFailures
+from train.data.video_captions import VideoCaptions
+from train.loop import check_batch
+from train.models.attention import open_attention
+from train.models.text import load_tokenizer
+from train.settings import DualEncoderSettings
+from train.surroundings import machine
+from train.tasks.dual_encoder import DualEncoderTask
+
+
+def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any]:
+    """Measures every link for about `seconds` and judges; the result is made of plain values.
+
+    Raises:
+        UserError: there is no such data, too little for a batch, or it is not made of pixels.
+        FailedWork: more samples than `settings.max_failures` cannot be had.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UserError(f"--seconds is {seconds}", hint="it must be more than 0")
+    if settings.input != "pixels":
+        raise UserError(
+            f"train bench measures pixels, not --input {settings.input}", hint="leave out --input and --text-tower"
+        )
+    device = choose_device(settings.device)
+    task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type), device=device)
+    samples = cast(VideoCaptions, task.training_set())
+    check_batch(settings, samples)
+    clips = ClipLinks(samples, settings, tokenize=load_tokenizer()).measure(seconds=seconds)
+    steps = BatchLinks(task, samples, settings, device=device)
+    rates: dict[str, Rate | None] = {**clips.rates, **steps.measure(clips.samples, seconds=seconds)}
+    found = {name: rate.items_per_s for name, rate in rates.items() if rate is not None}
+    try:
+        loader = steps.loader(seconds=seconds)
+        verdict = judge(found, loader_items_per_s=loader.items_per_s)
+        # Where the model must wait, it shows only when the batches that were made ahead are used up.
+        min_steps = settings.batches_ahead + 2 if verdict.bound == "data" else 1
+        whole = steps.whole(seconds=seconds, min_steps=min_steps)
+    except TooManyFailures as error:
+        raise FailedWork(
+            f"more samples failed than --max-failures {settings.max_failures}; the last: {error}"
+        ) from error
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "links": [
+            {"link": name, "items_per_s": rate and rate.items_per_s, "num_rounds": rate.num_rounds if rate else 0}
+            for name, rate in rates.items()
+        ],
+        "loader_items_per_s": loader.items_per_s,
+        "compute_items_per_s": verdict.compute_items_per_s,
+        "step_items_per_s": whole.rate.items_per_s,
+        "slowest": verdict.slowest,
+        "bound": verdict.bound,
+        "cause": verdict.cause,
+        "expected_wait_share": verdict.expected_wait_share,
+        "wait_share": whole.wait_share,
+        "advice": advice(
+            verdict,
+            workers=settings.workers,
+            cores=cores,
+            decode=settings.decode,
+            samples_per_chunk=settings.samples_per_chunk,
+        ),
+        "read_bytes_per_item": clips.read_bytes_an_item,
+        "num_failed": len(clips.failed),
+        "first_failure": clips.failed[0] if clips.failed else None,
+        "data": samples.describe(),
+        "variant": samples.variant_name,
+        "device": device.type,
+        "machine": machine(device),
+        "settings": {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
+        },
+    }

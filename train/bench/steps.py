@@ -1,0 +1,111 @@
+"""What happens to a batch: collate, transfer, augment, model; and everything together, as training runs it."""
+
+import time
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+from torch import nn
+
+from train.bench.timing import Rate, Rounds, repeat
+from train.data.batch import Batch, BatchRing, Sample, to_device
+from train.data.prefetch import prefetch
+from train.data.video_captions import VideoCaptions
+from train.losses.infonce import info_nce
+from train.models.dual_encoder import DualEncoder
+from train.optimizer import make_optimizer
+from train.settings import DualEncoderSettings
+from train.tasks.dual_encoder import DualEncoderTask
+
+
+@dataclass(frozen=True)
+class WholeSteps:
+    """Training as it is, and the part of its time that it waits for the next batch."""
+
+    rate: Rate
+    wait_share: float
+
+
+class BatchLinks:
+    """The links on a batch of the task's own size."""
+
+    def __init__(
+        self, task: DualEncoderTask, samples: VideoCaptions, settings: DualEncoderSettings, *, device: torch.device
+    ) -> None:
+        self._task, self._samples, self._settings, self._device = task, samples, settings, device
+        torch.manual_seed(settings.seed)
+        self._model: DualEncoder = task.build_model(samples).to(device)
+        self._optimizer = make_optimizer(self._model, lr=settings.lr, weight_decay=settings.weight_decay)
+
+    def measure(self, samples: list[Sample], *, seconds: float) -> dict[str, Rate | None]:
+        """The links for `seconds` each, on `samples` (repeated up to a batch); None where there is nothing to do."""
+        size = self._settings.batch
+        chosen = list(islice(cycle(samples), size))
+        ring = BatchRing(size, pin=self._device.type == "cuda")
+        collated = ring.collate(chosen)
+        here = to_device(collated, self._device)
+        clips, captions = self._task.inputs(here, is_training=True)
+        return {
+            "collate": repeat(lambda: ring.collate(chosen), num_items=size, seconds=seconds),
+            "transfer": self._transfer(collated, seconds=seconds),
+            "augment": repeat(lambda: self._augment(here), num_items=size, seconds=seconds),
+            "model": repeat(lambda: self._learn(clips, captions), num_items=size, seconds=seconds),
+        }
+
+    def loader(self, *, seconds: float) -> Rate:
+        """The loader from disk to batches, with nothing that uses them."""
+        batches = self._samples.batches(position=0, max_failures=self._settings.max_failures)
+        rounds = Rounds()
+        try:
+            next(batches)
+            while rounds.total_s < seconds:
+                began = time.perf_counter()
+                next(batches)
+                rounds.add(time.perf_counter() - began, num_items=self._settings.batch)
+        finally:
+            batches.close()
+        return rounds.mean_rate
+
+    def whole(self, *, seconds: float, min_steps: int) -> WholeSteps:
+        """Steps of training, `min_steps` of them at least."""
+        settings = self._settings
+        batches = prefetch(self._samples.batches(position=0, max_failures=settings.max_failures), self._device)
+        rounds, waited_s = Rounds(), 0.0
+        try:
+            self._learn(*self._task.inputs(next(batches).batch, is_training=True))
+            while rounds.total_s < seconds or len(rounds.seconds_an_item) < min_steps:
+                began = time.perf_counter()
+                loaded = next(batches)
+                waited_s += time.perf_counter() - began
+                self._learn(*self._task.inputs(loaded.batch, is_training=True))
+                rounds.add(time.perf_counter() - began, num_items=settings.batch)
+        finally:
+            batches.close()
+        return WholeSteps(rounds.mean_rate, waited_s / rounds.total_s)
+
+    def _transfer(self, collated: Batch, *, seconds: float) -> Rate | None:
+        if self._device.type == "cpu":
+            return None
+
+        def transfer() -> None:
+            to_device(collated, self._device)
+            self._wait()
+
+        return repeat(transfer, num_items=self._settings.batch, seconds=seconds)
+
+    def _augment(self, batch: Batch) -> None:
+        self._task.inputs(batch, is_training=True)
+        self._wait()
+
+    def _learn(self, clips: torch.Tensor, captions: torch.Tensor) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        video_BE, text_BE = self._model(clips, captions)
+        info_nce(video_BE, text_BE, log_scale=self._model.logit_scale).backward()
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
+        self._optimizer.step()
+        self._task.after_step(self._model)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
