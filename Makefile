@@ -3,7 +3,7 @@
 #   make demo                        synthetic videos -> shards -> training -> retrieval, in demo/, on pixels and latents
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
-#   make peers                       what `make benchmarks BENCHMARKS=latents` compares with, in .venv-peers
+#   make peers                       what the benchmarks `decode` and `latents` compare with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
-BENCHMARKS ?= chunk encoding latents manifest memory plan rerun
+BENCHMARKS ?= chunk decode encoding latents manifest memory plan rerun
 PEERS_VENV := .venv-peers
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1

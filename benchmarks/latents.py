@@ -34,15 +34,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.environment import REPOSITORY
 from benchmarks.latent_peers.latent_data import write_columns
-from benchmarks.latent_peers.process import NotInstalled, WayProcess
 from benchmarks.latent_peers.segment_set import SEGMENT_BYTES, digest, make_segment_set, open_segment_set
 from benchmarks.measure import run_measured
 from benchmarks.report import parser_for, print_report
+from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 
 OURS, MEMCPY, SEEDS = "LatentLoader", "memcpy", ("seed, 1 worker", "seed, 2 workers")
-PEERS_PYTHON = REPOSITORY / ".venv-peers" / "bin" / "python"
 Rates = dict[str, list[float]]  # segments a second by the name of the way, one a round
 
 
@@ -75,10 +73,11 @@ def start_ways(names: list[str], folder: Path, *, stack: ExitStack) -> tuple[dic
         try:
             running[name] = WayProcess(
                 entry.python,
-                entry.module,
+                f"benchmarks.latent_peers.{entry.module}",
+                folder / "set",
+                folder / entry.module,
                 *entry.words,
-                set_folder=folder / "set",
-                own_folder=folder / entry.module,
+                folder=folder / "set",
             )
         except NotInstalled as error:
             missing[name] = str(error)

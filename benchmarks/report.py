@@ -26,6 +26,7 @@ def print_report(
     notes: Sequence[str],
     json_path: Path | None,
     further: Mapping[str, Rows] | None = None,
+    figures: Mapping[str, object] | None = None,
 ) -> None:
     """Prints one table whose columns are the keys of the rows.
 
@@ -33,6 +34,7 @@ def print_report(
         notes: lines below the table, for example the targets.
         json_path: also takes everything as JSON.
         further: tables that the same run measured, by their titles.
+        figures: for the JSON file only, beside the tables.
     """
     where = surroundings()
     print(f"### {title}\n")
@@ -46,7 +48,7 @@ def print_report(
         _print_table(other_rows)
     print("".join(f"\n{note}" for note in notes), flush=True)
     if json_path is not None:
-        content: dict[str, object] = {"benchmark": title, **where}
+        content: dict[str, object] = {"benchmark": title, **where, **(figures or {})}
         content |= {"rows": [dict(row) for row in rows], "notes": list(notes)}
         if further:
             content["further"] = {name: [dict(row) for row in table] for name, table in further.items()}

@@ -4,12 +4,15 @@ import importlib
 import inspect
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 TINY = {
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--ways", "prep chunk", "bare ffmpeg"],
+    "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--ways", "clipmill", "libavcodec"],
     "encoding": ["--rounds", "1", "--cases", "tiny"],
     "latents": [
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
@@ -20,7 +23,17 @@ TINY = {
     "plan": ["--chunks", "80"],
     "rerun": ["--chunks", "80", "--runs", "1"],
 }
-NOT_BENCHMARKS = {"__init__", "environment", "launch", "made_data", "measure", "plain_loops", "report", "tree"}
+NOT_BENCHMARKS = {
+    "__init__",
+    "environment",
+    "launch",
+    "made_data",
+    "measure",
+    "plain_loops",
+    "report",
+    "tree",
+    "way_process",
+}
 
 
 def test_every_benchmark_is_tried_here(repository: Path) -> None:
@@ -42,14 +55,67 @@ def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(
 
 
 def test_a_way_to_load_latents_that_is_not_installed_leaves_its_row_empty(tmp_path: Path) -> None:
-    from benchmarks.latent_peers.process import NotInstalled, WayProcess
     from benchmarks.latents import MEMCPY, SEEDS, rows_of
+    from benchmarks.way_process import NotInstalled, WayProcess
 
     with pytest.raises(NotInstalled):
-        WayProcess(tmp_path / "python", "mds_shards", set_folder=tmp_path, own_folder=tmp_path / "own")
+        WayProcess(tmp_path / "python", "benchmarks.latent_peers.mds_shards", folder=tmp_path)
     seed, floor = rows_of(32, {MEMCPY: [100.0, 300.0, 200.0]}, [SEEDS[0], MEMCPY])
     assert (seed["segments/s"], seed["/ memcpy"]) == ("not installed", None)
     assert (floor["segments/s"], floor["/ seed"], floor["/ memcpy"]) == (200, None, 1.0)
+
+
+def test_a_decoder_that_is_not_installed_leaves_its_row_and_its_figures_empty(tmp_path: Path) -> None:
+    from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
+    from benchmarks.decode_peers.clip_set import SHORT
+    from benchmarks.decode_peers.figures import DECORD, LOADERS, OURS, TORCHCODEC, Measured, ratios_of, rows_of
+
+    rates = {
+        (OWN, SHORT, OURS): [80.0, 30.0, 50.0],
+        (OWN, SHORT, TORCHCODEC[0]): [2.0, 1.0, 5.0],
+        (OWN, SHORT, TORCHCODEC[1]): [1.0, 3.0, 1.0],
+    }
+    loaders = {LOADERS[0]: [(10.0, 9.0), (20.0, 9.0), (10.0, 9.0)], LOADERS[1]: [(19.0, 8.0), (20.0, 8.0), (21.0, 8.0)]}
+    measured = Measured(rates, {}, loaders, dict.fromkeys(rates, (0, 4)), {DECORD: "no Python"})
+    ratios = ratios_of(measured, {OWN: 150, X264_DEFAULT: 100})
+    assert ratios["over_torchcodec_own_chunks"] == 10.0
+    assert (ratios["over_decord_own_chunks"], ratios["over_decord_x264_default"]) == (None, None)
+    assert (ratios["two_threads_over_one"], ratios["bytes_over_x264_default"]) == (1.9, 1.5)
+    decord, ours = rows_of(measured, [(OWN, SHORT, DECORD), (OWN, SHORT, OURS)])
+    assert (decord["clips/CPU s"], decord["wrong frames"]) == ("not installed", None)
+    assert (ours["clips/CPU s"], ours["wrong frames"], ours["/ decord"]) == (50.0, "0 of 4", None)
+
+
+def test_a_decoder_that_delivers_the_frame_beside_the_one_asked_for_is_caught(tmp_path: Path) -> None:
+    import av
+
+    from benchmarks.decode_peers.clip_set import Clip, crop_rgb
+    from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
+    from benchmarks.decode_peers.pieces import made_pictures
+
+    path = tmp_path / "chunk.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=30, width=512, height=288, pix_fmt="yuv420p")
+        for picture in islice(made_pictures(np.random.default_rng(0)), 12):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
+    frames = ChunkFrames(path)
+    clip = Clip(chunk=0, frames=(2, 5, 6, 11), seed=0, left=40, top=10, width=300, height=250)
+    brighter = [np.clip(frames.rgb[number].astype(int) + 2, 0, 255).astype(np.uint8) for number in clip.frames]
+    assert num_wrong_rgb(clip, crop_rgb(brighter, clip), frames) == 0
+    shifted = [frames.rgb[number] for number in (2, 4, 7, 11)]
+    assert num_wrong_rgb(clip, crop_rgb(shifted, clip), frames) == 2
+    found = {number: frames.decoded[number] for number in clip.frames}
+    assert num_wrong_luma(clip, found, frames) == 0
+    assert num_wrong_luma(clip, {**found, 5: frames.decoded[4]}, frames) == 1
+
+
+def test_pieces_are_taken_from_as_many_videos_as_there_are() -> None:
+    from benchmarks.decode_peers.pieces import shared_out
+
+    room = {Path("long"): 40, Path("short"): 0, Path("other"): 2}
+    assert shared_out(room, 5) == {Path("long"): 3, Path("other"): 2}
+    assert shared_out(room, 100) == {Path("long"): 40, Path("other"): 2}
 
 
 def test_ratios_are_of_the_same_round_and_over_the_better_seed() -> None:

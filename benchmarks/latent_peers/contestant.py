@@ -10,15 +10,13 @@ The time of an epoch runs from asking for its first batch, so it holds the makin
 """
 
 import argparse
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from benchmarks.latent_peers.segment_set import SegmentSet, digest, open_segment_set
+from benchmarks.way_process import answer_requests
 
 Batches = Iterator[tuple[Any, Any]]
 
@@ -52,21 +50,7 @@ def serve(make: Make, open_way: Open) -> None:
     parser.add_argument("set_folder", type=Path)
     parser.add_argument("own_folder", type=Path)
     arguments, _ = parser.parse_known_args()
-    # Libraries print as they like: what they print goes to stderr, and stdout is for answers.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    contestant = _Contestant(arguments.own_folder, open_segment_set(arguments.set_folder), make, open_way)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = contestant.answer(request)
-        except ImportError as error:
-            answer = {"missing": str(error)}
-        _send(answers, answer)
-
-
-def _send(answers: TextIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
+    answer_requests(_Contestant(arguments.own_folder, open_segment_set(arguments.set_folder), make, open_way).answer)
 
 
 class _Contestant:

@@ -1,19 +1,26 @@
-"""Starting the programs of the ways, and asking them."""
+"""Ways to do the same work, each a program that stays alive between its turns: starting, asking, answering.
+
+A request and its answer are one JSON object a line each. This file needs the standard library only, because the other
+ways' Python has no clipmill.
+"""
 
 import json
 import os
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import REPOSITORY
 
+PEERS_PYTHON = REPOSITORY / ".venv-peers" / "bin" / "python"
 _STDERR_CHARS = 3000
 
 
 class NotInstalled(Exception):
-    """The way's Python, or a package that it needs, is not there."""
+    """The way's Python, or something that it needs, is not there."""
 
 
 class WayProcess:
@@ -21,22 +28,31 @@ class WayProcess:
 
     Args:
         python: the Python that runs it.
-        module: of this package.
-        words: further arguments.
+        module: full name of the program.
+        words: its arguments.
+        folder: where it runs.
+        environment: variables beside those of this process.
 
     Raises:
         NotInstalled: there is no such Python.
     """
 
-    def __init__(self, python: Path, module: str, *words: str, set_folder: Path, own_folder: Path) -> None:
+    def __init__(
+        self,
+        python: Path,
+        module: str,
+        *words: str | Path,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         if not python.exists():
             raise NotInstalled(f"no {python}")
         self._module = module
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `end`
         self._process = subprocess.Popen(
-            [python, "-m", f"benchmarks.latent_peers.{module}", set_folder, own_folder, *words],
-            cwd=set_folder,
-            env={**os.environ, "PYTHONPATH": os.fspath(REPOSITORY)},
+            [python, "-m", module, *words],
+            cwd=folder,
+            env={**os.environ, **(environment or {}), "PYTHONPATH": os.fspath(REPOSITORY)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -44,10 +60,10 @@ class WayProcess:
         )
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Sends one request and waits for its answer (benchmarks.latent_peers.contestant).
+        """Sends one request and waits for its answer.
 
         Raises:
-            NotInstalled: a package is missing.
+            NotInstalled: something is missing.
             RuntimeError: the program ended instead of answering.
         """
         assert self._process.stdin is not None
@@ -74,3 +90,16 @@ class WayProcess:
         self._process.stdin.close()
         self._process.wait()
         self._stderr.close()
+
+
+def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The other end: answers requests until there are no more."""
+    # Libraries print as they like: what they print goes to stderr, and stdout is for answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            answered = answer(json.loads(line))
+        except ImportError as error:
+            answered = {"missing": str(error)}
+        answers.write(json.dumps(answered) + "\n")

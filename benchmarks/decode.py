@@ -1,0 +1,286 @@
+"""Clips out of chunks: clipmill beside decord, torchcodec, PyAV, OpenCV, and libavcodec alone.
+
+    python benchmarks/decode.py [VIDEOS] [--quick] [--json FILE]
+
+Pieces of 15 s at 30 frames a second, short side 288, are cut out of a folder of VIDEOS without loss (without VIDEOS
+they are made: textured, panning, turning, noisy) and encoded as several sets of chunks:
+
+    x264 default   `ffmpeg -i PIECE -c:v libx264`: CRF 23, preset medium, a key frame every 250
+    own            `prep chunk` with its default recipe
+    closed GOP     `prep chunk --gop closed`
+    fast           `prep chunk --codec mjpeg`: every frame is a key frame
+
+From each of them the same clips are taken, the same frames and one RandomResizedCrop(0.5-1.0) to 224 pixels a clip with
+the same rectangles: 4 frames of a span of 1 to 4 s, and 16 frames with a stride of 4 as for a VideoMAE. The ways:
+
+    clipmill       the clip path of training: packets out of the shard, checksums compared; planes of YUV
+    clipmill, rgb  the same, converted to RGB on the CPU
+    clipmill, uncropped
+                   the same, its frames as they come out of the decoder
+    decord, torchcodec (seek mode exact, and approximate), PyAV, OpenCV
+                   open the chunk's file, get the frames as RGB, crop and resize them with OpenCV
+    libavcodec     the packets that clipmill feeds, lying ready in memory, fed to the same decoder; nothing is read,
+                   compared, cropped or resized: the floor
+
+Each way is a process that stays alive, on one thread, its files in the page cache. Before anything is timed its clips
+are compared with sequential decoding of the chunk; `wrong frames` says how many were not those asked for (planes of
+YUV must be equal to the byte). A turn is as many passes over the clips as half a second holds, all ways take their
+turns in every round, in an order that goes round. What counts are clips per CPU second of the way's process; figures
+are medians over the rounds, ratios medians of the ratios within each round. `/ decord` is over decord on the x264
+default chunks, `/ libavcodec` over libavcodec on the same chunks.
+
+Targets: 12 times decord on x264 default chunks with at most 1.6 times their bytes, 8 times with 16 frames; on own
+chunks 3.5 times decord and 2.5 times torchcodec (the better of its modes); uncropped 0.9 of libavcodec; less than 10 %
+of the CPU outside libavcodec and the resize; two threads of the loader 1.8 times one.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.decode_peers.chunk_sets import CLOSED, FAST, OWN, SETS, X264_DEFAULT, make_set, write_captions
+from benchmarks.decode_peers.clip_set import (
+    MAE,
+    MIN_AREA,
+    SHORT,
+    Clip,
+    chunk_path,
+    draw_span,
+    frames_of_mae,
+    frames_of_short,
+    write_clips,
+)
+from benchmarks.decode_peers.figures import (
+    COSTS,
+    DECORD,
+    FLOOR,
+    LOADERS,
+    OPENCV,
+    OTHERS,
+    OURS,
+    OURS_RGB,
+    PYAV,
+    TORCHCODEC,
+    UNCROPPED,
+    Case,
+    Measured,
+    cost_rows,
+    loader_rows,
+    ratios_of,
+    rows_of,
+    size_rows,
+)
+from benchmarks.decode_peers.pieces import cut_pieces, make_pieces
+from benchmarks.decode_peers.torchcodec_reader import links_to_libraries
+from benchmarks.report import Rows, parser_for, print_report
+from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
+from prep.ffmpeg import find_ffmpeg
+
+AT_LEAST_S, LOADER_AT_LEAST_S = 0.5, 2.0
+NUM_CAPTIONS, NUM_CHECKED_CHUNKS = 512, 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A way's program in benchmarks.decode_peers, and the Python that has what it needs."""
+
+    module: str
+    words: tuple[str, ...] = ()
+    python: Path = Path(sys.executable)
+
+
+WAYS = {
+    OURS: Entry("packet_clips"),
+    OURS_RGB: Entry("packet_clips", ("--as", "rgb")),
+    UNCROPPED: Entry("packet_clips", ("--as", "frames")),
+    FLOOR: Entry("libavcodec_floor"),
+    DECORD: Entry("decord_reader", (), PEERS_PYTHON),
+    TORCHCODEC[0]: Entry("torchcodec_reader", ("--seek-mode", "exact"), PEERS_PYTHON),
+    TORCHCODEC[1]: Entry("torchcodec_reader", ("--seek-mode", "approximate"), PEERS_PYTHON),
+    PYAV: Entry("pyav_seek", (), PEERS_PYTHON),
+    OPENCV: Entry("opencv_seek", (), PEERS_PYTHON),
+}
+# Without OpenCV where a clip takes it longest: half a second each with 16 seeks among 250 frames.
+CASES: list[Case] = [
+    *((X264_DEFAULT, SHORT, way) for way in OTHERS),
+    *((OWN, SHORT, way) for way in WAYS),
+    *((CLOSED, SHORT, way) for way in (OURS, UNCROPPED, FLOOR, DECORD, *TORCHCODEC)),
+    *((FAST, SHORT, way) for way in WAYS),
+    *((X264_DEFAULT, MAE, way) for way in OTHERS if way != OPENCV),
+    *((OWN, MAE, way) for way in WAYS if way != OPENCV),
+    *((FAST, MAE, way) for way in (OURS, UNCROPPED, FLOOR)),
+]
+
+
+def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> dict[str, list[Clip]]:
+    """As many clips from each chunk, give or take one; half as many of 16 frames."""
+    import av
+
+    from train.data.crop import rectangle_of
+
+    sizes = []
+    for chunk in range(num_chunks):
+        with av.open(str(chunk_path(folder, name, chunk))) as container:
+            stream = container.streams.video[0]
+            sizes.append((stream.width, stream.height))
+    random = np.random.default_rng(0)
+    clips: dict[str, list[Clip]] = {}
+    for kind, draw, count in ((SHORT, frames_of_short, num_clips), (MAE, frames_of_mae, -(-num_clips // 2))):
+        clips[kind] = []
+        for number in range(count):
+            chunk, seed = number % num_chunks, int(random.integers(1 << 31))
+            (width, height), own = sizes[chunk], np.random.default_rng(seed)
+            part = rectangle_of("random", width=width, height=height, min_area=MIN_AREA, rng=own)
+            clips[kind].append(
+                Clip(chunk, draw(random), seed, part.left, part.top, part.width, part.height),
+            )
+    return clips
+
+
+class Ways:
+    """The programs of the ways and of what is measured beside them, by name; those that are not there are named."""
+
+    def __init__(self, names: list[str], folder: Path, *, stack: ExitStack) -> None:
+        self._running: dict[str, WayProcess] = {}
+        self.missing: dict[str, str] = {}
+        libraries = links_to_libraries(PEERS_PYTHON, folder / "libraries")
+        searched = os.pathsep.join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH")]))
+        entries = {name: WAYS[name] for name in names}
+        entries |= {COSTS: Entry("clip_costs")}
+        entries |= {name: Entry("loader_threads", ("--threads", str(n))) for n, name in enumerate(LOADERS, start=1)}
+        for name, entry in entries.items():
+            module = f"benchmarks.decode_peers.{entry.module}"
+            environment = {"LD_LIBRARY_PATH": searched} if name in TORCHCODEC else None
+            try:
+                way = WayProcess(entry.python, module, folder, *entry.words, folder=folder, environment=environment)
+            except NotInstalled as error:
+                self.missing[name] = str(error)
+                continue
+            self._running[name] = way
+            stack.callback(way.end)
+
+    def has(self, name: str) -> bool:
+        """Whether a way is there."""
+        return name in self._running
+
+    def ask(self, name: str, do: str, **details: Any) -> dict[str, Any] | None:
+        """What a way answers; None where it is not there, or where it says now that something is missing."""
+        if name not in self._running:
+            return None
+        try:
+            return self._running[name].ask(do, **details)
+        except NotInstalled as error:
+            self.missing[name] = str(error)
+            del self._running[name]
+            return None
+
+
+def race(ways: Ways, cases: list[Case], *, num_rounds: int) -> Measured:
+    """Checks every case, then lets them take turns.
+
+    Raises:
+        RuntimeError: clipmill delivers another frame than the one asked for.
+    """
+    measured = Measured({}, {}, {name: [] for name in LOADERS}, {}, ways.missing)
+    for case in cases:
+        name, kind, way = case
+        found = ways.ask(way, "check", set=name, kind=kind, num_chunks=NUM_CHECKED_CHUNKS)
+        if found is None:
+            continue
+        _progress(f"{name}, {kind}, {way}: {found['num_wrong']} of {found['num_frames']} frames are wrong")
+        if found["num_wrong"] and way not in OTHERS:
+            raise RuntimeError(f"{case}: {found}")
+        measured.rates[case], measured.wrong[case] = [], (found["num_wrong"], found["num_frames"])
+    for number in range(num_rounds):
+        running = list(measured.rates)
+        begin = number * len(running) // num_rounds
+        for name, kind, way in running[begin:] + running[:begin]:
+            turn = ways.ask(way, "time", set=name, kind=kind, at_least_s=AT_LEAST_S)
+            assert turn is not None, f"{way} has gone"
+            measured.rates[name, kind, way].append(turn["num_clips"] / turn["cpu_s"])
+        _measure_beside(ways, measured, is_turned=number % 2 == 1)
+        _progress(f"round {number + 1} is over")
+    return measured
+
+
+def _measure_beside(ways: Ways, measured: Measured, *, is_turned: bool) -> None:
+    for name, kind in [(name, kind) for name, kind, way in measured.rates if way == FLOOR]:
+        if costs := ways.ask(COSTS, "costs", set=name, kind=kind):
+            measured.costs.setdefault((name, kind), []).append(costs)
+    for name in LOADERS[::-1] if is_turned else LOADERS:
+        if turn := ways.ask(name, "load", set=OWN, at_least_s=LOADER_AT_LEAST_S):
+            rates = turn["num_clips"] / turn["wall_s"], turn["num_clips"] / turn["cpu_s"]
+            measured.loaders[name].append(rates)
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("videos", nargs="?", type=Path, metavar="VIDEOS", help="folder of videos to cut pieces from")
+    parser.add_argument("--pieces", type=int, default=12, help="of 15 s (default 12)")
+    parser.add_argument("--clips", type=int, default=36, help="of 4 frames; half as many of 16 (default 36)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default 5)")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY", help="only these")
+    parser.add_argument("--quick", action="store_true", help="4 pieces, 16 clips, one round: rough figures")
+    return parser
+
+
+def main() -> None:
+    """Runs the benchmark and prints its tables."""
+    arguments = _parser().parse_args()
+    if arguments.quick:
+        arguments.pieces, arguments.clips, arguments.rounds = 4, 16, 1
+    program = find_ffmpeg().path
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        pieces, captions = folder / "pieces", folder / "captions.csv"
+        pieces.mkdir()
+        _progress("making the pieces")
+        if arguments.videos is None:
+            names = make_pieces(pieces, num_pieces=arguments.pieces, program=program)
+        else:
+            names = cut_pieces(arguments.videos, pieces, num_pieces=arguments.pieces, program=program)
+        random = np.random.default_rng(0)
+        write_captions(captions, [(number % len(names), *draw_span(random)) for number in range(NUM_CAPTIONS)])
+        _progress("encoding the sets")
+        make = partial(make_set, pieces=pieces, captions=captions, folder=folder, program=program)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sizes = dict(zip(SETS, pool.map(make, SETS), strict=True))
+        write_clips(folder, draw_clips(folder, OWN, num_chunks=len(names), num_clips=arguments.clips))
+        cases = [case for case in CASES if case[2] in arguments.ways]
+        measured = race(Ways(arguments.ways, folder, stack=stack), cases, num_rounds=arguments.rounds)
+    ratios = ratios_of(measured, sizes)
+    further: dict[str, Rows] = {
+        "Figures with targets": [{"figure": figure, "value": value} for figure, value in ratios.items()],
+        "Bytes": size_rows(sizes, num_chunks=len(names)),
+        "CPU microseconds of a clip in clipmill": cost_rows(measured),
+        "The loader, 4 frames a clip, own chunks": loader_rows(measured),
+    }
+    notes = [
+        f"{len(names)} pieces of 15 s ({', '.join(names)}), {arguments.clips} clips, {arguments.rounds} rounds.",
+        *(f"{way} is not installed: {why}" for way, why in measured.missing.items()),
+    ]
+    print_report(
+        "Clips out of chunks",
+        rows_of(measured, cases),
+        notes=notes,
+        json_path=arguments.json,
+        further={title: rows for title, rows in further.items() if rows},
+        figures={"ratios": ratios},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The sets of chunks: the same pieces as a plain call of ffmpeg encodes them, and as `prep chunk` does."""
+
+import csv
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.decode_peers.clip_set import CHUNK_FRAMES, chunk_path, data_folder
+from benchmarks.decode_peers.pieces import PIECE_S
+from benchmarks.measure import prep_command, run_measured
+
+X264_DEFAULT, OWN, CLOSED, FAST = "x264 default", "own", "closed GOP", "fast"
+SETS = (X264_DEFAULT, OWN, CLOSED, FAST)
+# Words of `prep chunk` for the sets that it makes.
+RECIPES: dict[str, tuple[str, ...]] = {OWN: (), CLOSED: ("--gop", "closed"), FAST: ("--codec", "mjpeg")}
+
+
+def write_captions(path: Path, spans: Iterable[tuple[int, float, float]]) -> None:
+    """Writes captions for `prep manifest folder`: (piece, begin, length in seconds) each."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["video", "text", "begin_s", "end_s"])
+        for number, (piece, begin_s, length_s) in enumerate(spans):
+            writer.writerow([f"{piece:03d}.mp4", f"caption {number}", f"{begin_s:.3f}", f"{begin_s + length_s:.3f}"])
+
+
+def make_set(name: str, *, pieces: Path, captions: Path, folder: Path, program: str) -> int:
+    """Encodes the pieces, one chunk each, and gives the bytes of all chunks.
+
+    Raises:
+        RuntimeError: `prep chunk` gave other chunks than one of 15 s for each piece.
+    """
+    chunk_path(folder, name, 0).parent.mkdir()
+    sources = sorted(pieces.iterdir())
+    chunks = [chunk_path(folder, name, number) for number in range(len(sources))]
+    if name == X264_DEFAULT:
+        for piece, chunk in zip(sources, chunks, strict=True):
+            command = [program, "-v", "error", "-nostdin", "-i", str(piece), "-c:v", "libx264", str(chunk)]
+            subprocess.run(command, check=True)
+    else:
+        _prep_chunks(name, pieces=pieces, captions=captions, folder=folder)
+    return sum(chunk.stat().st_size for chunk in chunks)
+
+
+def _prep_chunks(name: str, *, pieces: Path, captions: Path, folder: Path) -> None:
+    from shards.reader import Variant
+
+    data = data_folder(folder, name)
+    run_measured(prep_command("manifest", "folder", pieces, "--captions", captions, "--data", data))
+    words: list[str | Path] = ["--len", f"{PIECE_S}s", "--data", data, "--engine", "processes", *RECIPES[name]]
+    run_measured(prep_command("chunk", *words))
+    for shard in Variant.open(data).shards():
+        for row in range(shard.num_samples):
+            num_frames = shard.index["num_frames"][row].as_py()
+            if num_frames != CHUNK_FRAMES:
+                raise RuntimeError(f"{shard.index['key'][row]} has {num_frames} frames, not {CHUNK_FRAMES}")
+            number = int(shard.index["video_id"][row].as_py())
+            chunk_path(folder, name, number).write_bytes(shard.read(row, "mp4"))

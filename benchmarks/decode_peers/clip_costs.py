@@ -1,0 +1,86 @@
+"""Where the time of a clip goes in clipmill: CPU microseconds of each step, the steps done one after another.
+
+    {"do": "costs", "set": "own", "kind": "..."}     {"the clip path": 5400.0, "libavcodec": 4900.0, ...}
+
+The clip path is timed as it is used, the steps beside it on the same clip; what they do not explain is
+its own. Figures are means over the clips.
+"""
+
+import argparse
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.decode_peers.clip_set import SIZE_PX, Clip, read_clips
+from benchmarks.decode_peers.libavcodec_floor import ReadyClips
+from benchmarks.decode_peers.packet_clips import PacketReader, chunks_of, rectangle_of
+from benchmarks.way_process import answer_requests
+from train.data.decoding.chunks import read_packets
+from train.data.decoding.planes import crop_clip
+
+WHOLE, DECODE, RESIZE = "the clip path", "libavcodec", "crop and resize"
+PLAN, READ, COMPARE, WRAP = "which packets", "read", "checksums", "packet objects"
+_Result = TypeVar("_Result")
+
+
+class Costs:
+    """The steps on one set of chunks, timed."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._reader, self._ready = PacketReader(folder, name, rgb=False), ReadyClips(folder, name)
+        self._chunks = chunks_of(folder, name)
+
+    def of(self, clips: list[Clip]) -> dict[str, float]:
+        """Mean CPU microseconds a clip, by step."""
+        for clip in clips:
+            self._ready.make_ready(clip)
+            self._reader.read(clip)
+        spent_s = dict.fromkeys((WHOLE, DECODE, RESIZE, PLAN, READ, COMPARE, WRAP), 0.0)
+        for clip in clips:
+            self._time_steps(clip, spent_s)
+        # Reading is done together with the two that are timed by themselves as well.
+        spent_s[READ] -= spent_s[PLAN] + spent_s[COMPARE]
+        return {step: 1e6 * seconds / len(clips) for step, seconds in spent_s.items()}
+
+    def _time_steps(self, clip: Clip, spent_s: dict[str, float]) -> None:
+        import av
+
+        def timed(step: str, work: Callable[[], _Result]) -> _Result:
+            begin_s = time.process_time()
+            result = work()
+            spent_s[step] += time.process_time() - begin_s
+            return result
+
+        shard, row = self._chunks[clip.chunk]
+        table = shard.packet_tables.of_row(row)
+        timed(WHOLE, lambda: self._reader.read(clip))
+        found = timed(DECODE, lambda: self._ready.read(clip))
+        frames = [found[number] for number in clip.frames]
+        timed(RESIZE, lambda: crop_clip(frames, rectangle_of(clip), size_px=SIZE_PX))
+        timed(PLAN, lambda: table.needed_for(clip.frames))
+        packets = timed(READ, lambda: read_packets(shard, row, clip.frames, table=table, key=str(clip.chunk)))
+        timed(COMPARE, lambda: [zlib.crc32(content) for _, content in packets])
+        timed(WRAP, lambda: [av.Packet(content) for _, content in packets])  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Serves."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    clips = read_clips(folder)
+    of_set: dict[str, Costs] = {}
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        name = request["set"]
+        if name not in of_set:
+            of_set[name] = Costs(folder, name)
+        return of_set[name].of(clips[request["kind"]])
+
+    answer_requests(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""decord: a VideoReader for each clip, its frames by `get_batch`, cropped by OpenCV."""
+
+import numpy as np
+
+from benchmarks.decode_peers.clip_set import Clip, crop_rgb
+from benchmarks.decode_peers.contestant import serve_files
+
+
+def read_path(path: str, clip: Clip) -> np.ndarray:
+    """As `Reader.read`."""
+    import decord
+
+    reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)
+    return crop_rgb(reader.get_batch(list(clip.frames)).asnumpy(), clip)
+
+
+if __name__ == "__main__":
+    serve_files(read_path)

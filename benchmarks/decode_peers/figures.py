@@ -1,0 +1,124 @@
+"""What the rounds of `benchmarks.decode` gave, as tables and as the figures that have targets."""
+
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
+from benchmarks.decode_peers.clip_costs import DECODE, RESIZE, WHOLE
+from benchmarks.decode_peers.clip_set import MAE, SHORT
+
+OURS, OURS_RGB, UNCROPPED, FLOOR = "clipmill", "clipmill, rgb", "clipmill, uncropped", "libavcodec"
+DECORD, PYAV, OPENCV = "decord", "PyAV", "OpenCV"
+TORCHCODEC = ("torchcodec, exact", "torchcodec, approximate")
+COSTS, LOADERS = "costs", ("loader, 1 thread", "loader, 2 threads")
+OTHERS = (DECORD, *TORCHCODEC, PYAV, OPENCV)
+Case = tuple[str, str, str]  # set of chunks, kind of clips, way
+Rates = dict[Case, list[float]]  # clips per CPU second, one a round
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the rounds gave.
+
+    Attributes:
+        costs: of each (set, kind), one a round: CPU microseconds of each step.
+        loaders: of each loader way, one a round: (clips a second of wall time, clips per CPU second).
+        wrong: frames that a case delivered in place of those asked for, and how many were looked at.
+        missing: why ways are not there.
+    """
+
+    rates: Rates
+    costs: dict[tuple[str, str], list[dict[str, float]]]
+    loaders: dict[str, list[tuple[float, float]]]
+    wrong: dict[Case, tuple[int, int]]
+    missing: dict[str, str]
+
+
+def better_of(rates: Rates, cases: list[Case]) -> list[float]:
+    """The highest rate of each round among cases, those that are not there left out."""
+    return [max(of_round) for of_round in zip(*(rates[case] for case in cases if case in rates), strict=True)]
+
+
+def ratio(rates: list[float], base: list[float]) -> float | None:
+    """Median of the ratios within each round; None where one of both is not there."""
+    if not rates or not base:
+        return None
+    return statistics.median(rate / other for rate, other in zip(rates, base, strict=True))
+
+
+def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | None]:
+    """The figures that have targets, by name."""
+    rates, ours = measured.rates, measured.rates.get((OWN, SHORT, OURS), [])
+    floor = rates.get((OWN, SHORT, FLOOR), [])
+    torchcodec = better_of(rates, [(OWN, SHORT, way) for way in TORCHCODEC])
+    one, two = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
+    outside = [1 - (costs[DECODE] + costs[RESIZE]) / costs[WHOLE] for costs in measured.costs.get((OWN, SHORT), [])]
+    return {
+        "over_decord_x264_default": ratio(ours, rates.get((X264_DEFAULT, SHORT, DECORD), [])),
+        "over_torchcodec_own_chunks": ratio(ours, torchcodec),
+        "over_decord_own_chunks": ratio(ours, rates.get((OWN, SHORT, DECORD), [])),
+        "mae_over_decord_x264_default": ratio(
+            rates.get((OWN, MAE, OURS), []), rates.get((X264_DEFAULT, MAE, DECORD), [])
+        ),
+        "over_libavcodec": ratio(ours, floor),
+        "uncropped_over_libavcodec": ratio(rates.get((OWN, SHORT, UNCROPPED), []), floor),
+        "outside_libavcodec_and_resize": statistics.median(outside) if outside else None,
+        "two_threads_over_one": ratio(two, one),
+        "bytes_over_x264_default": sizes[OWN] / sizes[X264_DEFAULT],
+    }
+
+
+def rows_of(measured: Measured, cases: list[Case]) -> list[dict[str, object]]:
+    """One row of the table for each case, those that are not installed too."""
+    rates = measured.rates
+    rows: list[dict[str, object]] = []
+    for name, kind, way in cases:
+        own = rates.get((name, kind, way), [])
+        wrong, looked_at = measured.wrong.get((name, kind, way), (0, 0))
+        rows.append(
+            {
+                "chunks": name,
+                "clips": kind,
+                "way": way,
+                "clips/CPU s": round(statistics.median(own), 1) if own else "not installed",
+                "lowest": round(min(own), 1) if own else None,
+                "highest": round(max(own), 1) if own else None,
+                "/ decord": ratio(own, rates.get((X264_DEFAULT, kind, DECORD), [])),
+                "/ libavcodec": ratio(own, rates.get((name, kind, FLOOR), [])),
+                "wrong frames": f"{wrong} of {looked_at}" if own else None,
+            }
+        )
+    return rows
+
+
+def cost_rows(measured: Measured) -> list[dict[str, object]]:
+    """Where clipmill's time goes: medians of microseconds a clip, and the share outside libavcodec and the resize."""
+    rows: list[dict[str, object]] = []
+    for (name, kind), rounds in measured.costs.items():
+        median = {step: statistics.median(costs[step] for costs in rounds) for step in rounds[0]}
+        outside = statistics.median(1 - (costs[DECODE] + costs[RESIZE]) / costs[WHOLE] for costs in rounds)
+        steps = {step: round(value) for step, value in median.items()}
+        rows.append({"chunks": name, "clips": kind, **steps, "share outside": outside})
+    return rows
+
+
+def size_rows(sizes: dict[str, int], *, num_chunks: int) -> list[dict[str, object]]:
+    """Bytes of each set."""
+    return [
+        {"chunks": name, "MB a chunk": size / 1e6 / num_chunks, "/ x264 default": size / sizes[X264_DEFAULT]}
+        for name, size in sizes.items()
+    ]
+
+
+def loader_rows(measured: Measured) -> list[dict[str, object]]:
+    """The loader by its number of threads; `of one` is the median of the ratios of wall time within each round."""
+    one = [wall for wall, _ in measured.loaders[LOADERS[0]]]
+    return [
+        {
+            "way": way,
+            "clips/s": round(statistics.median(wall for wall, _ in rates), 1),
+            "of one": ratio([wall for wall, _ in rates], one),
+            "clips/CPU s": round(statistics.median(cpu for _, cpu in rates), 1),
+        }
+        for way, rates in measured.loaders.items()
+    ]

@@ -1,0 +1,58 @@
+"""libavcodec and nothing else: packets lie ready in memory, are fed to a context, and the frames are thrown away.
+
+The packets are those that the clips need, the contexts are clipmill's: what is left out is everything around them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.decode_peers.clip_set import Clip
+from benchmarks.decode_peers.contestant import serve
+from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma
+from benchmarks.decode_peers.packet_clips import chunks_of
+from train.data.decoding.chunks import read_packets
+
+
+class ReadyClips:
+    """The packets of every clip that was asked for once, and a context a chunk's extradata."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._chunks = chunks_of(folder, name)
+        self._contexts: dict[tuple[str, bytes], Any] = {}
+        self._ready: dict[Clip, tuple[Any, list[Any]]] = {}
+
+    def make_ready(self, clip: Clip) -> None:
+        """Reads the clip's packets."""
+        import av
+
+        shard, row = self._chunks[clip.chunk]
+        codec, extradata = shard.index["codec"][row].as_py(), shard.index["extradata"][row].as_py()
+        if (codec, extradata) not in self._contexts:
+            context = self._contexts[codec, extradata] = av.CodecContext.create(codec, "r")
+            context.thread_count = 1
+            context.extradata = extradata or None
+        packets = []
+        table = shard.packet_tables.of_row(row)
+        for frame, content in read_packets(shard, row, clip.frames, table=table, key=str(clip.chunk)):
+            packet = av.Packet(content)  # type: ignore[arg-type]  # any buffer will do
+            packet.pts = frame
+            packets.append(packet)
+        self._ready[clip] = self._contexts[codec, extradata], packets
+
+    def read(self, clip: Clip) -> dict[int, Any]:
+        """Decodes all frames of the clip's packets, by their index."""
+        if clip not in self._ready:
+            self.make_ready(clip)
+        context, packets = self._ready[clip]
+        frames = [frame for packet in packets for frame in context.decode(packet)]
+        frames += context.decode(None)
+        context.flush_buffers()
+        return {frame.pts: frame for frame in frames}
+
+    def num_wrong(self, clip: Clip, found: dict[int, Any], frames: ChunkFrames) -> int:
+        """As `Reader.num_wrong`."""
+        return num_wrong_luma(clip, found, frames)
+
+
+if __name__ == "__main__":
+    serve(ReadyClips)

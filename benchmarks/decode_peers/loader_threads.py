@@ -1,0 +1,70 @@
+"""clipmill's loader as training uses it, with so many worker threads: clips a second of wall time, and of CPU time.
+
+    {"do": "load", "set": "own", "at_least_s": 2}      {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
+
+The captions that it reads are the spans of the benchmark's short clips, its frames and rectangles are its own draws.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
+from benchmarks.way_process import answer_requests
+from train.data.clips import Sampling
+from train.data.decoding.clip import ClipShape
+from train.data.loader import LoadedBatch, LoaderSettings
+from train.data.video_captions import VideoCaptions
+
+BATCH, NUM_AHEAD = 8, 32
+SPLIT = "train"
+
+
+def endless_batches(data: Path, *, num_threads: int) -> Iterator[LoadedBatch]:
+    """Batches of four frames a clip, as planes of YUV."""
+    samples = VideoCaptions(
+        data,
+        split=SPLIT,
+        shape=ClipShape(sampling=Sampling(num_frames=4), size_px=SIZE_PX, min_crop_area=MIN_AREA),
+        tokenize=lambda text: np.zeros(1, np.int64),
+        loading=LoaderSettings(batch=BATCH, num_threads=num_threads, num_ahead=NUM_AHEAD, seed=0),
+    )
+    return samples.batches(max_failures=0)
+
+
+def load(batches: Iterator[LoadedBatch], *, at_least_s: float) -> dict[str, Any]:
+    """Takes batches for so long, after those that were ready when it began."""
+    for _ in range(NUM_AHEAD // BATCH + 1):
+        next(batches)
+    num_clips = 0
+    cpu_begin_s, begin_s = time.process_time(), time.perf_counter()
+    while time.perf_counter() - begin_s < at_least_s:
+        num_clips += len(next(batches).batch["key"])
+    wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_begin_s
+    return {"num_clips": num_clips, "cpu_s": cpu_s, "wall_s": wall_s}
+
+
+def main() -> None:
+    """Serves with the number of threads of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    of_set: dict[str, Iterator[LoadedBatch]] = {}
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        name = request["set"]
+        if name not in of_set:
+            data = data_folder(arguments.folder, name)
+            of_set[name] = endless_batches(data, num_threads=arguments.threads)
+        return load(of_set[name], at_least_s=request["at_least_s"])
+
+    answer_requests(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""clipmill: the packets that a clip needs are read from the shard and compared, decoded, cropped as planes of YUV.
+
+`--as rgb` makes RGB of the planes on the CPU, for those who want that from a loader; `--as frames` crops nothing.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, Clip, data_folder
+from benchmarks.decode_peers.contestant import Reader, serve
+from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
+from shards.reader import CommittedShard, Variant
+from train.data.clips import Sampling
+from train.data.crop import Rectangle
+from train.data.decoding.chunks import ChunkDecoder
+from train.data.decoding.clip import ClipShape, make_clip
+from train.data.decoding.planes import as_yuv420, crop_clip
+
+if TYPE_CHECKING:
+    import av
+
+
+class FrameReader:
+    """The decoded frames of a clip, by their index."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.chunks = chunks_of(folder, name)
+        self._decoder = ChunkDecoder("packets")
+
+    def read(self, clip: Clip) -> "dict[int, av.VideoFrame]":
+        """As `Reader.read`."""
+        shard, row = self.chunks[clip.chunk]
+        return self._decoder.decode(shard, row, clip.frames, key=str(clip.chunk))
+
+    def num_wrong(self, clip: Clip, found: "dict[int, av.VideoFrame]", frames: ChunkFrames) -> int:
+        """As `Reader.num_wrong`."""
+        return num_wrong_luma(clip, found, frames)
+
+
+class PacketReader:
+    """The clip path of training: uint8 [T, SIZE_PX * SIZE_PX * 3 / 2], or RGB [T, SIZE_PX, SIZE_PX, 3]."""
+
+    def __init__(self, folder: Path, name: str, *, rgb: bool) -> None:
+        self._frames = FrameReader(folder, name)
+        # The sampling is not used: the frames of a clip are given.
+        self._shape = ClipShape(sampling=Sampling(num_frames=1), size_px=SIZE_PX, min_crop_area=MIN_AREA, rgb=rgb)
+
+    def read(self, clip: Clip) -> np.ndarray:
+        """As `Reader.read`."""
+        found = self._frames.read(clip)
+        frames, rng = [found[frame] for frame in clip.frames], np.random.default_rng(clip.seed)
+        return make_clip(frames, self._shape, rng=rng, in_graph=False, key=str(clip.chunk)).video
+
+    def num_wrong(self, clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
+        """As `Reader.num_wrong`: of planes every byte must be that of the sequentially decoded frame."""
+        if self._shape.rgb:
+            return num_wrong_rgb(clip, found, frames)
+        asked = [as_yuv420(frames.decoded[number]) for number in clip.frames]
+        wanted = crop_clip(asked, rectangle_of(clip), size_px=SIZE_PX)
+        return int((found != wanted).any(1).sum())
+
+
+def chunks_of(folder: Path, name: str) -> dict[int, tuple[CommittedShard, int]]:
+    """Shard and row of every chunk of a set."""
+    chunks = {}
+    for shard in Variant.open(data_folder(folder, name)).shards():
+        for row, video_id in enumerate(shard.index["video_id"].to_pylist()):
+            chunks[int(video_id)] = (shard, row)
+    return chunks
+
+
+def rectangle_of(clip: Clip) -> Rectangle:
+    """What is cut out of the clip's frames."""
+    return Rectangle(clip.left, clip.top, clip.width, clip.height)
+
+
+def main() -> None:
+    """Serves what the command line asks for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--as", choices=["planes", "rgb", "frames"], default="planes", dest="form")
+    form = parser.parse_known_args()[0].form
+
+    def open_reader(folder: Path, name: str) -> Reader:
+        if form == "frames":
+            return FrameReader(folder, name)
+        if form == "rgb":
+            import torch
+
+            torch.set_num_threads(1)
+        return PacketReader(folder, name, rgb=form == "rgb")
+
+    serve(open_reader)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""torchcodec: a VideoDecoder for each clip, its frames by `get_frames_at`, cropped by OpenCV.
+
+It needs ffmpeg's shared libraries. PyAV's wheel carries them under names of its own; `links_to_libraries` gives them
+the names that torchcodec looks for, for LD_LIBRARY_PATH, so that nothing has to be installed in the system.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.decode_peers.clip_set import Clip, crop_rgb
+from benchmarks.decode_peers.contestant import serve_files
+
+_BUNDLED = re.compile(r"(?P<name>lib(?:av|sw)[a-z]+)-[0-9a-f]+\.so\.(?P<major>\d+)\.")
+
+
+def links_to_libraries(python: Path, folder: Path) -> Path:
+    """Fills `folder` with links to the libraries of the PyAV of `python`; without PyAV it stays empty."""
+    folder.mkdir()
+    for library in python.parent.parent.glob("lib/python*/site-packages/av.libs/*"):
+        (folder / library.name).symlink_to(library)  # they look for each other beside them
+        bundled = _BUNDLED.match(library.name)
+        if bundled:
+            (folder / f"{bundled['name']}.so.{bundled['major']}").symlink_to(library)
+    return folder
+
+
+def main() -> None:
+    """Serves with the seek mode of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seek-mode", choices=["exact", "approximate"], required=True)
+    seek_mode = parser.parse_known_args()[0].seek_mode
+
+    def read_path(path: str, clip: Clip) -> np.ndarray:
+        import torch
+        from torchcodec.decoders import VideoDecoder
+
+        torch.set_num_threads(1)
+        decoder = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode=seek_mode)
+        return crop_rgb(decoder.get_frames_at(list(clip.frames)).data.numpy(), clip)
+
+    serve_files(read_path)
+
+
+if __name__ == "__main__":
+    main()
