@@ -1,8 +1,15 @@
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms import RandomResizedCrop
 
-from train.data.crop import Rectangle, centre_square, crop_and_resize, random_resized_rectangle
+from train.data.crop import (
+    Rectangle,
+    centre_square,
+    multi_scale_rectangle,
+    random_resized_rectangle,
+    rectangle_of,
+)
 
 
 @pytest.mark.parametrize(("width", "height"), [(512, 288), (288, 512), (64, 64), (1000, 10), (1, 1)])
@@ -29,10 +36,46 @@ def test_the_centre_square_is_centred() -> None:
     assert centre_square(7, 10) == Rectangle(0, 1, 7, 7)
 
 
-def test_all_frames_are_cut_alike() -> None:
-    frames = [np.zeros((40, 60, 3), np.uint8) for _ in range(2)]
-    for number, frame in enumerate(frames):
-        frame[10:30, 20:40] = 100 + number
-    video = crop_and_resize(frames, Rectangle(20, 10, 20, 20), size_px=8)
-    assert video.shape == (2, 8, 8, 3) and video.dtype == torch.uint8
-    assert (video[0] == 100).all() and (video[1] == 101).all()
+def test_random_rectangles_are_drawn_as_torchvision_draws_them() -> None:
+    """Areas, ratios and places of 4000 rectangles have the distributions of RandomResizedCrop's, fallback included."""
+    torch.manual_seed(0)
+    picture = torch.empty(1, 288, 512)
+    theirs = []
+    for _ in range(4000):
+        top, left, height, width = RandomResizedCrop.get_params(picture, [0.3, 1.0], [3 / 4, 4 / 3])
+        theirs.append((width * height, width / height, left, top))
+    ours = []
+    for seed in range(4000):
+        one = random_resized_rectangle(512, 288, min_area=0.3, rng=np.random.default_rng(seed))
+        ours.append((one.width * one.height, one.width / one.height, one.left, one.top))
+    for own, other in zip(np.transpose(ours), np.transpose(theirs), strict=True):
+        places = np.sort(np.concatenate([own, other]))
+        own_share = np.searchsorted(np.sort(own), places, side="right") / len(own)
+        other_share = np.searchsorted(np.sort(other), places, side="right") / len(other)
+        # Two samples of 4000 of one distribution differ by more than this once in 1000 times (Kolmogorov, Smirnov).
+        assert np.abs(own_share - other_share).max() < 0.044
+
+
+@pytest.mark.parametrize(("width", "height"), [(1000, 10), (10, 1000), (5, 5)])
+def test_where_no_rectangle_fits_the_fallback_is_torchvisions(width: int, height: int) -> None:
+    theirs = RandomResizedCrop.get_params(torch.empty(1, height, width), [1.0, 1.0], [3 / 4, 4 / 3])
+    one = random_resized_rectangle(width, height, min_area=1.0, rng=np.random.default_rng(0))
+    assert [one.top, one.left, one.height, one.width] == list(theirs)
+
+
+def test_multi_scale_rectangles_have_four_sides_and_thirteen_places() -> None:
+    """The facts of TSN's and VideoMAE's crop, for the 340 x 256 of their papers."""
+    found = [multi_scale_rectangle(340, 256, rng=np.random.default_rng(seed)) for seed in range(4000)]
+    assert {one.width for one in found} == {one.height for one in found} == {256, 224, 192, 168}
+    sizes = [256, 224, 192, 168]
+    assert all(abs(sizes.index(one.width) - sizes.index(one.height)) <= 1 for one in found)
+    small = {(one.left, one.top) for one in found if (one.width, one.height) == (168, 168)}
+    assert len(small) == 13 and (0, 0) in small and (172, 88) in small and (86, 44) in small and (43, 66) in small
+    for one in found:
+        assert 0 <= one.left <= 340 - one.width and 0 <= one.top <= 256 - one.height
+    assert multi_scale_rectangle(1, 1, rng=np.random.default_rng(0)) == Rectangle(0, 0, 1, 1)
+
+
+def test_evaluation_has_the_centre_square_whatever_the_rule() -> None:
+    for rule in ("random", "multi-scale", "centre"):
+        assert rectangle_of(rule, width=512, height=288, min_area=0.1, rng=None) == Rectangle(112, 0, 288, 288)

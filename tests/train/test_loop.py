@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from manifests.errors import FailedWork, UserError
 from train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.cli import main
 from train.data.batch import Batch, Sample
-from train.data.failures import SampleFailed
-from train.data.loader import LoadedBatch, LoaderSettings, TrainingSet, evaluation_batches, training_batches
+from train.data.failures import FailedSample
+from train.data.loader import LoadedBatch, Loader, LoaderSettings, TrainingSet, Visit
 from train.loop import train
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
@@ -44,14 +44,19 @@ class Points:
     def describe(self) -> str:
         return "points"
 
-    def load(self, sample: int, *, position: int, rng: np.random.Generator | None) -> Sample:
+    def key(self, sample: int) -> str:
+        return f"point_{sample}"
+
+    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+        return [self._load(visit) for visit in visits]
+
+    def _load(self, visit: Visit) -> Sample | FailedSample:
+        sample, rng = visit.sample, visit.rng()
         if sample in self._failing:
-            raise SampleFailed(f"point_{sample}", reason="undecodable", detail="as told")
+            return FailedSample(visit.position, self.key(sample), "undecodable", "as told")
         assert rng is not None
-        values = torch.tensor([sample / 20, float(rng.normal())])
-        if sample == self._poisoned:
-            values[0] = torch.nan
-        return Sample(position=position, key=f"point_{sample}", caption_id=sample, video=values)
+        values = np.array([np.nan if sample == self._poisoned else sample / 20, rng.normal()], np.float32)
+        return Sample(position=visit.position, key=self.key(sample), caption_id=sample, video=values.view(np.uint8))
 
 
 class LoadedPoints:
@@ -70,10 +75,10 @@ class LoadedPoints:
         return self._points.describe()
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        return training_batches(self._points, self._loading, position=position or 0, max_failures=max_failures)
+        return Loader(self._points, self._loading).batches(position=position, max_failures=max_failures)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        return evaluation_batches(self._points, self._loading)
+        return Loader(self._points, self._loading).evaluation_batches()
 
 
 class PlaneTask:
@@ -89,7 +94,8 @@ class PlaneTask:
         return nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        error = model(batch["video"]).squeeze(1) - 3 * batch["video"][:, 0]
+        points = batch["video"].view(torch.float32)
+        error = model(points).squeeze(1) - 3 * points[:, 0]
         return (error**2).mean(), {"worst": error.abs().max().item()}
 
     def after_step(self, model: nn.Module) -> None:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -6,7 +8,7 @@ import pytest
 
 from manifests.errors import UserError
 from prep.synthetic.frame_code import read_frame_number
-from shards.reader import Variant
+from shards.reader import CommittedShard, Variant
 from tests.train.tiny_data import (
     CHUNK_FRAMES,
     FPS,
@@ -18,24 +20,51 @@ from tests.train.tiny_data import (
     write_captions,
     write_shard,
 )
-from train.data.clips import segment_times_us, to_us
-from train.data.failures import SampleFailed
-from train.data.loader import LoaderSettings
-from train.data.video_captions import ClipShape, VideoCaptions
+from train.data.batch import Sample
+from train.data.clips import Sampling, moments_of, to_us
+from train.data.decoding.chunks import DecodeRule
+from train.data.decoding.clip import ClipShape
+from train.data.failures import FailedSample
+from train.data.loader import LoaderSettings, Visit
+from train.data.video_captions import VideoCaptions
 from train.models.text import load_tokenizer
 
 # The whole picture, at its own size: the numbers in it stay readable.
 LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
-SHAPE = ClipShape(num_frames=4, size_px=64, min_crop_area=1.0)
+SHAPE = ClipShape(sampling=Sampling(num_frames=4), size_px=64, min_crop_area=1.0)
 
 
-def open_set(data_dir: Path, split: str = "train") -> VideoCaptions:
-    return VideoCaptions(data_dir, split=split, shape=SHAPE, tokenize=load_tokenizer(), loading=LOADING)
+def open_set(
+    data_dir: Path,
+    split: str = "train",
+    *,
+    shape: ClipShape = SHAPE,
+    group: int = 1,
+    decode: DecodeRule = "packets",
+) -> VideoCaptions:
+    loading = replace(LOADING, group=group)
+    return VideoCaptions(data_dir, split=split, shape=shape, tokenize=load_tokenizer(), loading=loading, decode=decode)
 
 
-def numbers(samples: VideoCaptions, sample: int, rng: np.random.Generator | None = None) -> list[int]:
-    video = samples.load(sample, position=0, rng=rng)["video"]
-    return [read_frame_number(frame.numpy()) for frame in video]
+def load(samples: VideoCaptions, sample: int, *, seed: int | None = None) -> Sample:
+    [loaded] = samples.load([Visit(sample, 0, seed)])
+    assert not isinstance(loaded, FailedSample), loaded
+    return loaded
+
+
+def failure(samples: VideoCaptions, sample: int) -> FailedSample:
+    [loaded] = samples.load([Visit(sample, 77, None)])
+    assert isinstance(loaded, FailedSample) and loaded.position == 77
+    return loaded
+
+
+def numbers(samples: VideoCaptions, sample: int, *, seed: int | None = None) -> list[int]:
+    return numbers_in(load(samples, sample, seed=seed))
+
+
+def numbers_in(sample: Sample) -> list[int]:
+    """Read from the luma of each picture."""
+    return [read_frame_number(picture[: 64 * 64].reshape(64, 64)) for picture in sample["video"]]
 
 
 def test_clips_show_the_frames_of_their_span_across_borders_too(data_dir: Path) -> None:
@@ -52,17 +81,19 @@ def test_training_clips_show_the_frames_that_the_arithmetic_names(data_dir: Path
     for seed in range(60):
         sample = seed % len(samples)
         begin_s, end_s = spans[sample % 3]
-        rng = np.random.default_rng(seed)
-        times = segment_times_us(to_us(begin_s), to_us(end_s), num_frames=4, rng=np.random.default_rng(seed))
-        assert numbers(samples, sample, rng) == [int(time_us * FPS // 1_000_000) for time_us in times]
+        rng = Visit(sample, 0, seed).rng()
+        found = moments_of(to_us(begin_s), to_us(end_s), Sampling(num_frames=4), fps_num=FPS, fps_den=1, rng=rng)
+        expected = [time * FPS // (found.denominator * 1_000_000) for time in found.numerators]
+        assert numbers(samples, sample, seed=seed) == expected
 
 
 def test_a_sample_carries_its_names(data_dir: Path) -> None:
     samples = open_set(data_dir, "val")
-    sample = samples.load(1, position=77, rng=None)
+    [sample] = samples.load([Visit(1, 77, None)])
+    assert not isinstance(sample, FailedSample)
     assert sample["key"] == "d_000000000" == samples.key(1)
-    assert (sample["position"], sample["caption_id"]) == (77, 10)
-    assert sample["video"].shape == (4, 64, 64, 3)
+    assert (sample["position"], sample["caption_id"], sample["colour"]) == (77, 10, 0)
+    assert sample["video"].shape == (4, 64 * 64 * 3 // 2) and sample["video"].dtype == np.uint8
     assert sample["tokens"].tolist() == load_tokenizer()("the middle of d").tolist()
 
 
@@ -124,9 +155,8 @@ def test_a_flipped_byte_is_a_failed_sample_and_not_another_picture(tmp_path: Pat
         byte = file.read(1)[0]
         file.seek(offset + size // 2)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(SampleFailed) as caught:
-        numbers(open_set(tmp_path), 0)
-    assert (caught.value.key, caught.value.reason) == ("a_000000000", "checksum")
+    failed = failure(open_set(tmp_path), 0)
+    assert (failed.key, failed.reason) == ("a_000000000", "checksum")
 
 
 def test_a_shard_that_went_away_is_a_failed_sample(tmp_path: Path) -> None:
@@ -134,9 +164,7 @@ def test_a_shard_that_went_away_is_a_failed_sample(tmp_path: Path) -> None:
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 2.0, "all of it")])
     samples = open_set(tmp_path)
     next((tmp_path / "video" / VARIANT).glob("*.tar")).unlink()
-    with pytest.raises(SampleFailed) as caught:
-        numbers(samples, 0)
-    assert caught.value.reason == "shard_unreadable"
+    assert failure(samples, 0).reason == "shard_unreadable"
 
 
 def test_neighbours_of_different_size_are_a_failed_sample(tmp_path: Path) -> None:
@@ -144,9 +172,8 @@ def test_neighbours_of_different_size_are_a_failed_sample(tmp_path: Path) -> Non
     second = video_sample("a", 2000, encode_chunk(CHUNK_FRAMES, CHUNK_FRAMES, size_px=96))
     write_shard(tmp_path, 0, [first, second], split="train")
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 1.0, 3.0, "both")])
-    with pytest.raises(SampleFailed) as caught:
-        numbers(open_set(tmp_path), 0)
-    assert caught.value.reason == "sizes_differ"
+    failed = failure(open_set(tmp_path), 0)
+    assert failed.reason == "chunks_differ" and "(96, 96, 0)" in failed.detail
 
 
 def test_the_fingerprint_follows_the_captions(data_dir: Path, tmp_path: Path) -> None:
@@ -162,3 +189,123 @@ def test_the_fingerprint_follows_the_captions(data_dir: Path, tmp_path: Path) ->
 def test_spans_are_rounded_once(data_dir: Path) -> None:
     assert Fraction(to_us(1.2)) == 1_200_000
     assert open_set(data_dir).span_s(1) == (1.2, 2.8)
+
+
+@pytest.mark.parametrize("decode", ["filter", "plain"])
+def test_the_other_ways_of_decoding_show_the_same_frames(data_dir: Path, decode: DecodeRule) -> None:
+    samples, expected = open_set(data_dir, decode=decode), open_set(data_dir)
+    for seed in range(20):
+        sample = seed % len(samples)
+        assert numbers(samples, sample, seed=seed) == numbers(expected, sample, seed=seed)
+
+
+def test_rgb_is_the_same_clip_in_colour(data_dir: Path) -> None:
+    yuv, rgb = load(open_set(data_dir), 1), load(open_set(data_dir, shape=replace(SHAPE, rgb=True)), 1)
+    assert rgb["video"].shape == (4, 64, 64, 3) and rgb["video"].dtype == np.uint8
+    assert [read_frame_number(picture) for picture in rgb["video"]] == numbers_in(yuv)
+
+
+def test_samples_that_share_a_chunk_are_what_they_are_alone(data_dir: Path) -> None:
+    """Decoded together, with random crops; sorted by chunk, so that neighbours share one."""
+    shape = replace(SHAPE, min_crop_area=0.2, size_px=32)
+    alone, together = open_set(data_dir, shape=shape), open_set(data_dir, shape=shape, group=3)
+    assert together.fingerprint != alone.fingerprint
+    texts = [alone.text(sample) + alone.key(sample) for sample in range(9)]
+    visits = [Visit(sample, 100 + sample, 5) for sample in range(9)]
+    for begin in range(0, 9, 3):
+        for visit, sample in zip(visits[begin:], together.load(visits[begin : begin + 3]), strict=False):
+            assert not isinstance(sample, FailedSample)
+            number = texts.index(together.text(visit.sample) + together.key(visit.sample))
+            [expected] = alone.load([Visit(number, visit.position, 5)])
+            assert not isinstance(expected, FailedSample)
+            assert np.array_equal(sample["video"], expected["video"]) and sample["key"] == expected["key"]
+
+
+def test_a_damaged_packet_fails_those_samples_of_a_group_that_need_it(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, chunks_of("a", CHUNK_FRAMES), split="train")
+    spans = [(0.0, 0.8), (0.8, 1.6), (1.6, 2.0)]  # one group of pictures each
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", *span, "part") for span in spans])
+    samples = open_set(tmp_path, group=3)
+    shard = Variant.open(tmp_path).shards()[0]
+    table = shard.packet_tables.of_row(0)
+    flip_byte(shard, int(table.offset[table.frame.tolist().index(8)]) + 20)
+    outcomes = samples.load([Visit(sample, sample, None) for sample in range(3)])
+    assert [isinstance(outcome, FailedSample) for outcome in outcomes] == [False, True, False]
+    assert isinstance(outcomes[1], FailedSample) and outcomes[1].reason == "checksum"
+
+
+def flip_byte(shard: CommittedShard, place: int) -> None:
+    """Flips a bit of the chunk in the first row."""
+    begin, _ = shard.member_range(0, "mp4")
+    with shard.tar_path.open("r+b") as file:
+        file.seek(begin + place)
+        byte = file.read(1)[0]
+        file.seek(begin + place)
+        file.write(bytes([byte ^ 1]))
+
+
+LIES: dict[str, Callable[[list[int]], list[int]]] = {
+    "packet_offset": lambda values: [values[0] + 1, *values[1:]],
+    "packet_size": lambda values: [4_000_000_000, *values[1:]],
+    "packet_crc32": lambda values: [values[0] ^ 1, *values[1:]],
+    "packet_frame": lambda values: [{1: 2, 2: 1}.get(value, value) for value in values],
+    "packet_flags": lambda values: [0] * len(values),
+}
+
+
+@pytest.mark.parametrize("field", LIES)
+def test_a_packet_table_that_lies_is_a_failed_sample(tmp_path: Path, field: str) -> None:
+    """Even where the commit vouches for the lie."""
+    [sample] = chunks_of("a", CHUNK_FRAMES)
+    fields = {**sample.fields, field: LIES[field](sample.fields[field])}
+    write_shard(tmp_path, 0, [replace(sample, fields=fields)], split="train")
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 0.4, "four frames")])
+    samples = open_set(tmp_path)
+    if field == "packet_flags":  # no key frame is known: the container, which knows better, is believed
+        assert numbers(samples, 0) == [0, 1, 2, 3]
+    else:
+        assert failure(samples, 0).reason in ("checksum", "undecodable", "frame_missing")
+
+
+def test_an_index_that_is_not_the_committed_one_is_a_failed_sample(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, chunks_of("a", CHUNK_FRAMES), split="train")
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 2.0, "all of it")])
+    samples = open_set(tmp_path)
+    index = Variant.open(tmp_path).shards()[0].index_path
+    content = bytearray(index.read_bytes())
+    content[-100] ^= 1
+    index.write_bytes(content)
+    failed = failure(samples, 0)
+    assert failed.reason == "shard_unreadable" and "not the file that was committed" in failed.detail
+
+
+def test_neighbours_of_different_codecs_make_one_clip(tmp_path: Path) -> None:
+    """Each is decoded as what it is, and one crop is cut out of both."""
+    first = video_sample("a", 0, encode_chunk(0, CHUNK_FRAMES))
+    second = video_sample("a", 2000, encode_chunk(CHUNK_FRAMES, CHUNK_FRAMES, codec="mpeg4"))
+    write_shard(tmp_path, 0, [first, second], split="train")
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 1.0, 3.0, "both")])
+    samples = open_set(tmp_path)
+    assert numbers(samples, 0) == [12, 17, 22, 27]
+    assert numbers(samples, 0, seed=3) == numbers(samples, 0, seed=3)
+
+
+def test_an_open_gop_is_decoded_by_way_of_the_container(tmp_path: Path) -> None:
+    [sample] = [video_sample("a", 0, encode_chunk(0, 40, open_gop=True))]
+    write_shard(tmp_path, 0, [sample], split="train")
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 4.0, "all of it")])
+    samples = open_set(tmp_path)
+    assert not Variant.open(tmp_path).shards()[0].packet_tables.of_row(0).has_closed_gops
+    assert "1 of 1 shards decoded by way of the container: open GOPs" in samples.describe()
+    for seed in range(20):
+        shown = numbers(samples, 0, seed=seed)
+        assert [number // 10 for number in shown] == [0, 1, 2, 3]
+        assert shown == numbers(open_set(tmp_path, decode="plain"), 0, seed=seed)
+
+
+def test_clips_shorter_than_the_window_are_counted(data_dir: Path) -> None:
+    shape = replace(SHAPE, sampling=Sampling(num_frames=4, rule="stride", stride=5))
+    samples = open_set(data_dir, shape=shape)
+    assert "6 shorter than 4 x 5 frames, with a smaller stride" in samples.describe()
+    assert numbers(samples, 2) == [32, 37, 42, 47]  # the middle 20 of frames 30 to 54
+    assert numbers(samples, 0) == [0, 2, 5, 7]  # 10 frames: a stride of 2.5

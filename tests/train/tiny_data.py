@@ -32,12 +32,25 @@ class Caption:
     text: str
 
 
-def encode_chunk(first_number: int, num_frames: int, *, fps: int = FPS, size_px: int = SIZE_PX) -> bytes:
-    """An mp4 of pictures that read first_number, first_number + 1, ...; groups of 8 frames with B-frames."""
+def encode_chunk(
+    first_number: int,
+    num_frames: int,
+    *,
+    fps: int = FPS,
+    size_px: int = SIZE_PX,
+    codec: str = "libx264",
+    open_gop: bool = False,
+) -> bytes:
+    """An mp4 of pictures that read first_number, first_number + 1, ...; groups of 8 frames, with B-frames in H.264."""
     content = io.BytesIO()
     with av.open(content, "w", format="mp4") as container:
-        options = {"threads": "1", "g": "8", "bf": "2", "sc_threshold": "0", "crf": "20", "preset": "ultrafast"}
-        stream = container.add_stream("libx264", rate=fps, options={**options, "x264-params": "bframes=2"})
+        options = {"threads": "1", "g": "8"}
+        if codec == "libx264":
+            options |= {"bf": "2", "sc_threshold": "0", "crf": "20", "preset": "ultrafast"}
+            options["x264-params"] = f"bframes=2:open-gop={int(open_gop)}"
+        else:
+            options |= {"qmin": "1", "qmax": "3"}
+        stream = container.add_stream(codec, rate=fps, options=options)
         stream.width = stream.height = size_px
         stream.pix_fmt = "yuv420p"
         for number in range(first_number, first_number + num_frames):

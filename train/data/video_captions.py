@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from shards.reader import Variant
 from train.data.batch import Sample
 from train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from train.data.clips import US_PER_S
-from train.data.decoding.chunks import ChunkDecoder, DecodeRule
+from train.data.decoding.chunks import ChunkDecoder, DecodeRule, has_closed_gops
 from train.data.decoding.clip import ChunkFrames, Clip, ClipShape, frame_places, make_clip, rgb_pictures
 from train.data.failures import FailedSample, SampleFailed
 from train.data.loader import LoadedBatch, Loader, LoaderSettings, Visit
@@ -92,7 +93,17 @@ class VideoCaptions:
             parts.append(f"{self.usable.num_shortened:,} shortened to the end of the video")
         if num_shrunk := self._num_shrunk:
             parts.append(f"{num_shrunk:,} shorter than {self._shape.sampling.window}, with a smaller stride")
+        if self._num_open:
+            open_ = f"{self._num_open} of {len(self._shards)} shards decoded by way of the container: open GOPs"
+            parts.append(open_)
         return "; ".join(parts)
+
+    @cached_property
+    def _num_open(self) -> int:
+        """Shards whose first chunk cannot be decoded by packets; a shard's chunks come from one recipe."""
+        if self._decoder.rule != "packets":
+            return 0
+        return sum(not has_closed_gops(shard) for shard in self._shards)
 
     @property
     def fingerprint(self) -> str:

@@ -61,7 +61,7 @@ class ChunkDecoder:
         missing = sorted(set(frames) - found.keys())
         if missing:
             raise SampleFailed(key, reason="frame_missing", detail=f"frames {missing} do not come out of the decoder")
-        return found
+        return {frame: found[frame] for frame in frames}
 
     def _by_packets(
         self, shard: CommittedShard, row: int, frames: Collection[int], *, table: PacketTable, key: str
@@ -75,6 +75,14 @@ class ChunkDecoder:
             packets=read_packets(shard, row, frames, table=table, key=key),
         )
         return found
+
+
+def has_closed_gops(shard: CommittedShard) -> bool:
+    """Whether the first chunk of a shard can be decoded by packets; True where its index is damaged, as reading tells."""
+    try:
+        return shard.packet_tables.of_row(0).has_closed_gops
+    except (OSError, Damaged, ValueError):
+        return True
 
 
 def read_packets(

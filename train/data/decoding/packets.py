@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class PacketDecoder:
 
         Raises:
             av.FFmpegError: the decoder takes offence at a packet.
-            ValueError: libav has no decoder of that name.
+            ValueError: libav has no decoder of that name, or the frames are not shown in the order of their indices.
         """
         import av
 
@@ -51,7 +52,11 @@ class PacketDecoder:
             # What a broken packet has left in it must not reach the next chunk.
             del self._contexts[codec, extradata]
             raise
-        return {frame.pts: frame for frame in frames if frame.pts is not None and not frame.is_corrupt}
+        # Decoders give frames in order of presentation, which they know from the packets themselves.
+        numbers = [frame.pts or 0 for frame in frames]
+        if any(after <= before for before, after in pairwise(numbers)):
+            raise ValueError(f"the packet table numbers frames {numbers} that are shown in this order")
+        return {number: frame for number, frame in zip(numbers, frames, strict=True) if not frame.is_corrupt}
 
     def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
         import av

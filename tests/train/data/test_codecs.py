@@ -1,0 +1,128 @@
+"""Thousands of random clips of frame-numbered videos, over every codec: the frames delivered are those asked for."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from prep.synthetic.frame_code import read_frame_number
+from prep.synthetic.frame_numbers import write_frame_number_video
+from shards.reader import CommittedShard, Variant
+from tests.prep.running import chunk, manifest
+from train.data.clips import ChunkTimes, Sampling, moments_of
+from train.data.crop import Rectangle
+from train.data.decoding.chunks import ChunkDecoder
+from train.data.decoding.clip import ClipShape, frame_places, make_clip
+from train.data.decoding.planes import crop_clip
+
+NUM_FRAMES = 100  # three chunks of 30 and a tail of 10
+FPS = Fraction(30000, 1001)
+SIZE_PX = 96
+NUM_CLIPS = 300
+CODECS = [  # with a quality that leaves the numbers readable
+    ("h264", "star", "12"),
+    ("h264", "closed", "12"),
+    ("h264", "intra", "12"),
+    ("hevc", "star", "12"),
+    ("hevc", "closed", "12"),
+    ("av1", "closed", "20"),
+    ("vp9", "closed", "15"),
+    ("mjpeg", "intra", "3"),
+]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("codecs")
+    write_frame_number_video(folder / "videos/v.mp4", num_frames=NUM_FRAMES, fps=FPS, width=SIZE_PX, height=SIZE_PX)
+    manifest(folder / "data", folder / "videos")
+    return folder / "data"
+
+
+@pytest.fixture(scope="module", params=CODECS, ids="-".join)
+def shard(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[CommittedShard]:
+    codec, gop, crf = request.param
+    # 1.001 s hold 30 frames at 29.97 a second: chunks whose borders are no round times.
+    settings = ("--len", "1001ms", "--fps", "30000/1001", "--short-side", str(SIZE_PX), "--keyint", "12")
+    summary = chunk(data_dir, *settings, "--codec", codec, "--gop", gop, "--crf", crf)
+    [shard] = Variant.open(data_dir, variant=summary["variant"]).shards()
+    assert shard.index["num_frames"].to_pylist() == [30, 30, 30, 10]
+    yield shard
+
+
+def chunks_of(shard: CommittedShard) -> list[ChunkTimes]:
+    return [
+        ChunkTimes(
+            start_ms=row["start_ms"], num_frames=row["num_frames"], fps_num=row["fps_num"], fps_den=row["fps_den"]
+        )
+        for row in shard.index.to_pylist()
+    ]
+
+
+def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard) -> None:
+    """By the numbers in the pixels, through sampling, packets, crop and resize, across the borders of chunks."""
+    decoder, chunks = ChunkDecoder("packets"), chunks_of(shard)
+    assert all(shard.packet_tables.of_row(row).has_closed_gops for row in range(len(chunks)))
+    rng = np.random.default_rng(0)
+    end_us = int(chunks[-1].end_us)
+    for number in range(NUM_CLIPS):
+        begin_us = int(rng.integers(end_us - 1))
+        span_us = int(rng.integers(1, end_us - begin_us + 1))
+        sampling = Sampling(num_frames=int(rng.choice([1, 4, 16])), rule=("uniform", "stride", "lavila")[number % 3])
+        clip_rng = None if number % 4 == 0 else np.random.default_rng(number)
+        places = frame_places(begin_us, begin_us + span_us, sampling, chunks, rng=clip_rng)
+        wanted: dict[int, set[int]] = {}
+        for place in places:
+            wanted.setdefault(place.chunk, set()).add(place.frame)
+        frames = {row: decoder.decode(shard, row, which, key="v") for row, which in wanted.items()}
+        shape = ClipShape(sampling=sampling, size_px=SIZE_PX, min_crop_area=1.0)
+        pictures = [frames[place.chunk][place.frame] for place in places]
+        clip = make_clip(pictures, shape, rng=clip_rng, in_graph=False, key="v")
+        shown = [read_frame_number(picture[: SIZE_PX**2].reshape(SIZE_PX, SIZE_PX)) for picture in clip.video]
+        assert shown == [30 * place.chunk + place.frame for place in places]
+        expected = _frames_by_exact_time(begin_us, begin_us + span_us, sampling, number)
+        assert shown == expected, (begin_us, span_us, sampling)
+
+
+def _frames_by_exact_time(begin_us: int, end_us: int, sampling: Sampling, number: int) -> list[int]:
+    """Frames of the video on screen at the moments, by fractions; chunk starts are stored in whole milliseconds."""
+    rng = None if number % 4 == 0 else np.random.default_rng(number)
+    moments = moments_of(begin_us, end_us, sampling, fps_num=FPS.numerator, fps_den=FPS.denominator, rng=rng)
+    return [int(Fraction(time, moments.denominator) * FPS / 1_000_000) for time in moments.numerators]
+
+
+def test_packets_give_the_very_pixels_of_sequential_decoding(shard: CommittedShard) -> None:
+    decoder = ChunkDecoder("packets")
+    rng = np.random.default_rng(1)
+    for row, num_frames in enumerate(shard.index["num_frames"].to_pylist()):
+        sequential = decoded_in_sequence(shard.read(row, "mp4"))
+        assert len(sequential) == num_frames
+        for _ in range(12):
+            frames = rng.choice(num_frames, size=4)
+            found = decoder.decode(shard, row, set(frames.tolist()), key="v")
+            assert found.keys() == set(frames.tolist())
+            for frame, picture in found.items():
+                assert np.array_equal(picture.to_ndarray(), sequential[frame])
+
+
+def test_by_packets_by_graph_and_by_container_come_the_same_luma(shard: CommittedShard) -> None:
+    """At the size of the chunk, where nothing is resized."""
+    whole = Rectangle(0, 0, SIZE_PX, SIZE_PX)
+    luma = {}
+    for rule in ("packets", "plain"):
+        found = ChunkDecoder(rule).decode(shard, 1, {3, 17, 29}, key="v")
+        luma[rule] = crop_clip([found[frame] for frame in (3, 17, 29)], whole, size_px=SIZE_PX)
+    assert np.array_equal(luma["packets"], luma["plain"])
+
+
+@cache
+def decoded_in_sequence(content: bytes) -> list[NDArray[np.uint8]]:
+    with av.open(BytesIO(content)) as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        return [np.asarray(frame.to_ndarray()) for frame in container.decode(video=0)]

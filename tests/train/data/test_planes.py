@@ -1,0 +1,98 @@
+"""Planes: one rectangle out of every frame, luma and chroma alike, however the frames are stored."""
+
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import interpolate
+
+from train.data.clips import Sampling
+from train.data.crop import Rectangle
+from train.data.decoding.clip import ClipShape, make_clip, rgb_pictures
+from train.data.decoding.filtered import crop_clip_in_graph
+from train.data.decoding.planes import as_yuv420, crop_clip
+from train.data.failures import SampleFailed
+
+
+def smooth_frame(width: int, height: int, *, phase: float = 0.0) -> av.VideoFrame:
+    """Slow waves in Y, U and V, so that interpolation rules differ little."""
+    rows, columns = np.mgrid[0:height, 0:width] / 40
+    luma = 128 + 80 * np.sin(rows + phase) * np.cos(columns)
+    chroma = [128 + 60 * np.sin(columns[::2, ::2] + 2 * phase), 128 + 60 * np.cos(rows[::2, ::2])]
+    planes = [plane.round().astype(np.uint8) for plane in (luma, *chroma)]
+    flat = np.concatenate([plane.reshape(-1) for plane in planes]).reshape(height * 3 // 2, width)
+    frame = av.VideoFrame.from_ndarray(flat, format="yuv420p")
+    frame.time_base = Fraction(1, 30)
+    return frame
+
+
+def parts(picture: np.ndarray, size_px: int) -> list[np.ndarray]:
+    """Y, U and V of a picture."""
+    num_luma, half_px = size_px * size_px, size_px // 2
+    chroma = picture[num_luma:].reshape(2, half_px, half_px)
+    return [picture[:num_luma].reshape(size_px, size_px), chroma[0], chroma[1]]
+
+
+@pytest.mark.parametrize(
+    "rectangle", [Rectangle(40, 20, 128, 128), Rectangle(40, 20, 200, 150), Rectangle(7, 5, 99, 81)]
+)
+def test_every_plane_is_the_rectangle_resized(rectangle: Rectangle) -> None:
+    """Beside torch's antialiased resize of the same part."""
+    frame = smooth_frame(320, 240)
+    [picture] = crop_clip([frame], rectangle, size_px=64)
+    source = frame.to_ndarray()
+    chroma = source[240:].reshape(2, 120, 160)
+    for plane, whole, scale in zip(parts(picture, 64), (source[:240], *chroma), (1, 2, 2), strict=True):
+        top, left = rectangle.top // scale, rectangle.left // scale
+        bottom = -(-(rectangle.top + rectangle.height) // scale)
+        right = -(-(rectangle.left + rectangle.width) // scale)
+        part = torch.from_numpy(whole[top:bottom, left:right].astype(np.float32))[None, None]
+        expected = interpolate(part, size=plane.shape, mode="bilinear", antialias=True)[0, 0].numpy()
+        assert np.abs(plane - expected).max() < 3 and np.abs(plane - expected).mean() < 0.6
+
+
+def test_fine_detail_is_averaged_and_not_picked_where_much_is_left_out() -> None:
+    """A checkerboard of single pixels becomes grey: four of its pixels are one of the result."""
+    board = np.indices((256, 256)).sum(axis=0) % 2 * 255
+    flat = np.concatenate([board.reshape(-1), np.full(256 * 128, 128)]).reshape(384, 256).astype(np.uint8)
+    frame = av.VideoFrame.from_ndarray(flat, format="yuv420p")
+    [picture] = crop_clip([frame], Rectangle(0, 0, 256, 256), size_px=64)
+    luma = parts(picture, 64)[0]
+    assert luma.min() >= 127 and luma.max() <= 128
+
+
+def test_a_frame_that_is_shown_twice_is_the_same_picture_twice() -> None:
+    one, other = smooth_frame(64, 48), smooth_frame(64, 48, phase=1.0)
+    clip = crop_clip([one, other, one], Rectangle(0, 0, 48, 48), size_px=32)
+    assert np.array_equal(clip[0], clip[2]) and not np.array_equal(clip[0], clip[1])
+
+
+def test_the_filter_graph_gives_the_same_clip_but_for_rounding() -> None:
+    frames = [smooth_frame(320, 240, phase=phase) for phase in (0.0, 0.5, 0.5)]
+    rectangle = Rectangle(40, 20, 160, 128)
+    in_graph = crop_clip_in_graph([*frames, frames[0]], rectangle, size_px=112)
+    planes = crop_clip([*frames, frames[0]], rectangle, size_px=112)
+    assert in_graph.shape == planes.shape and in_graph.dtype == np.uint8
+    assert np.abs(in_graph.astype(int) - planes).mean() < 1.0
+
+
+@pytest.mark.parametrize("pixel_format", ["yuv444p", "yuv420p10le", "rgb24", "gray", "nv12", "yuvj420p"])
+def test_foreign_pixel_formats_keep_their_colours(pixel_format: str) -> None:
+    red = np.zeros((48, 64, 3), np.uint8)
+    red[..., 0] = 200
+    frame = av.VideoFrame.from_ndarray(red, format="rgb24").reformat(format=pixel_format)
+    assert as_yuv420(frame).format.name in ("yuv420p", "yuvj420p")
+    shape = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
+    clip = make_clip([frame], shape, rng=None, in_graph=False, key="v")
+    shown = rgb_pictures(clip, size_px=32)[0][16, 16].astype(int)
+    expected = [60, 60, 60] if pixel_format == "gray" else [200, 0, 0]
+    assert np.abs(shown - expected).max() <= 6, shown
+
+
+def test_frames_of_different_sizes_make_no_clip() -> None:
+    shape = ClipShape(sampling=Sampling(num_frames=2), size_px=32)
+    with pytest.raises(SampleFailed, match="differ in width, height or colour") as caught:
+        make_clip([smooth_frame(64, 48), smooth_frame(64, 64)], shape, rng=None, in_graph=False, key="v_0")
+    assert (caught.value.key, caught.value.reason) == ("v_0", "chunks_differ")
