@@ -38,7 +38,12 @@ def main() -> None:
         from torchcodec.decoders import VideoDecoder
 
         torch.set_num_threads(1)
-        decoder = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode=seek_mode)
+        try:
+            decoder = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode=seek_mode)
+        except RuntimeError as error:
+            if "Could not load libtorchcodec" not in str(error):
+                raise
+            raise ImportError("torchcodec finds no shared libraries of ffmpeg") from error
         return crop_rgb(decoder.get_frames_at(list(clip.frames)).data.numpy(), clip)
 
     serve_files(read_path)
