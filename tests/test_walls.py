@@ -34,6 +34,7 @@ MODULES_OF_DISTRIBUTION = {
     "huggingface-hub": "huggingface_hub",
     "imageio-ffmpeg": "imageio_ffmpeg",
     "open-clip-torch": "open_clip",
+    "opencv-python-headless": "cv2",
     "pyyaml": "yaml",
 }
 # Each heavy dependency has one door: the files of `prep` or `train` that may import it.

@@ -135,7 +135,7 @@ Settings = TypeVar("Settings", bound=TrainingSettings)
 
 # What may differ when a run is resumed: it does not change the weights.
 FREE_ON_RESUME = frozenset(
-    {"shards", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures", "decode"}
+    {"shards", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures"}
 )
 
 

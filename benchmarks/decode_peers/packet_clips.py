@@ -16,6 +16,7 @@ from shards.reader import CommittedShard, Variant
 from train.data.clips import Sampling
 from train.data.crop import Rectangle
 from train.data.decoding.chunks import ChunkDecoder
+from train.data.decoding.reading import read_chunk
 from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.planes import as_yuv420, crop_clip
 
@@ -28,12 +29,12 @@ class FrameReader:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.chunks = chunks_of(folder, name)
-        self._decoder = ChunkDecoder("packets")
+        self._decoder = ChunkDecoder()
 
     def read(self, clip: Clip) -> "dict[int, av.VideoFrame]":
         """As `Reader.read`."""
         shard, row = self.chunks[clip.chunk]
-        return self._decoder.decode(shard, row, clip.frames, key=str(clip.chunk))
+        return self._decoder.decode(read_chunk(shard, row, clip.frames, rule="packets", key=str(clip.chunk)))
 
     def num_wrong(self, clip: Clip, found: "dict[int, av.VideoFrame]", frames: ChunkFrames) -> int:
         """As `Reader.num_wrong`."""

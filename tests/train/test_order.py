@@ -36,9 +36,23 @@ def test_positions_run_on_into_the_next_epoch() -> None:
 
 
 def test_ranks_take_equal_parts_that_make_up_the_whole() -> None:
-    parts = [positions_of_rank(40, 5, rank=rank, num_ranks=4) for rank in range(4)]
-    assert [len(part) for part in parts] == [5] * 4
-    assert sorted(np.concatenate(parts).tolist()) == list(range(40, 60))
+    for group in (1, 5):
+        parts = [positions_of_rank(10, 5, rank=rank, num_ranks=4, group=group) for rank in range(4)]
+        assert [len(part) for part in parts] == [5] * 4
+        assert sorted(np.concatenate(parts).tolist()) == list(range(40, 60))
+    assert positions_of_rank(1, 4, rank=1, num_ranks=2, group=3).tolist() == [4, 5, 9, 10]
+
+
+@pytest.mark.parametrize(("num_samples", "group"), [(20, 3), (21, 3), (2, 5), (1, 1), (1000, 7)])
+def test_groups_stay_in_a_row_and_an_epoch_holds_every_sample_once(num_samples: int, group: int) -> None:
+    order = SampleOrder(num_samples, seed=3, group=group)
+    for epoch in range(3):
+        begin = epoch * order.places_per_epoch
+        samples = order.at(np.arange(begin, begin + order.places_per_epoch))
+        assert sorted(samples[samples >= 0].tolist()) == list(range(num_samples))
+        for row in samples.reshape(-1, group):
+            there = row[row >= 0]
+            assert (np.diff(there) == 1).all() and there[0] % group == 0
 
 
 def test_the_order_looks_random() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pyarrow as pa
+from av.video.stream import VideoStream
 
 from manifests.keys import chunk_key
 from manifests.store import write_manifest
@@ -51,6 +52,7 @@ def encode_chunk(
         else:
             options |= {"qmin": "1", "qmax": "3"}
         stream = container.add_stream(codec, rate=fps, options=options)
+        assert isinstance(stream, VideoStream)
         stream.width = stream.height = size_px
         stream.pix_fmt = "yuv420p"
         for number in range(first_number, first_number + num_frames):

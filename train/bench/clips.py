@@ -9,27 +9,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import local
 
 import numpy as np
 
 from manifests.errors import FailedWork
-from manifests.keys import chunk_key
-from shards.damage import Damaged
-from shards.reader import CommittedShard, Variant
 from train.bench.timing import Rate, Rounds
 from train.data.batch import Sample
-from train.data.chunk_table import chunk_table
-from train.data.clips import Sampling
-from train.data.decoding.chunks import read_packets
-from train.data.decoding.clip import ChunkFrames, Clip, ClipShape, frame_places, make_clip
-from train.data.decoding.packets import PacketDecoder
-from train.data.decoding.plain import PlainVideo
+from train.data.decoding.chunks import ChunkFrames
+from train.data.decoding.clip import Clip
+from train.data.decoding.reading import ChunkBytes
 from train.data.failures import SampleFailed
 from train.data.loader import Visit
 from train.data.order import SampleOrder
-from train.data.video_captions import VideoCaptions, videos_of_split
-from train.models.text import Tokenize
+from train.data.video_captions import ClipPlan, VideoCaptions
 from train.settings import DualEncoderSettings
 
 CLIP_LINKS = ("read", "decode", "crop", "tokens")
@@ -37,27 +29,12 @@ _SAMPLES_A_ROUND = 64
 
 
 @dataclass(frozen=True)
-class _Content:
-    """The bytes of one chunk that give `frames`: packets, or the whole file."""
-
-    shard: CommittedShard
-    row: int
-    frames: frozenset[int]
-    packets: list[tuple[int, memoryview]] | None
-    whole: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.whole) + sum(len(packet) for _, packet in self.packets or ())
-
-
-@dataclass(frozen=True)
 class _Work:
     """Visits that are loaded together because they share a chunk, and what the links so far have made of them."""
 
     visits: tuple[Visit, ...]
-    places: tuple[list[tuple[int, int]], ...] = ()  # (chunk, frame) of each picture, by visit
-    contents: dict[int, _Content] = field(default_factory=dict)  # by chunk
+    plans: tuple[ClipPlan, ...] = ()
+    contents: dict[int, ChunkBytes] = field(default_factory=dict)  # by chunk
     frames: dict[int, ChunkFrames] = field(default_factory=dict)  # by chunk
     clips: tuple[Clip, ...] = ()
     samples: tuple[Sample, ...] = ()
@@ -83,19 +60,9 @@ class ClipRates:
 class ClipLinks:
     """The links on the samples of a set."""
 
-    def __init__(self, samples: VideoCaptions, settings: DualEncoderSettings, *, tokenize: Tokenize) -> None:
-        self._samples, self._settings, self._tokenize = samples, settings, tokenize
-        self._shape = ClipShape(
-            sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
-            size_px=settings.size_px,
-            crop=settings.crop,
-            min_crop_area=settings.min_crop_area,
-        )
-        self._shards = Variant.open(settings.shards).shards()
-        self._video_ids = videos_of_split(settings.shards, settings.split)
-        self._chunks = chunk_table(self._shards, self._video_ids)
+    def __init__(self, samples: VideoCaptions, settings: DualEncoderSettings) -> None:
+        self._samples, self._settings = samples, settings
         self._order = SampleOrder(len(samples), settings.seed, settings.samples_per_chunk)
-        self._of_thread = local()
         self._failed: list[str] = []
 
     def measure(self, *, seconds: float) -> ClipRates:
@@ -140,75 +107,29 @@ class ClipLinks:
         return [_Work(tuple(visit for visit in one if visit.sample >= 0)) for one in groups]
 
     def _tried(self, link: Callable[[_Work], _Work], work: _Work) -> _Work | None:
-        import av
-
         try:
             return link(work)
-        except (SampleFailed, Damaged, OSError, ValueError, av.FFmpegError) as error:
+        except SampleFailed as error:
             self._failed += [f"{self._samples.key(visit.sample)}: {error}" for visit in work.visits]
             return None
 
     def _read(self, work: _Work) -> _Work:
         """Which frames are shown, where their bytes lie, and reading them."""
-        places = tuple(self._places_of(visit) for visit in work.visits)
+        plans = tuple(self._samples.plan(visit) for visit in work.visits)
         wanted: dict[int, set[int]] = {}
-        for chunk, frame in (place for of_visit in places for place in of_visit):
-            wanted.setdefault(chunk, set()).add(frame)
-        contents = {chunk: self._read_chunk(chunk, frozenset(frames)) for chunk, frames in wanted.items()}
-        return replace(work, places=places, contents=contents)
-
-    def _places_of(self, visit: Visit) -> list[tuple[int, int]]:
-        usable = self._samples.usable
-        first, last = int(usable.first_chunk[visit.sample]), int(usable.last_chunk[visit.sample])
-        begin_us, end_us = int(usable.begin_us[visit.sample]), int(usable.end_us[visit.sample])
-        times = [self._chunks.times(chunk) for chunk in range(first, last + 1)]
-        places = frame_places(begin_us, end_us, self._shape.sampling, times, rng=visit.rng())
-        return [(first + place.chunk, place.frame) for place in places]
-
-    def _read_chunk(self, chunk: int, frames: frozenset[int]) -> _Content:
-        shard, row = self._shards[int(self._chunks.shard[chunk])], int(self._chunks.row[chunk])
-        key = chunk_key(self._video_ids[int(self._chunks.video_row[chunk])].as_py(), int(self._chunks.start_ms[chunk]))
-        table = shard.packet_tables.of_row(row)
-        if self._settings.decode == "packets" and table.has_closed_gops:
-            packets = read_packets(shard, row, frames, table=table, key=key)
-            return _Content(shard, row, frames, packets, b"")
-        return _Content(shard, row, frames, None, shard.read(row, "mp4"))
+        for plan in plans:
+            for chunk, frames in plan.by_chunk.items():
+                wanted.setdefault(chunk, set()).update(frames)
+        contents = {chunk: self._samples.read(chunk, frames) for chunk, frames in wanted.items()}
+        return replace(work, plans=plans, contents=contents)
 
     def _decode(self, work: _Work) -> _Work:
-        return replace(work, frames={chunk: self._decode_chunk(content) for chunk, content in work.contents.items()})
-
-    def _decode_chunk(self, content: _Content) -> ChunkFrames:
-        if content.packets is None:
-            return PlainVideo(content.whole).decode(content.frames)
-        decoder = getattr(self._of_thread, "decoder", None)
-        if decoder is None:
-            decoder = self._of_thread.decoder = PacketDecoder()
-        index = content.shard.index
-        codec, extradata = index["codec"][content.row].as_py(), index["extradata"][content.row].as_py()
-        found: ChunkFrames = decoder.decode(codec=codec, extradata=extradata, packets=content.packets)
-        return found
+        frames = {chunk: self._samples.decode(content) for chunk, content in work.contents.items()}
+        return replace(work, frames=frames)
 
     def _crop(self, work: _Work) -> _Work:
-        clips = []
-        for visit, places in zip(work.visits, work.places, strict=True):
-            key = self._samples.key(visit.sample)
-            if any(frame not in work.frames[chunk] for chunk, frame in places):
-                raise SampleFailed(key, reason="frame_missing", detail="a frame does not come out of the decoder")
-            pictures = [work.frames[chunk][frame] for chunk, frame in places]
-            in_graph = self._settings.decode == "filter"
-            clips.append(make_clip(pictures, self._shape, rng=visit.rng(), in_graph=in_graph, key=key))
-        return replace(work, clips=tuple(clips))
+        return replace(work, clips=tuple(self._samples.clip(plan, work.frames) for plan in work.plans))
 
     def _tokens(self, work: _Work) -> _Work:
-        samples = (
-            Sample(
-                position=visit.position,
-                key=self._samples.key(visit.sample),
-                caption_id=visit.sample,
-                video=clip.video,
-                colour=clip.colour,
-                tokens=self._tokenize(self._samples.text(visit.sample)),
-            )
-            for visit, clip in zip(work.visits, work.clips, strict=True)
-        )
-        return replace(work, samples=tuple(samples))
+        pairs = zip(work.visits, work.clips, strict=True)
+        return replace(work, samples=tuple(self._samples.sample(visit, clip) for visit, clip in pairs))

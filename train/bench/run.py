@@ -16,7 +16,6 @@ from train.data.failures import TooManyFailures
 from train.data.video_captions import VideoCaptions
 from train.loop import check_batch
 from train.models.attention import open_attention
-from train.models.text import load_tokenizer
 from train.settings import DualEncoderSettings
 from train.surroundings import machine
 from train.tasks.dual_encoder import DualEncoderTask
@@ -39,7 +38,7 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
     task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type), device=device)
     samples = cast(VideoCaptions, task.training_set())
     check_batch(settings, samples)
-    clips = ClipLinks(samples, settings, tokenize=load_tokenizer()).measure(seconds=seconds)
+    clips = ClipLinks(samples, settings).measure(seconds=seconds)
     steps = BatchLinks(task, samples, settings, device=device)
     rates: dict[str, Rate | None] = {**clips.rates, **steps.measure(clips.samples, seconds=seconds)}
     found = {name: rate.items_per_s for name, rate in rates.items() if rate is not None}

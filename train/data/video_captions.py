@@ -1,8 +1,8 @@
 """The set of (clip, caption) samples of one split: captions of the manifest, pictures from the `video` column."""
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -18,13 +18,31 @@ from shards.reader import Variant
 from train.data.batch import Sample
 from train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from train.data.clips import US_PER_S
-from train.data.decoding.chunks import ChunkDecoder, DecodeRule, has_closed_gops
-from train.data.decoding.clip import ChunkFrames, Clip, ClipShape, frame_places, make_clip, rgb_pictures
+from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
+from train.data.decoding.clip import Clip, ClipShape, frame_places, make_clip, rgb_pictures
+from train.data.decoding.reading import ChunkBytes, DecodeRule, has_closed_gops, read_chunk
 from train.data.failures import FailedSample, SampleFailed
 from train.data.loader import LoadedBatch, Loader, LoaderSettings, Visit
 from train.data.place import LoaderState
 from train.data.usable_captions import UsableCaptions, usable_captions
 from train.models.text import Tokenize
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """What a visit shows: (chunk, frame) of each picture; `rng` goes on to draw the crop."""
+
+    visit: Visit
+    places: tuple[tuple[int, int], ...]
+    rng: np.random.Generator | None
+
+    @cached_property
+    def by_chunk(self) -> dict[int, set[int]]:
+        """The frames of each chunk."""
+        by_chunk: dict[int, set[int]] = {}
+        for chunk, frame in self.places:
+            by_chunk.setdefault(chunk, set()).add(frame)
+        return by_chunk
 
 
 class VideoCaptions:
@@ -53,7 +71,8 @@ class VideoCaptions:
         self.split = split
         self._shape = shape
         self._tokenize = tokenize
-        self._decoder = ChunkDecoder(decode)
+        self._decode_rule = decode
+        self._decoder = ChunkDecoder()
         variant = Variant.open(data_dir)
         self.variant_name = variant.directory.name
         self._shards = variant.shards()
@@ -101,7 +120,7 @@ class VideoCaptions:
     @cached_property
     def _num_open(self) -> int:
         """Shards whose first chunk cannot be decoded by packets; a shard's chunks come from one recipe."""
-        if self._decoder.rule != "packets":
+        if self._decode_rule != "packets":
             return 0
         return sum(not has_closed_gops(shard) for shard in self._shards)
 
@@ -130,10 +149,12 @@ class VideoCaptions:
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
         try:
-            clip = self._clip(Visit(sample, sample, None), replace(self._shape, rgb=False), shared={})
+            plan = self.plan(Visit(sample, sample, None))
+            clip = self.clip(plan, self._decoded(plan, {}))
         except SampleFailed:
             return []
-        return rgb_pictures(clip, size_px=self._shape.size_px)[:num_frames]
+        pictures = clip.video if self._shape.rgb else rgb_pictures(clip, size_px=self._shape.size_px)
+        return list(pictures)[:num_frames]
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """See `train.data.loader.Loader`."""
@@ -153,14 +174,36 @@ class VideoCaptions:
 
     def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
         """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
-        shared = self._decode_shared(visits) if len(visits) > 1 else {}
-        return [self._load(visit, shared) for visit in visits]
+        plans = [self.plan(visit) for visit in visits]
+        shared = self._decode_shared(plans) if len(plans) > 1 else {}
+        return [self._load(plan, shared) for plan in plans]
 
-    def _load(self, visit: Visit, shared: dict[int, ChunkFrames]) -> Sample | FailedSample:
-        try:
-            clip = self._clip(visit, self._shape, shared=shared)
-        except SampleFailed as error:
-            return FailedSample(visit.position, error.key, error.reason, error.detail)
+    def plan(self, visit: Visit) -> ClipPlan:
+        """Which frames a visit shows."""
+        first, last = int(self.usable.first_chunk[visit.sample]), int(self.usable.last_chunk[visit.sample])
+        begin_us, end_us = int(self.usable.begin_us[visit.sample]), int(self.usable.end_us[visit.sample])
+        chunks = [self._chunks.times(chunk) for chunk in range(first, last + 1)]
+        rng = visit.rng()
+        places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng)
+        return ClipPlan(visit, tuple((first + place.chunk, place.frame) for place in places), rng)
+
+    def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
+        """The bytes that give `frames` of a chunk; SampleFailed where they cannot be had."""
+        shard, row = self._shards[int(self._chunks.shard[chunk])], int(self._chunks.row[chunk])
+        return read_chunk(shard, row, frames, rule=self._decode_rule, key=self._key(chunk))
+
+    def decode(self, content: ChunkBytes) -> ChunkFrames:
+        """Frames of a chunk that was read; SampleFailed where they do not come out."""
+        return self._decoder.decode(content)
+
+    def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
+        """Crops the frames of a plan, which are among those decoded of each chunk; SampleFailed where they differ."""
+        pictures = [decoded[chunk][frame] for chunk, frame in plan.places]
+        in_graph = self._decode_rule == "filter"
+        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=self.key(plan.visit.sample))
+
+    def sample(self, visit: Visit, clip: Clip) -> Sample:
+        """The clip with its caption and its names."""
         return Sample(
             position=visit.position,
             key=self.key(visit.sample),
@@ -170,42 +213,31 @@ class VideoCaptions:
             tokens=self._tokenize(self.text(visit.sample)),
         )
 
-    def _clip(self, visit: Visit, shape: ClipShape, *, shared: dict[int, ChunkFrames]) -> Clip:
-        rng = visit.rng()
-        frames = self._frames_of(visit, rng)
-        decoded = {
-            chunk: shared.get(chunk) or self._decode(chunk, wanted) for chunk, wanted in _by_chunk(frames).items()
+    def _load(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> Sample | FailedSample:
+        try:
+            return self.sample(plan.visit, self.clip(plan, self._decoded(plan, shared)))
+        except SampleFailed as error:
+            return FailedSample(plan.visit.position, error.key, error.reason, error.detail)
+
+    def _decoded(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> dict[int, ChunkFrames]:
+        return {
+            chunk: shared.get(chunk) or self.decode(self.read(chunk, frames)) for chunk, frames in plan.by_chunk.items()
         }
-        pictures = [decoded[chunk][frame] for chunk, frame in frames]
-        return make_clip(pictures, shape, rng=rng, in_graph=self._decoder.rule == "filter", key=self.key(visit.sample))
 
-    def _frames_of(self, visit: Visit, rng: np.random.Generator | None) -> list[tuple[int, int]]:
-        """(chunk, frame) of each picture of the clip."""
-        first, last = int(self.usable.first_chunk[visit.sample]), int(self.usable.last_chunk[visit.sample])
-        begin_us, end_us = int(self.usable.begin_us[visit.sample]), int(self.usable.end_us[visit.sample])
-        chunks = [self._chunks.times(chunk) for chunk in range(first, last + 1)]
-        places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng)
-        return [(first + place.chunk, place.frame) for place in places]
-
-    def _decode_shared(self, visits: Sequence[Visit]) -> dict[int, ChunkFrames]:
-        """Frames of the chunks that several visits show; a chunk that fails is left to each of them to fail with."""
-        by_visit = [_by_chunk(self._frames_of(visit, visit.rng())) for visit in visits]
+    def _decode_shared(self, plans: Sequence[ClipPlan]) -> dict[int, ChunkFrames]:
+        """Frames of the chunks that several plans show; a chunk that fails is left to each of them to fail with."""
         wanted: dict[int, set[int]] = {}
-        for frames in by_visit:
-            for chunk, of_chunk in frames.items():
-                wanted.setdefault(chunk, set()).update(of_chunk)
+        for plan in plans:
+            for chunk, frames in plan.by_chunk.items():
+                wanted.setdefault(chunk, set()).update(frames)
         shared: dict[int, ChunkFrames] = {}
-        for chunk, of_chunk in wanted.items():
-            if sum(chunk in frames for frames in by_visit) > 1:
+        for chunk, frames in wanted.items():
+            if sum(chunk in plan.by_chunk for plan in plans) > 1:
                 try:
-                    shared[chunk] = self._decode(chunk, of_chunk)
+                    shared[chunk] = self.decode(self.read(chunk, frames))
                 except SampleFailed:
                     continue
         return shared
-
-    def _decode(self, chunk: int, frames: set[int]) -> ChunkFrames:
-        shard, row = self._shards[int(self._chunks.shard[chunk])], int(self._chunks.row[chunk])
-        return self._decoder.decode(shard, row, frames, key=self._key(chunk))
 
     def _key(self, chunk: int) -> str:
         video_id = self._video_ids[int(self._chunks.video_row[chunk])].as_py()
@@ -219,13 +251,6 @@ class VideoCaptions:
         span_us = self.usable.end_us - self.usable.begin_us
         window = sampling.num_frames * sampling.stride * US_PER_S * self._chunks.fps_den[first]
         return int((span_us * self._chunks.fps_num[first] < window).sum())
-
-
-def _by_chunk(frames: list[tuple[int, int]]) -> dict[int, set[int]]:
-    by_chunk: dict[int, set[int]] = {}
-    for chunk, frame in frames:
-        by_chunk.setdefault(chunk, set()).add(frame)
-    return by_chunk
 
 
 def videos_of_split(data_dir: Path, split: str) -> pa.Array:

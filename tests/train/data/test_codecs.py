@@ -17,9 +17,10 @@ from shards.reader import CommittedShard, Variant
 from tests.prep.running import chunk, manifest
 from train.data.clips import ChunkTimes, Sampling, moments_of
 from train.data.crop import Rectangle
-from train.data.decoding.chunks import ChunkDecoder
+from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
 from train.data.decoding.clip import ClipShape, frame_places, make_clip
 from train.data.decoding.planes import crop_clip
+from train.data.decoding.reading import DecodeRule, read_chunk
 
 NUM_FRAMES = 100  # three chunks of 30 and a tail of 10
 FPS = Fraction(30000, 1001)
@@ -56,6 +57,13 @@ def shard(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[CommittedS
     yield shard
 
 
+DECODER = ChunkDecoder()
+
+
+def decode(shard: CommittedShard, row: int, frames: set[int], rule: DecodeRule = "packets") -> ChunkFrames:
+    return DECODER.decode(read_chunk(shard, row, frames, rule=rule, key="v"))
+
+
 def chunks_of(shard: CommittedShard) -> list[ChunkTimes]:
     return [
         ChunkTimes(
@@ -67,7 +75,7 @@ def chunks_of(shard: CommittedShard) -> list[ChunkTimes]:
 
 def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard) -> None:
     """By the numbers in the pixels, through sampling, packets, crop and resize, across the borders of chunks."""
-    decoder, chunks = ChunkDecoder("packets"), chunks_of(shard)
+    chunks = chunks_of(shard)
     assert all(shard.packet_tables.of_row(row).has_closed_gops for row in range(len(chunks)))
     rng = np.random.default_rng(0)
     end_us = int(chunks[-1].end_us)
@@ -80,7 +88,7 @@ def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard)
         wanted: dict[int, set[int]] = {}
         for place in places:
             wanted.setdefault(place.chunk, set()).add(place.frame)
-        frames = {row: decoder.decode(shard, row, which, key="v") for row, which in wanted.items()}
+        frames = {row: decode(shard, row, which) for row, which in wanted.items()}
         shape = ClipShape(sampling=sampling, size_px=SIZE_PX, min_crop_area=1.0)
         pictures = [frames[place.chunk][place.frame] for place in places]
         clip = make_clip(pictures, shape, rng=clip_rng, in_graph=False, key="v")
@@ -98,31 +106,28 @@ def _frames_by_exact_time(begin_us: int, end_us: int, sampling: Sampling, number
 
 
 def test_packets_give_the_very_pixels_of_sequential_decoding(shard: CommittedShard) -> None:
-    decoder = ChunkDecoder("packets")
     rng = np.random.default_rng(1)
     for row, num_frames in enumerate(shard.index["num_frames"].to_pylist()):
         sequential = decoded_in_sequence(shard.read(row, "mp4"))
         assert len(sequential) == num_frames
         for _ in range(12):
             frames = rng.choice(num_frames, size=4)
-            found = decoder.decode(shard, row, set(frames.tolist()), key="v")
+            found = decode(shard, row, set(frames.tolist()))
             assert found.keys() == set(frames.tolist())
             for frame, picture in found.items():
                 assert np.array_equal(picture.to_ndarray(), sequential[frame])
 
 
-def test_by_packets_by_graph_and_by_container_come_the_same_luma(shard: CommittedShard) -> None:
+def test_by_packets_and_by_container_come_the_same_planes(shard: CommittedShard) -> None:
     """At the size of the chunk, where nothing is resized."""
     whole = Rectangle(0, 0, SIZE_PX, SIZE_PX)
-    luma = {}
-    for rule in ("packets", "plain"):
-        found = ChunkDecoder(rule).decode(shard, 1, {3, 17, 29}, key="v")
-        luma[rule] = crop_clip([found[frame] for frame in (3, 17, 29)], whole, size_px=SIZE_PX)
-    assert np.array_equal(luma["packets"], luma["plain"])
+    ways = [decode(shard, 1, {3, 17, 29}), decode(shard, 1, {3, 17, 29}, "plain")]
+    by_packets, plain = (crop_clip([found[frame] for frame in (3, 17, 29)], whole, size_px=SIZE_PX) for found in ways)
+    assert np.array_equal(by_packets, plain)
 
 
 @cache
 def decoded_in_sequence(content: bytes) -> list[NDArray[np.uint8]]:
-    with av.open(BytesIO(content)) as container:
+    with av.open(BytesIO(content), "r") as container:
         container.streams.video[0].codec_context.thread_count = 1
         return [np.asarray(frame.to_ndarray()) for frame in container.decode(video=0)]

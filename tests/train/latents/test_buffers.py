@@ -60,6 +60,6 @@ def test_keys_are_a_sequence_of_strings(written: Written) -> None:
 def test_a_batch_goes_to_a_device_whole(written: Written) -> None:
     batch = next(iter(LatentLoader(written.data_dir, split="train", tails="pad", batch=4))).batch
     moved = to_device(batch, torch.device("meta"))
-    for name in ("latents", "text", "caption_id", "position", "num_frames"):
+    for name in ("latents", "text", "num_frames"):
         assert moved[name].device.type == "meta"  # type: ignore[literal-required]
     assert moved["input"] == "latents" and np.array_equal(list(moved["key"]), list(batch["key"]))

@@ -17,8 +17,6 @@ from train.data.failures import SampleFailed
 if TYPE_CHECKING:
     import av
 
-ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:

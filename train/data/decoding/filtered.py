@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """As `train.data.decoding.planes.crop_clip`, by swscale (bilinear); odd rectangles lose their chroma's last half."""
+    """As `train.data.decoding.planes.crop_clip`, by swscale (bilinear)."""
     from av.filter import Graph
 
     graph = Graph()

@@ -1,8 +1,8 @@
 """From decoded frames to the planes of a clip: one rectangle cut out of all and resized, as YUV 4:2:0.
 
 A picture of S x S is S * S * 3 / 2 bytes: Y [S, S], then U and V [S / 2, S / 2]. Luma is cut exactly at the rectangle,
-chroma at the smallest rectangle of its own, half as fine samples that covers it. Resizing is bilinear, and by area where
-a side shrinks to half or less, where bilinear would pass over pixels.
+chroma at the smallest rectangle of its own, half as fine samples that covers it. Resizing is bilinear, and by area
+where a side shrinks to half or less, where bilinear would pass over pixels.
 """
 
 from collections.abc import Sequence
