@@ -1,10 +1,8 @@
 """Reading a variant: its committed shards, any member of any sample, and the place of a key."""
 
 import json
-import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -15,52 +13,21 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from shards.commits import Commit, ShardFiles, read_commits
-from shards.damage import DamagedCommit, DamagedIndex, DamagedTar
+from shards.damage import DamagedCommit, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import RECIPE_FILE
 from shards.index import extensions_of, open_index
 from shards.packets import PacketTables
 from shards.scan import scan
+from shards.tars import LocalTars, TarBytes
 
-_MAX_OPEN_TARS = 128
 _RECIPE_HINT = "the command that made the data writes it anew: run it again with the same settings"
-
-
-class _OpenTar:
-    """A descriptor that closes with its last user, so that a file can be dropped while another thread reads it."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        # Missing when os.open failed.
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
-class _OpenTars:
-    """The tars read last, at most `_MAX_OPEN_TARS` of them."""
-
-    def __init__(self) -> None:
-        self._tars: OrderedDict[Path, _OpenTar] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, path: Path) -> _OpenTar:
-        with self._lock:
-            tar = self._tars.get(path)
-            if tar is None:
-                tar = self._tars[path] = _OpenTar(path)
-                if len(self._tars) > _MAX_OPEN_TARS:
-                    self._tars.popitem(last=False)
-            else:
-                self._tars.move_to_end(path)
-            return tar
 
 
 class CommittedShard:
     """One shard that a commit vouches for. Safe to use from many threads."""
 
-    def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, open_tars: _OpenTars) -> None:
+    def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes) -> None:
         self.commit = commit
         self.shard_id = commit.shard_id
         self.split = commit.split
@@ -68,7 +35,7 @@ class CommittedShard:
         self.tar_path = variant_directory / files.tar
         self.index_path = variant_directory / files.index
         self._index_sha256 = files.index_sha256
-        self._open_tars = open_tars
+        self._tars = tars
 
     @cached_property
     def index(self) -> pa.Table:
@@ -110,16 +77,12 @@ class CommittedShard:
         Raises:
             DamagedTar: the tar ends before.
         """
-        tar = self._open_tars.get(self.tar_path)
-        pieces = []
-        while size > 0:
-            piece = os.pread(tar.descriptor, size, offset)
-            if not piece:
-                raise DamagedTar(self.tar_path, f"it ends at or before byte {offset}, its index says otherwise")
-            pieces.append(piece)
-            offset += len(piece)
-            size -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._tars.read(self.tar_path, offset, size)
+
+    @property
+    def gap_bytes(self) -> int:
+        """What lies between two ranges is better read along when it is shorter than this."""
+        return self._tars.gap_bytes
 
 
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
@@ -130,20 +93,24 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
     """
     if commit.files is None:
         raise ValueError(f"shard {commit.shard_id} has no files")
-    return CommittedShard(variant_directory, commit=commit, files=commit.files, open_tars=_OpenTars())
+    return CommittedShard(variant_directory, commit=commit, files=commit.files, tars=LocalTars())
 
 
 class Variant:
-    """One variant of one column, as its commits have it when it is opened."""
+    """One variant of one column, as its commits have it when it is opened.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        tars: how bytes of its tars are read; None where they lie beside the indexes.
+    """
+
+    def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
         found = read_commits(directory)
         self.commits: dict[int, Commit] = found.commits
         self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards cannot be read
-        open_tars = _OpenTars()
+        tars = tars or LocalTars()
         self._shards = [
-            CommittedShard(directory, commit=commit, files=commit.files, open_tars=open_tars)
+            CommittedShard(directory, commit=commit, files=commit.files, tars=tars)
             for commit in self.commits.values()
             if commit.files is not None
         ]
@@ -151,7 +118,9 @@ class Variant:
         self._lookup: KeyLookup | None = None
 
     @classmethod
-    def open(cls, data_dir: Path, *, column: str = "video", variant: str | None = None) -> "Variant":
+    def open(
+        cls, data_dir: Path, *, column: str = "video", variant: str | None = None, tars: TarBytes | None = None
+    ) -> "Variant":
         """Opens a variant of `column`: the current one, unless `variant` names another.
 
         Raises:
@@ -166,7 +135,7 @@ class Variant:
         if not directory.is_dir():
             there = ", ".join(list_variants(data_dir, column)) or "none"
             raise UserError(f"{data_dir} has no variant {name!r} of {column}", hint=f"there are: {there}; or {hint}")
-        opened = cls(directory)
+        opened = cls(directory, tars=tars)
         if not opened.commits and not opened.damaged:
             raise UserError(f"no shard of {directory} is committed", hint=hint)
         return opened

@@ -91,7 +91,7 @@ def bench(
 def retrieval(
     run: Path,
     *,
-    shards: Path | None = None,
+    shards: str | None = None,
     split: str = "val",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
@@ -106,7 +106,7 @@ def retrieval(
     run
         Folder that train dual-encoder --out made.
     shards
-        Data folder; as in training when left out.
+        Data folder or tars; as in training when left out.
     split
         Split to score.
     as_json

@@ -9,8 +9,6 @@ import torch
 from manifests.errors import FailedWork, UserError
 from manifests.publish import publish_json
 from train.checkpoint import latest_checkpoint, load_checkpoint
-from train.data.latents.captioned import CaptionedLatents
-from train.data.video_captions import VideoCaptions
 from train.evaluation.embeddings import Embeddings, embed_all
 from train.evaluation.examples import retrieval_examples
 from train.evaluation.retrieval import distinct_texts, score_retrieval
@@ -21,7 +19,7 @@ from train.report import write_page
 from train.run_folder import create_run, open_run, reopen_run
 from train.settings import DualEncoderSettings, load_settings
 from train.surroundings import machine, versions
-from train.tasks.dual_encoder import DualEncoderTask
+from train.tasks.dual_encoder import DualEncoderTask, Samples
 
 
 def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
@@ -51,7 +49,7 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}")
 
 
-def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tuple[dict[str, Any], int]:
+def evaluate_retrieval(run_path: Path, *, shards: str | None, split: str) -> tuple[dict[str, Any], int]:
     """Scores a run's latest checkpoint by retrieval and adds the result to its page.
 
     Returns:
@@ -79,7 +77,9 @@ def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tu
         ) from error
     found = embed_all(task, model, samples.evaluation_batches(), device=device)
     if not len(found.samples):
-        raise FailedWork(f"none of {len(samples)} samples could be decoded; the first: {found.failed[0].detail}")
+        raise FailedWork(
+            f"none of the samples of {settings.shards} could be decoded; the first: {found.failed[0].detail}"
+        )
     result = _retrieval_result(found, samples, settings, step=checkpoint.step)
     run.write_evaluation(f"retrieval-{split}", result)
     write_page(run)
@@ -87,7 +87,7 @@ def evaluate_retrieval(run_path: Path, *, shards: Path | None, split: str) -> tu
 
 
 def _retrieval_result(
-    found: Embeddings, samples: VideoCaptions | CaptionedLatents, settings: DualEncoderSettings, *, step: int
+    found: Embeddings, samples: Samples, settings: DualEncoderSettings, *, step: int
 ) -> dict[str, Any]:
     first_rows, text_of_clip = distinct_texts(found.text_input)
     similarity = found.video @ found.text[first_rows].T

@@ -21,7 +21,8 @@ from train.checkpoint import (
 )
 from train.data.batch import Batch
 from train.data.failures import FailedSample, TooManyFailures
-from train.data.loader import LoadedBatch, TrainingSet
+from train.data.filling import LoadedBatch
+from train.data.loader import TrainingSet
 from train.data.prefetch import prefetch
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
@@ -70,7 +71,8 @@ def train(
     try:
         while state.step < settings.steps:
             line = _one_step(task, state, batches, settings, run=run)
-            line["epoch"] = state.position / len(samples)
+            if samples.num_samples:
+                line["epoch"] = state.position / samples.num_samples
             append_lines(run.metrics, [line])
             progress.show(line)
             if state.step % settings.checkpoint_every == 0 or state.step == settings.steps:
@@ -84,9 +86,9 @@ def train(
 
 def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
     """Raises a UserError where a batch would hold a sample twice."""
-    if settings.batch > len(samples):
+    if samples.num_samples is not None and settings.batch > samples.num_samples:
         raise UserError(
-            f"--batch is {settings.batch}, and there are {len(samples)} samples to train on",
+            f"--batch is {settings.batch}, and there are {samples.num_samples} samples to train on",
             hint="use a smaller --batch, or more data",
         )
 

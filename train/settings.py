@@ -36,8 +36,10 @@ _MACHINE = Parameter(group="Machine")
 class TrainingSettings:
     """What the loop needs to know, whatever it trains."""
 
-    shards: Annotated[Path, _WHERE] = Path("data")
-    """Data folder that prep made."""
+    shards: Annotated[str, _WHERE] = "data"
+    """Data folder that prep made, a path or an address (s3://bucket/data); or tars: 'DIR/{000000..000099}.tar'."""
+    cache: Annotated[Path | None, _WHERE] = None
+    """Folder for copies of what --shards has elsewhere; the user's cache folder when left out."""
     out: Annotated[Path, _WHERE] = Path("run")
     """Folder of the run: settings, metrics, checkpoints, results page."""
     split: Annotated[str, _WHERE] = "train"
@@ -135,7 +137,7 @@ Settings = TypeVar("Settings", bound=TrainingSettings)
 
 # What may differ when a run is resumed: it does not change the weights.
 FREE_ON_RESUME = frozenset(
-    {"shards", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures"}
+    {"shards", "cache", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures"}
 )
 
 

@@ -17,8 +17,8 @@ from benchmarks.decode_peers.clip_set import SIZE_PX, Clip, read_clips
 from benchmarks.decode_peers.libavcodec_floor import ReadyClips
 from benchmarks.decode_peers.packet_clips import PacketReader, chunks_of, rectangle_of
 from benchmarks.way_process import answer_requests
-from train.data.decoding.reading import read_packets
 from train.data.decoding.planes import crop_clip
+from train.data.decoding.reading import read_packets
 
 WHOLE, DECODE, RESIZE = "the clip path", "libavcodec", "crop and resize"
 PLAN, READ, COMPARE, WRAP = "which packets", "read", "checksums", "packet objects"

@@ -16,9 +16,9 @@ from shards.reader import CommittedShard, Variant
 from train.data.clips import Sampling
 from train.data.crop import Rectangle
 from train.data.decoding.chunks import ChunkDecoder
-from train.data.decoding.reading import read_chunk
 from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.planes import as_yuv420, crop_clip
+from train.data.decoding.reading import read_chunk
 
 if TYPE_CHECKING:
     import av

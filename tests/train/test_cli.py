@@ -64,7 +64,7 @@ def two_lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
 def test_a_run_leaves_settings_metrics_a_checkpoint_and_a_page(finished_run: Path, data_dir: Path) -> None:
     run = RunFolder(finished_run)
     settings = load_settings(run.settings, DualEncoderSettings)
-    assert (settings.shards, settings.out, settings.steps, settings.model) == (data_dir, finished_run, 8, "tiny")
+    assert (settings.shards, settings.out, settings.steps, settings.model) == (str(data_dir), finished_run, 8, "tiny")
     lines = read_lines(run.metrics)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert {"loss", "lr", "grad_norm", "temperature", "samples_per_s", "step_s", "data_wait_s"} <= lines[0].keys()

@@ -12,7 +12,8 @@ import pytest
 from manifests.errors import UserError
 from train.data.batch import Sample
 from train.data.failures import FailedSample, TooManyFailures
-from train.data.loader import LoadedBatch, Loader, LoaderSettings, Visit
+from train.data.filling import LoadedBatch
+from train.data.loader import Loader, LoaderSettings, Visit
 
 
 class Numbers:

@@ -19,7 +19,8 @@ from train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, sav
 from train.cli import main
 from train.data.batch import Batch, Sample
 from train.data.failures import FailedSample
-from train.data.loader import LoadedBatch, Loader, LoaderSettings, TrainingSet, Visit
+from train.data.filling import LoadedBatch
+from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
 from train.loop import train
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
@@ -68,7 +69,8 @@ class LoadedPoints:
             batch=chosen.batch, num_threads=chosen.workers, num_ahead=2 * chosen.batch, seed=chosen.seed
         )
 
-    def __len__(self) -> int:
+    @property
+    def num_samples(self) -> int:
         return len(self._points)
 
     def describe(self) -> str:

@@ -20,7 +20,7 @@ from train.settings import (
 
 def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
     settings = DualEncoderSettings(
-        shards=Path("/some where/data"), lr=1e-5, model="tiny", steps=7, min_crop_area=1 / 3, split="1e3", size_px=64
+        shards="/some where/data", lr=1e-5, model="tiny", steps=7, min_crop_area=1 / 3, split="1e3", size_px=64
     )
     save_settings(settings, tmp_path / "settings.yaml")
     assert load_settings(tmp_path / "settings.yaml", DualEncoderSettings) == settings

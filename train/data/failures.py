@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from manifests.errors import ClipmillError
 
-Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "stuck"]
+Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
 
 
 class SampleFailed(ClipmillError):

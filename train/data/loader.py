@@ -11,8 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-from train.data.batch import Batch, BatchRing, Sample
-from train.data.failures import FailedSample, TooManyFailures
+from train.data.batch import Sample
+from train.data.failures import FailedSample
+from train.data.filling import BatchFilling, LoadedBatch
 from train.data.order import SampleOrder
 from train.data.place import LoaderState, Place, resumed
 from train.data.workers import Stuck, in_order
@@ -56,15 +57,6 @@ class SampleSet(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LoadedBatch:
-    """A batch, the samples that failed on the way to it, and the position from which the next one goes on."""
-
-    batch: Batch
-    failed: tuple[FailedSample, ...]
-    next_position: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
     """How batches are made of samples.
@@ -99,7 +91,10 @@ class TrainingSet(Protocol):
         """Hash of which samples there are and in which order."""
         ...
 
-    def __len__(self) -> int: ...
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch; None where that shows only in passing."""
+        ...
 
     def describe(self) -> str:
         """One line for the log: what is in the set, and what is left out and why."""
@@ -135,7 +130,7 @@ class Loader:
         """
         settings = self._settings
         begin = self.place if position is None else Place(position)
-        filling = _Filling(settings, max_failures=max_failures)
+        filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=max_failures)
         where = {"rank": settings.rank, "num_ranks": settings.num_ranks, "group": settings.group}
         for num_own, outcome in enumerate(self._outcomes(self._training_visits(begin)), start=1):
             if filling.add(outcome):
@@ -146,7 +141,7 @@ class Loader:
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
         """This rank's part of all samples, each once, in order; the last batch may be smaller, or empty."""
         settings = self._settings
-        filling = _Filling(settings, max_failures=None)
+        filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=None)
         numbers = range(settings.rank, len(self._samples), settings.num_ranks)
         visits: Iterator[list[Visit | None]] = ([Visit(number, number, None)] for number in numbers)
         for number, outcome in zip(numbers, self._outcomes(visits), strict=True):
@@ -215,38 +210,3 @@ class Loader:
     def _stuck(self, visit: Visit, stuck: Stuck) -> FailedSample:
         detail = f"it was not there after {stuck.after_s:g} s, and nobody waits for it any more"
         return FailedSample(visit.position, self._samples.key(visit.sample), "stuck", detail)
-
-
-class _Filling:
-    """The batch that is being put together."""
-
-    def __init__(self, settings: LoaderSettings, *, max_failures: int | None) -> None:
-        self._batch, self._max_failures = settings.batch, max_failures
-        self._ring = BatchRing(settings.batch, pin=settings.pin)
-        self._good: list[Sample] = []
-        self._failed: list[FailedSample] = []
-        self._num_failures = 0
-        self.num_batches = 1  # this one included
-
-    def add(self, outcome: Sample | FailedSample | None) -> bool:
-        """Whether the batch is full now."""
-        if isinstance(outcome, FailedSample):
-            self._failed.append(outcome)
-            self._num_failures += 1
-            if self._max_failures is not None and self._num_failures > self._max_failures:
-                raise TooManyFailures(tuple(self._failed))
-            return False
-        if outcome is not None:
-            self._good.append(outcome)
-        return len(self._good) == self._batch and outcome is not None
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self._good or self._failed)
-
-    def take(self, next_position: int) -> LoadedBatch:
-        batch = self._ring.collate(self._good) if self._good else Batch()
-        loaded = LoadedBatch(batch, tuple(self._failed), next_position)
-        self._good, self._failed = [], []
-        self.num_batches += 1
-        return loaded

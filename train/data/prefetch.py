@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from train.data.batch import to_device
-from train.data.loader import LoadedBatch
+from train.data.filling import LoadedBatch
 
 if TYPE_CHECKING:
     import torch

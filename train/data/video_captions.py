@@ -15,6 +15,7 @@ from manifests.errors import UserError
 from manifests.keys import chunk_key
 from manifests.store import read_captions, read_videos
 from shards.reader import Variant
+from shards.tars import TarBytes
 from train.data.batch import Sample
 from train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from train.data.clips import US_PER_S
@@ -22,7 +23,8 @@ from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
 from train.data.decoding.clip import Clip, ClipShape, frame_places, make_clip, rgb_pictures
 from train.data.decoding.reading import ChunkBytes, DecodeRule, has_closed_gops, read_chunk
 from train.data.failures import FailedSample, SampleFailed
-from train.data.loader import LoadedBatch, Loader, LoaderSettings, Visit
+from train.data.filling import LoadedBatch
+from train.data.loader import Loader, LoaderSettings, Visit
 from train.data.place import LoaderState
 from train.data.usable_captions import UsableCaptions, usable_captions
 from train.models.text import Tokenize
@@ -51,6 +53,7 @@ class VideoCaptions:
     Args:
         loading: how batches are made of them.
         decode: how frames come out of chunks.
+        tars: how bytes of tars are read, where they do not lie in `data_dir`.
 
     Raises:
         UserError: there is no such data, or nothing that can be shown.
@@ -65,6 +68,7 @@ class VideoCaptions:
         tokenize: Tokenize,
         loading: LoaderSettings,
         decode: DecodeRule = "packets",
+        tars: TarBytes | None = None,
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
@@ -73,7 +77,7 @@ class VideoCaptions:
         self._tokenize = tokenize
         self._decode_rule = decode
         self._decoder = ChunkDecoder()
-        variant = Variant.open(data_dir)
+        variant = Variant.open(data_dir, tars=tars)
         self.variant_name = variant.directory.name
         self._shards = variant.shards()
         self._video_ids = videos_of_split(data_dir, split)
@@ -103,6 +107,11 @@ class VideoCaptions:
 
     def __len__(self) -> int:
         return len(self.usable.caption)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self)
 
     def describe(self) -> str:
         """One line: captions that are used, and those that are not, by reason; and what is not as it was asked for."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from train.data.batch import Batch, to_device
 from train.data.failures import FailedSample
-from train.data.loader import LoadedBatch
+from train.data.filling import LoadedBatch
 from train.models.dual_encoder import DualEncoder
 from train.tasks.dual_encoder import DualEncoderTask
 

@@ -5,6 +5,7 @@ another one made once.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,6 +19,10 @@ from train.data.clips import Sampling
 from train.data.decoding.clip import ClipShape
 from train.data.latents.captioned import CaptionedLatents
 from train.data.loader import LoaderSettings
+from train.data.remote.address import is_remote
+from train.data.remote.folder import open_data_folder
+from train.data.streams.stream import VideoStream
+from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.losses.infonce import info_nce
 from train.models.attention import AttentionDoor
@@ -32,6 +37,9 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 _LATENT_PATCH = 2
 
 
+Samples = VideoCaptions | VideoStream | CaptionedLatents
+
+
 class DualEncoderTask:
     """The task of `train dual-encoder`."""
 
@@ -43,20 +51,25 @@ class DualEncoderTask:
         self._device = device
         self.columns: tuple[str, ...] = ("latents", "text") if settings.input == "latents" else ("video",)
 
-    def training_set(self) -> VideoCaptions | CaptionedLatents:
+    def training_set(self) -> Samples:
         """Clips and captions of the split that the settings name."""
         return self.samples(self._settings.split)
 
-    def samples(self, split: str) -> VideoCaptions | CaptionedLatents:
-        """Clips and captions of any split.
+    def samples(self, split: str) -> Samples:
+        """Clips and captions of any split; tars that are streamed know no splits.
 
         Raises:
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
         if settings.input == "latents":
+            if is_remote(settings.shards) or names_tars(settings.shards):
+                raise UserError(
+                    f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
+                    hint="copy the data folder to this machine",
+                )
             latents = CaptionedLatents(
-                settings.shards, split=split, segment=settings.segment, batch=settings.batch, seed=settings.seed
+                Path(settings.shards), split=split, segment=settings.segment, batch=settings.batch, seed=settings.seed
             )
             _check_latents(latents, settings)
             return latents
@@ -74,16 +87,21 @@ class DualEncoderTask:
             group=settings.samples_per_chunk,
             pin=self._device.type == "cuda",
         )
+        tokenize = load_tokenizer()
+        if names_tars(settings.shards):
+            return VideoStream(settings.shards, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
+        folder = open_data_folder(settings.shards, cache=settings.cache)
         return VideoCaptions(
-            settings.shards,
+            folder.path,
             split=split,
             shape=shape,
-            tokenize=load_tokenizer(),
+            tokenize=tokenize,
             loading=loading,
             decode=settings.decode,
+            tars=folder.tars,
         )
 
-    def build_model(self, samples: VideoCaptions | CaptionedLatents) -> DualEncoder:
+    def build_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
         size, settings = SIZES[self._settings.model], self._settings
         image_px = settings.size_px

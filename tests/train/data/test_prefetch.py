@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from train.data.batch import Batch
-from train.data.loader import LoadedBatch
+from train.data.filling import LoadedBatch
 from train.data.prefetch import prefetch
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from manifests.keys import split_key
 from shards.reader import Variant
 from tests.train.latents.written import Written
 from train.data.failures import TooManyFailures
+from train.data.filling import LoadedBatch
 from train.data.latents.loader import LatentLoader
-from train.data.loader import LoadedBatch
 
 
 def flip(data_dir: Path, *, column: str, key: str) -> None:

@@ -12,9 +12,6 @@ from train.data.failures import SampleFailed
 
 DecodeRule = Literal["packets", "filter", "plain"]
 
-# Bytes between two packets that are read along, since a further read would cost more.
-_GAP_BYTES = 1 << 14
-
 
 @dataclass(frozen=True)
 class ChunkBytes:
@@ -101,7 +98,7 @@ def read_packets(
         if not read_from <= begin <= end <= read_to:
             read_from, read_to = begin, end
             for next_begin, next_end in zip(begins[place + 1 :], ends[place + 1 :], strict=True):
-                if not read_to <= next_begin <= read_to + _GAP_BYTES:
+                if not read_to <= next_begin <= read_to + shard.gap_bytes:
                     break
                 read_to = next_end
             content = memoryview(shard.read_range(payload_offset + read_from, read_to - read_from))

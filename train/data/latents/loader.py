@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from train.data.filling import LoadedBatch
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
 from train.data.latents.gather import Gather, VisitBlock
 from train.data.latents.segment_set import SegmentSet
 from train.data.latents.segments import Tails
-from train.data.loader import LoadedBatch
 from train.data.order import SampleOrder
 from train.data.place import LoaderState, Place, resumed
 
@@ -78,6 +78,11 @@ class LatentLoader:
     def __len__(self) -> int:
         """Samples of an epoch, of all ranks together."""
         return len(self.samples)
+
+    @property
+    def num_samples(self) -> int:
+        """As `len`."""
+        return len(self)
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,69 @@
+"""A real HTTP server of one folder, with ranges, listings, and failures on demand."""
+
+import http.server
+import re
+import threading
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+class HttpFolder:
+    """Serves a folder until it is closed.
+
+    Attributes:
+        address: of the folder.
+        num_failures: how often each file still fails with status 503 before it works; ".*" for all.
+        cut: paths that come shorter than their announced length.
+        num_bytes: sent so far, by path.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.num_failures: Counter[str] = Counter()
+        self.cut: set[str] = set()
+        self.num_bytes: Counter[str] = Counter()
+        handler = partial(_Handler, self, directory=str(folder))
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    def __init__(self, folder: HttpFolder, *arguments: Any, **options: Any) -> None:
+        self._folder = folder
+        super().__init__(*arguments, **options)
+
+    def do_GET(self) -> None:
+        folder = self._folder
+        if folder.num_failures[self.path] > 0:
+            folder.num_failures[self.path] -= 1
+            self.send_error(503)
+            return
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            super().do_GET()  # a listing, or 404
+            return
+        content = path.read_bytes()
+        begin, end, status = 0, len(content), 200
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            begin, end, status = int(asked[1]), min(int(asked[2]) + 1, len(content)), 206
+        part = content[begin:end]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Accept-Ranges", "bytes")
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+        self.end_headers()
+        if self.path in folder.cut:
+            part = part[: len(part) // 2]
+        folder.num_bytes[self.path] += len(part)
+        self.wfile.write(part)
+        self.close_connection = True
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass

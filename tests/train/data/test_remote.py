@@ -1,0 +1,141 @@
+"""A data folder behind a real HTTP server: the same clips, few bytes, patience, and nothing made up."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manifests.errors import UserError
+from tests.train.data.http_folder import HttpFolder
+from train.data.clips import Sampling
+from train.data.decoding.clip import ClipShape
+from train.data.failures import FailedSample
+from train.data.loader import LoaderSettings, Visit
+from train.data.remote import patience
+from train.data.remote.folder import open_data_folder
+from train.data.remote.tars import RemoteTars
+from train.data.video_captions import VideoCaptions
+from train.models.text import load_tokenizer
+
+LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
+SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
+
+
+@pytest.fixture
+def served(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFolder]:
+    """A copy of the data folder that a test may damage."""
+    monkeypatch.setattr(patience, "_WAITS_S", (0.01, 0.01, 0.01))
+    shutil.copytree(data_dir, tmp_path / "served/data")
+    server = HttpFolder(tmp_path / "served")
+    yield server
+    server.close()
+
+
+def open_set(address: str, cache: Path | None = None) -> VideoCaptions:
+    folder = open_data_folder(address, cache=cache)
+    return VideoCaptions(
+        folder.path, split="train", shape=SHAPE, tokenize=load_tokenizer(), loading=LOADING, tars=folder.tars
+    )
+
+
+def tar_of(samples: VideoCaptions, served: Path) -> Path:
+    [path] = served.glob("data/video/*/000000-*.tar")
+    return path
+
+
+def test_clips_of_a_remote_folder_are_those_of_the_local_one(
+    data_dir: Path, served: HttpFolder, tmp_path: Path
+) -> None:
+    remote, local = open_set(f"{served.address}/data", tmp_path / "cache"), open_set(str(data_dir))
+    assert remote.fingerprint == local.fingerprint and remote.describe() == local.describe()
+    for sample in range(len(local)):
+        [one], [other] = (samples.load([Visit(sample, sample, 3)]) for samples in (remote, local))
+        assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
+        assert np.array_equal(one["video"], other["video"]) and one["key"] == other["key"]
+
+
+def test_only_the_packets_that_are_needed_are_fetched(
+    served: HttpFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteTars, "gap_bytes", 0)
+    samples = open_set(f"{served.address}/data", tmp_path / "cache")
+    tar = tar_of(samples, tmp_path / "served")
+    [sample] = samples.load([Visit(0, 0, None)])
+    assert not isinstance(sample, FailedSample)
+    fetched = served.num_bytes["/" + tar.relative_to(tmp_path / "served").as_posix()]
+    assert 0 < fetched < tar.stat().st_size / 20
+
+
+def test_a_read_that_fails_twice_and_then_works_gives_the_right_bytes(served: HttpFolder, tmp_path: Path) -> None:
+    dataset = "/data/dataset.json"
+    served.num_failures[dataset] = 2
+    samples = open_set(f"{served.address}/data", tmp_path / "cache")
+    tar = "/" + tar_of(samples, tmp_path / "served").relative_to(tmp_path / "served").as_posix()
+    [before] = samples.load([Visit(0, 0, None)])
+    served.num_failures[tar] = 2
+    [sample] = samples.load([Visit(0, 0, None)])
+    assert served.num_failures[tar] == served.num_failures[dataset] == 0
+    assert not isinstance(sample, FailedSample) and not isinstance(before, FailedSample)
+    assert np.array_equal(sample["video"], before["video"])
+
+
+@pytest.mark.parametrize("trouble", ["fails for good", "comes short", "is gone"])
+def test_a_read_that_never_works_is_a_failed_sample(served: HttpFolder, tmp_path: Path, trouble: str) -> None:
+    samples = open_set(f"{served.address}/data", tmp_path / "cache")
+    path = tar_of(samples, tmp_path / "served")
+    tar = "/" + path.relative_to(tmp_path / "served").as_posix()
+    if trouble == "fails for good":
+        served.num_failures[tar] = 1000
+    elif trouble == "comes short":
+        served.cut.add(tar)
+    else:
+        path.unlink()
+    [failed] = samples.load([Visit(0, 5, None)])
+    assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable" and failed.position == 5
+    assert path.name in failed.detail
+
+
+def test_an_index_is_copied_once_and_a_changed_one_refused(served: HttpFolder, tmp_path: Path) -> None:
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    [index] = (tmp_path / "served").glob("data/video/*/000000-*.index.arrow")
+    name = "/" + index.relative_to(tmp_path / "served").as_posix()
+    once = served.num_bytes[name]
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    assert served.num_bytes[name] == once > 0
+    content = bytearray(index.read_bytes())
+    content[-9] ^= 1
+    index.write_bytes(content)
+    with pytest.raises(UserError, match="not the file that was committed"):
+        open_set(f"{served.address}/data", tmp_path / "other-cache")
+
+
+def test_a_commit_that_went_away_goes_away_here(served: HttpFolder, tmp_path: Path) -> None:
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    [commit] = (tmp_path / "served").glob("data/video/*/commits/000001.json")
+    commit.unlink()
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    [kept] = (tmp_path / "cache").rglob("commits/*.json")
+    assert kept.name == "000000.json"
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("{served}/nothing", "is no data folder"),
+        ("nosuchthing://bucket/data", "cannot be opened"),
+        ("s3://bucket/data", "needs a package that is not here"),
+    ],
+)
+def test_an_address_that_is_no_data_folder_is_the_users_mistake(
+    served: HttpFolder, tmp_path: Path, address: str, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        open_set(address.format(served=served.address), tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_made_is_the_users_mistake(served: HttpFolder, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        open_set(f"{served.address}/data", tmp_path / "file")

@@ -1,0 +1,1 @@
+"""Data folders and tars that lie elsewhere, read by way of fsspec."""

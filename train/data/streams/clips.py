@@ -1,0 +1,92 @@
+"""What a sample of a tar is: which clips it shows, with which captions. Our samples, and those of video2dataset.
+
+Ours (`prep chunk`): the json has the chunk's place in its video and its captions. Each caption is a clip: the part of
+its span that lies in the chunk, since a stream cannot reach for the neighbour. video2dataset's: the whole video is one
+clip, its caption the txt member, or `caption` in the json.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from train.data.clips import US_PER_S, to_us
+
+VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
+NO_CAPTION_ID = -1
+
+
+@dataclass(frozen=True)
+class StreamedClip:
+    """A clip that has not been decoded yet.
+
+    Attributes:
+        key: of the sample in its tar.
+        content: the video file.
+        caption_id: of the manifest, NO_CAPTION_ID for a tar of another tool.
+        text: the caption.
+        begin_us, end_us: the clip's span, from the first frame of the file on; None for the end of the file. It is
+            empty where the caption's is.
+        is_shortened: whether the caption reaches beyond the file.
+    """
+
+    key: str
+    content: bytes
+    caption_id: int
+    text: str
+    begin_us: int
+    end_us: int | None
+    is_shortened: bool = False
+
+
+def clips_of(sample: Mapping[str, Any]) -> list[StreamedClip]:
+    """The clips of a sample as webdataset gives it: `__key__`, and bytes for each extension.
+
+    Raises:
+        ValueError: it has no video, no caption, or members that cannot be read.
+    """
+    content = next((sample[extension] for extension in VIDEO_EXTENSIONS if extension in sample), None)
+    if content is None:
+        there = ", ".join(sorted(name for name in sample if not name.startswith("__"))) or "nothing"
+        raise ValueError(f"no video among its members: {there}")
+    try:
+        description = json.loads(sample.get("json") or b"{}")
+    except ValueError as error:
+        raise ValueError(f"its json cannot be read: {error}") from error
+    if not isinstance(description, dict):
+        raise ValueError("its json is no object")
+    key = str(sample["__key__"])
+    if "span_fingerprint" in description:
+        return _of_chunk(key, content, description)
+    text = sample["txt"].decode("utf-8", "replace") if "txt" in sample else description.get("caption")
+    if not isinstance(text, str):
+        raise ValueError("it has no caption: no txt, and no caption in its json")
+    return [StreamedClip(key, content, NO_CAPTION_ID, text, 0, None)]
+
+
+def _of_chunk(key: str, content: bytes, description: dict[str, Any]) -> list[StreamedClip]:
+    try:
+        begin_us, end_us = (Fraction(*description[name]) * US_PER_S for name in ("begin_s", "end_s"))
+        chunk = int(begin_us), int(end_us)
+        return [_of_caption(key, content, caption, chunk=chunk) for caption in description["captions"]]
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"its json is not as prep writes it: {type(error).__name__}: {error}") from error
+
+
+def _of_caption(key: str, content: bytes, caption: dict[str, Any], *, chunk: tuple[int, int]) -> StreamedClip:
+    begin_us, end_us = to_us(caption["begin_s"]), chunk[1]
+    # An open end is stored as null.
+    if caption["end_s"] is not None and math.isfinite(caption["end_s"]):
+        end_us = to_us(caption["end_s"])
+    first, last = max(begin_us, chunk[0]), min(end_us, chunk[1])
+    return StreamedClip(
+        key=key,
+        content=content,
+        caption_id=int(caption["caption_id"]),
+        text=str(caption["text"]),
+        begin_us=first - chunk[0],
+        end_us=last - chunk[0],
+        is_shortened=(first, last) != (begin_us, end_us),
+    )
