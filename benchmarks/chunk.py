@@ -132,7 +132,7 @@ class Ways:
             "c:v": codec.encoder,
             "threads:v": 1,
             codec.crf_argument: settings.crf,
-            **codec.gop_arguments(settings.gop or codec.gops[0], settings.keyint),
+            **codec.gop_arguments(settings.gop, settings.keyint),
             codec.preset_argument: settings.preset,
         }
         listed = [str(word) for name, value in options.items() for word in (f"-{name}", value) if word is not None]

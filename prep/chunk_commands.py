@@ -101,7 +101,7 @@ def run_chunks(
     ffmpeg = find_ffmpeg()
     if ffmpeg.passed_over:
         print(f"using the ffmpeg that clipmill[prep] ships: {ffmpeg.passed_over} is too old", file=sys.stderr)
-    require_encoder(ffmpeg, recipe.codec)
+    require_encoder(ffmpeg, recipe.settings().codec)
     chosen: Engine
     if engine == "ray":
         from prep.engines.ray import RayEngine

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import ffmpeg
 import numpy as np
 
+from prep.chunk_settings import ChunkSettings
 from prep.codecs import codec_named
 from prep.failures import FailureCode, SourceFailure
 from prep.ffmpeg import Outcome, run
 from prep.probe import DEMUXERS, PROTOCOLS, SourceFacts
-from prep.recipe import Recipe, ResolvedRecipe
+from prep.recipe import ResolvedRecipe
 from prep.source_times import TIMES_FORMAT, check_source_times, read_source_times
 from prep.spans import Span
 
@@ -91,29 +93,9 @@ def span_arguments(
 ) -> list[str]:
     """The program and its arguments for one span; run them in an empty folder."""
     settings, codec = recipe.settings, codec_named(recipe.settings.codec)
-    fps = settings.fps_exact
-    width, height = output_size(source, short_side=settings.short_side)
-    seek_s = _seek_s(span, fps=fps, source=source)
-    margin_s = Fraction(span.first_frame) / fps - seek_s
-    length_s = _microseconds(span.num_frames / fps)
-    input_options = {"ss": _microseconds(seek_s)} if seek_s else {}
-    stream = ffmpeg.input(
-        f"file:{source_path}",
-        threads=1,
-        protocol_whitelist=PROTOCOLS,
-        format_whitelist=DEMUXERS,
-        **input_options,
-    )
-    resize = [width, height]
-    resize_options = {"flags": f"{settings.scaler}+accurate_rnd+bitexact", "out_range": "tv"}
-    rate_options = {"fps": settings.fps, "start_time": _microseconds(margin_s), "round": "near"}
-    video = stream["V:0"]
-    # The cheaper order: resize before frames are repeated, or after they are dropped. The pictures are the same.
-    if source.fps <= fps:
-        video = video.filter("scale", *resize, **resize_options).filter("fps", **rate_options)
-    else:
-        video = video.filter("fps", **rate_options).filter("scale", *resize, **resize_options)
-    video = video.filter("format", "yuv420p").filter("setsar", "1").filter("setpts", f"PTS-{margin_s}/TB")
+    stream, video = scaled_frames(source_path, source=source, span=span, settings=settings)
+    margin_s = _margin_s(span, fps=settings.fps_exact, source=source)
+    length_s = _microseconds(span.num_frames / settings.fps_exact)
     streams = [video]
     options: dict[str, str | int | None] = {"an": None}
     if settings.audio == "keep":
@@ -129,7 +111,7 @@ def span_arguments(
         "c:v": codec.encoder,
         "threads:v": 1,
         **_rate_control(settings, codec.crf_argument),
-        **codec.gop_arguments(settings.gop or codec.gops[0], settings.keyint),
+        **codec.gop_arguments(settings.gop, settings.keyint),
         **dict(codec.fixed_arguments),
     }
     if settings.preset and codec.preset_argument:
@@ -159,9 +141,43 @@ def span_arguments(
     return output.global_args(*general, "-progress", _PROGRESS_FILE).compile(cmd=program)
 
 
+def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, settings: ChunkSettings) -> tuple[Any, Any]:
+    """(the source, the frames that the encoder of `span` gets) as streams of ffmpeg-python.
+
+    The frames have the chunks' size and rate and begin at time 0; their number is for the output to say.
+    """
+    fps = settings.fps_exact
+    width, height = output_size(source, short_side=settings.short_side)
+    seek_s = _seek_s(span, fps=fps, source=source)
+    margin_s = _margin_s(span, fps=fps, source=source)
+    input_options = {"ss": _microseconds(seek_s)} if seek_s else {}
+    stream = ffmpeg.input(
+        f"file:{source_path}",
+        threads=1,
+        protocol_whitelist=PROTOCOLS,
+        format_whitelist=DEMUXERS,
+        **input_options,
+    )
+    resize = [width, height]
+    resize_options = {"flags": f"{settings.scaler}+accurate_rnd+bitexact", "out_range": "tv"}
+    rate_options = {"fps": settings.fps, "start_time": _microseconds(margin_s), "round": "near"}
+    video = stream["V:0"]
+    # The cheaper order: resize before frames are repeated, or after they are dropped. The pictures are the same.
+    if source.fps <= fps:
+        video = video.filter("scale", *resize, **resize_options).filter("fps", **rate_options)
+    else:
+        video = video.filter("fps", **rate_options).filter("scale", *resize, **resize_options)
+    return stream, video.filter("format", "yuv420p").filter("setsar", "1").filter("setpts", f"PTS-{margin_s}/TB")
+
+
 def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
     """Where the pass begins to read: before the span by a second and a key frame, on the grid of output frames."""
     return Fraction(max(0, span.first_frame - math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
+
+
+def _margin_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
+    """How long the pass reads before the span begins."""
+    return Fraction(span.first_frame) / fps - _seek_s(span, fps=fps, source=source)
 
 
 def _microseconds(seconds: Fraction) -> str:
@@ -169,7 +185,7 @@ def _microseconds(seconds: Fraction) -> str:
     return f"{whole}.{rest:06d}"
 
 
-def _rate_control(settings: Recipe, crf_argument: str) -> dict[str, str | int]:
+def _rate_control(settings: ChunkSettings, crf_argument: str) -> dict[str, str | int]:
     if settings.bitrate is not None:
         return {"b:v": settings.bitrate}
     assert settings.crf is not None, "a resolved recipe has one of crf and bitrate"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prep.chunk_settings import ChunkSettings
 from prep.plan import Workload
-from prep.recipe import Recipe
 
 # Core-seconds for a million pixels, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
@@ -24,11 +24,11 @@ _ENCODE_S_PER_MEGAPIXEL = {
     "hevc_nvenc": 0.0007,
 }
 _BITS_PER_PIXEL = {
-    "h264": 0.22,
+    "h264": 0.13,
     "hevc": 0.1,
-    "av1": 0.08,
+    "av1": 0.03,
     "vp9": 0.12,
-    "mjpeg": 0.7,
+    "mjpeg": 0.8,
     "h264_nvenc": 0.2,
     "hevc_nvenc": 0.12,
 }
@@ -44,27 +44,27 @@ class Estimate:
     video_hours: float
 
 
-def estimate(work: Workload, *, recipe: Recipe, bytes_per_second: float | None) -> Estimate:
+def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> Estimate:
     """Cost of encoding `work`.
 
     Args:
         bytes_per_second: of video, measured on shards of the same variant; None where there are none yet.
     """
     source_pixels = work.width * work.height
-    scale = np.minimum(1.0, recipe.short_side / np.maximum(1, np.minimum(work.width, work.height)))
-    output_megapixels_per_s = source_pixels * scale**2 * float(recipe.fps_exact) / 1e6
+    scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
+    output_megapixels_per_s = source_pixels * scale**2 * float(settings.fps_exact) / 1e6
     source_megapixels_per_s = source_pixels * work.fps / 1e6
     core_s = work.seconds * (
         source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL
-        + output_megapixels_per_s * _ENCODE_S_PER_MEGAPIXEL[recipe.codec]
+        + output_megapixels_per_s * _ENCODE_S_PER_MEGAPIXEL[settings.codec]
     )
     video_s = float(work.seconds.sum())
     if bytes_per_second is not None:
         size_bytes = video_s * bytes_per_second
-    elif recipe.bitrate is not None:
-        size_bytes = video_s * _bits_per_second(recipe.bitrate) / 8
+    elif settings.bitrate is not None:
+        size_bytes = video_s * _bits_per_second(settings.bitrate) / 8
     else:
-        bits_per_pixel = _BITS_PER_PIXEL[recipe.codec]
+        bits_per_pixel = _BITS_PER_PIXEL[settings.codec]
         size_bytes = float((work.seconds * output_megapixels_per_s).sum()) * 1e6 * bits_per_pixel / 8
     return Estimate(core_hours=float(core_s.sum()) / 3600, size_bytes=size_bytes, video_hours=video_s / 3600)
 

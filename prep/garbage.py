@@ -156,8 +156,8 @@ def _wanted_chunks(data_dir: Path, stored: dict[str, Any]) -> frozenset[int]:
         raise UserError(
             f"{data_dir} has no manifest: what is needed cannot be told", hint="make it again with `prep manifest`"
         )
-    recipe = recipe_from_dict(stored)
-    return wanted(data_dir, recipe, videos=read_videos(data_dir), probes=read_probes(data_dir)).shard_ids
+    settings = recipe_from_dict(stored).settings()
+    return wanted(data_dir, settings, videos=read_videos(data_dir), probes=read_probes(data_dir)).shard_ids
 
 
 def _is_variant(folder: Path) -> bool:

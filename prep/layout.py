@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 
 from manifests.errors import UserError
 from manifests.publish import published
+from prep.chunk_settings import ChunkSettings
 from prep.columns import as_array
-from prep.recipe import SPAN_CHUNKS, Recipe
+from prep.recipe import SPAN_CHUNKS
 
 MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default recipe
 MIN_SHARDS = 16  # a small set still gives every core of a server something to do
@@ -29,9 +30,9 @@ LAYOUT = pa.schema(
 )
 
 
-def layout_path(data_dir: Path, recipe: Recipe) -> Path:
+def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
     """Where the layout for the recipe's chunk length lies."""
-    return data_dir / "layout" / f"{recipe.len}-{recipe.tail}.parquet"
+    return data_dir / "layout" / f"{settings.len}-{settings.tail}.parquet"
 
 
 def read_layout(path: Path) -> pa.Table:

@@ -39,7 +39,7 @@ class Planned:
             np.asarray(shard.rows) for shard in self.plan.shards if shard.has_work and shard.state != ShardState.CHANGED
         ]
         work = self.plan.workload(np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64))
-        return estimate(work, recipe=self.plan.recipe.settings, bytes_per_second=self._bytes_per_second())
+        return estimate(work, settings=self.plan.recipe.settings, bytes_per_second=self._bytes_per_second())
 
     def _bytes_per_second(self) -> float | None:
         """Measured on one committed shard of this variant."""

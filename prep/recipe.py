@@ -1,56 +1,63 @@
 """The recipe of the `video` column: every setting that changes its bytes, and nothing else.
 
-A recipe as the user states it (`Recipe`) leaves some choices to the codec; `resolve` fills them in and adds the ffmpeg
-build. The resolved recipe is what is fingerprinted, stored beside the shards and compared when a run is repeated.
+A recipe as the user states it (`Recipe`) leaves choices to a named recipe and to the codec; `resolve` fills them in and
+adds the ffmpeg build. The resolved recipe is what is fingerprinted, stored beside the shards and compared when a run is
+repeated; the name is not part of it.
 """
 
 import hashlib
 import json
-import re
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.codecs import MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
+from prep.chunk_settings import Audio, ChunkSettings, Gop, Scaler, Tail
+from prep.codecs import DEFAULT_KEYINT, INTRA, codec_named
 
 RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
 SPAN_CHUNKS = 20  # chunks of one encoder pass: five minutes of video at 15 s
-_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
-_BITRATE = re.compile(r"[1-9]\d*[kM]?", re.ASCII)
 
-Gop = Literal["star", "closed", "intra"]
-Tail = Literal["keep", "drop", "merge"]
-Audio = Literal["drop", "keep"]
-Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
+RecipeName = Literal["balanced", "small", "fast"]
+# docs/encoding.md says what they were chosen by. What a name does not say comes from the codec.
+NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
+    "balanced": {"codec": "h264", "crf": 23, "preset": "veryfast", "gop": "comb", "keyint": 90},
+    "small": {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90},
+    "fast": {"codec": "mjpeg", "crf": 8, "gop": "intra"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings of `prep chunk` that change what is made."""
+    """Settings of `prep chunk` that change what is made. Those that are None come from the named recipe."""
+
+    recipe: RecipeName = "balanced"
+    """What the settings that are not given come from: balanced; small (AV1: few bytes, slow to decode); or fast
+    (MJPEG: quick to decode, many bytes)."""
 
     len: Annotated[str, Parameter(allow_leading_hyphen=True)] = "15s"
     """Length of a chunk, with its unit: 15s, 2.5s, 500ms."""
 
-    codec: str = "h264"
-    """h264, hevc, av1, vp9, mjpeg, h264_nvenc or hevc_nvenc."""
+    codec: str | None = None
+    """h264, hevc, av1, vp9, mjpeg, h264_nvenc or hevc_nvenc; another one than the recipe's brings its own defaults."""
 
     crf: int | None = None
-    """Constant quality, smaller is better (default: 23 for h264; MJPEG: the quantiser scale, 10)."""
+    """Constant quality, smaller is better (for MJPEG: the quantiser scale)."""
 
     bitrate: str | None = None
     """Average bitrate instead of constant quality: 800k, 2M."""
 
     preset: str | None = None
-    """The encoder's speed preset (default: veryfast for h264)."""
+    """The encoder's speed preset."""
 
     gop: Gop | None = None
-    """star (a frame costs at most three decodes), closed, or intra (default: star where the codec can)."""
+    """comb (a P every 15 frames, no b is a reference), star (a comb with one P), closed, or intra."""
 
-    keyint: int = 16
-    """Frames from one key frame to the next."""
+    keyint: int | None = None
+    """Frames from one key frame to the next (default: comb 90, star 16, closed 30)."""
 
     fps: str = "30"
     """Constant frame rate of every chunk: 30, 25, 30000/1001."""
@@ -68,67 +75,42 @@ class Recipe:
     """Whether chunks carry the first audio stream, as AAC."""
 
     def __post_init__(self) -> None:
-        codec = codec_named(self.codec)
         if self.crf is not None and self.bitrate is not None:
             raise UserError("--crf and --bitrate exclude each other", hint="give the one that you mean")
-        low, high = codec.crf_range
-        if self.crf is not None and not low <= self.crf <= high:
-            raise UserError(f"--crf {self.crf} is out of range", hint=f"{self.codec} takes {low} (best) to {high}")
-        if self.bitrate is not None and not _BITRATE.fullmatch(self.bitrate):
-            raise UserError(f'--bitrate "{self.bitrate}" is not a bitrate', hint="write 800k or 2M (bits per second)")
-        if self.preset is not None and self.preset not in codec.presets:
-            known = ", ".join(codec.presets) or "none"
-            raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=f"its presets: {known}")
-        if self.gop is not None and self.gop not in codec.gops:
-            raise UserError(f"{self.codec} cannot write --gop {self.gop}", hint=f"it can: {', '.join(codec.gops)}")
-        if not 1 <= self.keyint <= 600:
-            raise UserError(f"--keyint {self.keyint} is out of range", hint="give 1 to 600 frames")
-        if (self.gop or codec.gops[0]) == STAR and not 3 <= self.keyint <= MAX_CONSECUTIVE_B_FRAMES + 2:
-            raise UserError(
-                f"--keyint {self.keyint} does not fit a star GOP", hint="give 3 to 18 frames, or use --gop closed"
-            )
-        if not 16 <= self.short_side <= 4320 or self.short_side % 2:
-            raise UserError(f"--short-side {self.short_side} does not work", hint="give an even number from 16 to 4320")
-        if not 1 <= self.fps_exact <= 240:
-            raise UserError(f"--fps {self.fps} is out of range", hint="give 1 to 240 frames per second")
-        if (self.len_s * self.fps_exact).denominator != 1:
-            raise UserError(
-                f"a chunk of {self.len} at {self.fps} fps is {float(self.len_s * self.fps_exact):g} frames",
-                hint="choose --len and --fps so that their product is whole, for example --len 15s --fps 30",
-            )
-        if self.len_s > 3600:
-            raise UserError(f"--len {self.len} is too long", hint="give an hour or less; 15s is what training wants")
+        self.settings()  # says what does not fit
 
-    @property
-    def len_s(self) -> Fraction:
-        """Length of a full chunk in seconds, exact."""
-        match = _LENGTH.fullmatch(self.len)
-        if match is None or Fraction(match["number"]) == 0:
-            raise UserError(f'--len "{self.len}" is not a length', hint="write a number with its unit: 15s or 500ms")
-        seconds = Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
-        if (seconds * 1000).denominator != 1:
-            raise UserError(f'--len "{self.len}" is finer than a millisecond', hint="keys count whole milliseconds")
-        return seconds
+    def settings(self) -> ChunkSettings:
+        """Every setting with its value, in its one spelling.
 
-    @property
-    def fps_exact(self) -> Fraction:
-        """Frames per second, exact."""
-        try:
-            return Fraction(self.fps)
-        except (ValueError, ZeroDivisionError):
-            raise UserError(f'--fps "{self.fps}" is not a rate', hint="write 30, 25 or 30000/1001") from None
-
-    @property
-    def chunk_frames(self) -> int:
-        """Frames in a full chunk."""
-        return int(self.len_s * self.fps_exact)
+        Raises:
+            UserError: they do not fit together.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
+        named = NAMED_RECIPES[self.recipe]
+        codec = codec_named(self.codec or named["codec"])
+        of_codec: dict[str, Any] = {
+            "crf": codec.default_crf,
+            "preset": codec.default_preset or None,
+            "gop": codec.gops[0],
+            "codec": named["codec"],
+        }
+        if self.codec in (None, named["codec"]):
+            of_codec |= named
+        if self.bitrate is not None:
+            of_codec["crf"] = None
+        gop = self.gop or of_codec["gop"]
+        if gop != of_codec["gop"] or "keyint" not in of_codec:
+            of_codec["keyint"] = DEFAULT_KEYINT[gop]
+        chosen: dict[str, Any] = {name: of_codec.get(name) if value is None else value for name, value in given.items()}
+        stated = ChunkSettings(**chosen)
+        return replace(stated, len=_canonical_length(stated.len_s), fps=str(stated.fps_exact))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe:
     """A recipe with every choice made, and the program that carries it out."""
 
-    settings: Recipe
+    settings: ChunkSettings
     ffmpeg: str  # version line of the program: another build may write other bytes
 
     @property
@@ -140,11 +122,11 @@ class ResolvedRecipe:
     @property
     def variant(self) -> str:
         """Folder name of the variant that this recipe makes: a readable part and the fingerprint's first 8 digits."""
-        recipe = self.settings
-        rate = f"crf{recipe.crf}" if recipe.bitrate is None else recipe.bitrate
-        gop = "intra" if recipe.gop == "intra" else f"{recipe.gop}{recipe.keyint}"
-        fps = recipe.fps.replace("/", "-")
-        return f"{recipe.codec}-{recipe.short_side}p{fps}-{rate}-{gop}-{recipe.len}-{self.fingerprint[:8]}"
+        settings = self.settings
+        rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
+        gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
+        fps = settings.fps.replace("/", "-")
+        return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{settings.len}-{self.fingerprint[:8]}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -158,20 +140,12 @@ class ResolvedRecipe:
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fills in what `recipe` leaves to the codec, so that the same bytes have one description."""
-    codec = codec_named(recipe.codec)
-    settings = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
-    if recipe.bitrate is None:
-        settings["crf"] = recipe.crf if recipe.crf is not None else codec.default_crf
-    settings["preset"] = recipe.preset if recipe.preset is not None else codec.default_preset or None
-    settings["gop"] = recipe.gop or codec.gops[0]
-    settings["len"] = _canonical_length(recipe.len_s)
-    settings["fps"] = str(recipe.fps_exact)
-    return ResolvedRecipe(settings=Recipe(**settings), ffmpeg=ffmpeg_version)
+    """Fills in what `recipe` leaves open, so that the same bytes have one description."""
+    return ResolvedRecipe(settings=recipe.settings(), ffmpeg=ffmpeg_version)
 
 
 def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
-    """The recipe in a variant's recipe.json, as written by `ResolvedRecipe.as_dict`.
+    """The recipe in a variant's recipe.json, as written by `ResolvedRecipe.as_dict`: every setting is given.
 
     Raises:
         UserError: it was written by another version of the recipe's schema.
@@ -181,7 +155,7 @@ def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
             f"the recipe has schema {stored.get('schema')!r}, this version writes {RECIPE_SCHEMA}",
             hint="run `prep chunk` with the settings that you want; it makes a new variant",
         )
-    names = {field.name for field in fields(Recipe)}
+    names = {field.name for field in fields(ChunkSettings)}
     return Recipe(**{name: value for name, value in stored.items() if name in names})
 
 

@@ -5,16 +5,17 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from prep.chunk_settings import ChunkSettings
 from prep.data_folder import LATENTS, TEXT, VIDEO
 from prep.latents.recipe import latents_recipe_from_dict
 from prep.latents.settings import LatentsSettings
-from prep.recipe import Recipe, recipe_from_dict, resolve
+from prep.recipe import NAMED_RECIPES, Recipe, recipe_from_dict
 from prep.text.recipe import text_recipe_from_dict
 
 
 def settings_line(stored: dict[str, Any]) -> str:
     """The settings of a recipe.json that say something, on one line."""
-    names = [field.name for field in fields(Recipe)]
+    names = [field.name for field in fields(ChunkSettings)]
     return " ".join(f"{name}={stored[name]}" for name in [*names, "ffmpeg"] if stored.get(name) is not None)
 
 
@@ -37,10 +38,15 @@ def command_for(column: str) -> str:
 
 
 def _chunk_flags(stored: dict[str, Any]) -> list[str]:
-    recipe = recipe_from_dict(stored)
-    defaults = asdict(resolve(Recipe(codec=recipe.codec), ffmpeg_version="").settings)
-    defaults["codec"] = Recipe().codec
-    return ["--len", recipe.len, *_flags(asdict(recipe), {**defaults, "len": recipe.len})]
+    settings = recipe_from_dict(stored).settings()
+    names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
+    name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
+    # Which values a layout of the GOP brings along, and which layout comes by itself.
+    defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
+    by_itself = Recipe(recipe=name, codec=codec).settings()
+    defaults |= {"len": settings.len, "gop": by_itself.gop, "codec": by_itself.codec if names else None}
+    chosen = [] if name == Recipe().recipe else ["--recipe", name]
+    return ["--len", settings.len, *chosen, *_flags(asdict(settings), defaults)]
 
 
 def _latents_flags(stored: dict[str, Any]) -> list[str]:

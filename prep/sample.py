@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from manifests.keys import chunk_key
 from prep.captions import Caption
+from prep.chunk_settings import ChunkSettings
 from prep.plan import SpanPlan
-from prep.recipe import Recipe
 from prep.span_task import ReadyChunk
 from shards.writer import Sample
 
@@ -20,7 +20,7 @@ def video_sample(
     number: int,
     span_chunks: int,
     split: str,
-    recipe: Recipe,
+    settings: ChunkSettings,
     captions: Sequence[Caption] | None,
 ) -> Sample:
     """The sample of chunk `number` of a span.
@@ -29,7 +29,7 @@ def video_sample(
         span_chunks: chunks that the span really has.
         captions: of the whole video; None when the data set has none, and then there is no txt member.
     """
-    fps, first_frame = recipe.fps_exact, plan.span.chunk_starts()[number]
+    fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
     begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
     key = chunk_key(plan.video_id, start_ms(first_frame, fps=fps))
     mine = [caption for caption in captions or () if caption.overlaps(begin_s, end_s)]
@@ -45,7 +45,7 @@ def video_sample(
         "fps": _ratio(fps),
         "num_frames": chunk.facts.num_frames,
         "num_source_frames": chunk.num_source_frames,
-        "is_tail": chunk.facts.num_frames != recipe.chunk_frames,
+        "is_tail": chunk.facts.num_frames != settings.chunk_frames,
         "width": chunk.facts.width,
         "height": chunk.facts.height,
         "codec": chunk.facts.codec,

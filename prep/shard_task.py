@@ -111,7 +111,7 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
                         number=number,
                         span_chunks=span.num_chunks,
                         split=task.split,
-                        recipe=settings,
+                        settings=settings,
                         captions=None if captions is None else captions.get(plan.video_id, []),
                     )
                     writer.add(sample)

@@ -244,7 +244,7 @@ def _hours(shard: CommittedShard) -> float:
 
 def _num_wanted_chunks(data_dir: Path, variant: Variant, *, videos: pa.Table, probes: pa.Table) -> int | None:
     try:
-        recipe = recipe_from_dict(variant.recipe)
+        settings = recipe_from_dict(variant.recipe).settings()
     except UserError:
         return None
-    return wanted(data_dir, recipe, videos=videos, probes=probes).num_chunks
+    return wanted(data_dir, settings, videos=videos, probes=probes).num_chunks

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prep.chunk_settings import ChunkSettings
 from prep.layout import layout_path, read_layout, wanted_rows
-from prep.recipe import Recipe
 from prep.spans import num_chunks_of, num_output_frames
 
 
@@ -28,8 +28,8 @@ class Wanted:
     shard_ids: frozenset[int]
 
 
-def wanted(data_dir: Path, recipe: Recipe, *, videos: pa.Table, probes: pa.Table) -> Wanted:
-    """What `videos` (manifests.schema.VIDEOS) make of `recipe`, as far as `probes` (prep.sources.PROBES) know them.
+def wanted(data_dir: Path, settings: ChunkSettings, *, videos: pa.Table, probes: pa.Table) -> Wanted:
+    """What `videos` (manifests.schema.VIDEOS) make, as far as `probes` (prep.sources.PROBES) know them.
 
     Raises:
         UserError: the layout is damaged.
@@ -38,12 +38,12 @@ def wanted(data_dir: Path, recipe: Recipe, *, videos: pa.Table, probes: pa.Table
     is_known = rows >= 0
     ends_s = probes["end_s"].take(pa.array(rows[is_known])).combine_chunks()
     is_usable = np.asarray(pc.is_valid(probes["fingerprint"].take(pa.array(rows[is_known]))))
-    frames = num_output_frames(np.asarray(pc.fill_null(ends_s, 0.0)), fps=recipe.fps_exact)
+    frames = num_output_frames(np.asarray(pc.fill_null(ends_s, 0.0)), fps=settings.fps_exact)
     num_chunks = np.zeros(len(videos), np.int64)
     num_chunks[is_known] = num_chunks_of(
-        np.where(is_usable, frames, 0), chunk_frames=recipe.chunk_frames, tail=recipe.tail
+        np.where(is_usable, frames, 0), chunk_frames=settings.chunk_frames, tail=settings.tail
     )
-    layout = read_layout(layout_path(data_dir, recipe))
+    layout = read_layout(layout_path(data_dir, settings))
     ids, splits = videos["video_id"].combine_chunks(), videos["split"].combine_chunks()
     for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
     layout_rows, _ = wanted_rows(layout, video_ids=ids, splits=splits, num_chunks=for_ever)

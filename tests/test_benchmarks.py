@@ -21,6 +21,7 @@ TINY = {
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "plan": ["--chunks", "80"],
+    "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
 }
 NOT_BENCHMARKS = {
@@ -30,6 +31,7 @@ NOT_BENCHMARKS = {
     "made_data",
     "measure",
     "plain_loops",
+    "recipe_trial",
     "report",
     "tree",
     "way_process",

@@ -22,9 +22,11 @@ from tests.prep.running import chunk, manifest
 
 NUM_FRAMES = 75  # two chunks and a tail of 15
 COMBINATIONS = [
+    ("h264", "comb"),
     ("h264", "star"),
     ("h264", "closed"),
     ("h264", "intra"),
+    ("hevc", "comb"),
     ("hevc", "star"),
     ("hevc", "closed"),
     ("hevc", "intra"),
@@ -102,6 +104,10 @@ def test_a_frame_decodes_from_its_packets_alone(codec: str, gop: str, make_chunk
             assert min(row["packet_frame"][key:]) == row["packet_frame"][key]
         if gop == "intra":
             assert len(keys) == len(numbers)
+        if gop == "comb":
+            references = [row["packet_frame"][n] for n, f in enumerate(row["packet_flags"]) if f & PACKET_REFERENCE]
+            assert len(keys) == 1
+            assert references == {30: [0, 15, 29], 15: [0, 14]}[len(numbers)]
         if gop == "star":
             assert [row["packet_frame"][key] for key in keys] == list(range(0, len(numbers), 16))
             assert max(len(chunk_.needed(frame)) for frame in range(len(numbers))) <= 3

@@ -1,12 +1,17 @@
 import json
+import shlex
 from dataclasses import fields
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manifests.errors import UserError
-from prep.recipe import Recipe, recipe_differences, recipe_from_dict, resolve
+from prep.chunk_settings import ChunkSettings
+from prep.cli import app
+from prep.recipe import NAMED_RECIPES, Recipe, recipe_differences, recipe_from_dict, resolve
+from prep.recipe_text import command_of
 
 
 @pytest.mark.parametrize(
@@ -14,8 +19,8 @@ from prep.recipe import Recipe, recipe_differences, recipe_from_dict, resolve
     [("15s", 15), ("2.5s", Fraction(5, 2)), ("500ms", Fraction(1, 2)), ("0.1s", Fraction(1, 10)), ("3600s", 3600)],
 )
 def test_lengths_are_exact(length: str, seconds: Fraction) -> None:
-    assert Recipe(len=length).len_s == seconds
-    assert Recipe(len=length).chunk_frames == seconds * 30
+    assert Recipe(len=length).settings().len_s == seconds
+    assert Recipe(len=length).settings().chunk_frames == seconds * 30
 
 
 @pytest.mark.parametrize(
@@ -29,11 +34,17 @@ def test_a_length_without_a_right_unit_is_refused(length: str) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({}, {"codec": "h264", "crf": 23, "preset": "veryfast", "gop": "star"}),
+        ({}, {"codec": "h264", "crf": 23, "preset": "veryfast", "gop": "comb", "keyint": 90}),
+        ({"recipe": "balanced"}, {}),
+        ({"recipe": "small"}, {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90}),
+        ({"recipe": "fast"}, {"codec": "mjpeg", "crf": 8}),
+        ({"recipe": "small", "codec": "h264", "keyint": 90}, {"preset": "veryfast"}),
+        ({"recipe": "fast", "bitrate": "2M"}, {"codec": "mjpeg", "bitrate": "2M", "gop": "intra", "keyint": 1}),
+        ({"gop": "star"}, {"gop": "star", "keyint": 16, "crf": 23}),
         ({"len": "15s"}, {"len": "15000ms"}),
         ({"len": "0.5s"}, {"len": "500ms"}),
         ({"fps": "30"}, {"fps": "60/2"}),
-        ({"codec": "mjpeg"}, {"codec": "mjpeg", "gop": "intra", "crf": 10}),
+        ({"codec": "vp9"}, {"recipe": "small", "codec": "vp9", "gop": "closed", "crf": 33, "keyint": 30}),
     ],
 )
 def test_two_ways_to_say_the_same_are_one_variant(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -58,7 +69,7 @@ OTHER_VALUES: dict[str, Any] = {
 
 
 def test_each_setting_changes_the_fingerprint() -> None:
-    assert OTHER_VALUES.keys() == {field.name for field in fields(Recipe)}
+    assert OTHER_VALUES.keys() == {field.name for field in fields(ChunkSettings)}
     variants = [resolve(Recipe(**{name: value}), ffmpeg_version="9.0") for name, value in OTHER_VALUES.items()]
     variants += [resolve(Recipe(), ffmpeg_version=version) for version in ("9.0", "9.1")]
     assert len({variant.fingerprint for variant in variants}) == len({variant.variant for variant in variants}) == 14
@@ -81,3 +92,53 @@ def test_a_stored_recipe_is_read_back_and_compared() -> None:
     ]
     with pytest.raises(UserError, match="schema 99"):
         recipe_from_dict({**old.as_dict(), "schema": 99})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"recipe": "small"},
+        {"recipe": "fast", "crf": 5},
+        {"recipe": "small", "bitrate": "200k", "scaler": "area"},
+        {"codec": "hevc"},
+        {"codec": "hevc", "gop": "star"},
+        {"codec": "vp9", "keyint": 50, "preset": "8"},
+        {"gop": "star", "keyint": 12, "len": "2.5s", "tail": "drop"},
+        {"gop": "intra", "fps": "30000/1001", "len": "1001ms"},
+        {"codec": "av1", "gop": "intra", "audio": "keep"},
+        {"bitrate": "800k", "keyint": 30},
+    ],
+    ids=str,
+)
+def test_the_command_of_a_stored_recipe_asks_for_the_same(settings: dict[str, Any]) -> None:
+    made = resolve(Recipe(**settings), ffmpeg_version="9.0")
+    stored = json.loads(json.dumps(made.as_dict()))
+    words = shlex.split(command_of("video", stored, data_dir=Path("elsewhere")))
+    assert words[:2] == ["prep", "chunk"] and words[-2:] == ["--data", "elsewhere"]
+    _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    asked = bound.arguments.get("recipe", Recipe())
+    assert resolve(asked, ffmpeg_version="9.0") == made
+
+
+def test_the_name_of_a_recipe_is_not_stored_and_its_command_is_short() -> None:
+    made = resolve(Recipe(recipe="small"), ffmpeg_version="9.0")
+    assert "recipe" not in made.as_dict()
+    assert "small" not in made.variant
+    assert command_of("video", made.as_dict(), data_dir=Path("data")) == "prep chunk --len 15s --recipe small"
+    assert command_of("video", resolve(Recipe(), ffmpeg_version="9.0").as_dict(), data_dir=Path("data")) == (
+        "prep chunk --len 15s"
+    )
+
+
+def test_a_flag_that_is_given_wins_over_the_recipe() -> None:
+    for name in NAMED_RECIPES:
+        settings = Recipe(recipe=name, codec="hevc", crf=30, preset="slow", gop="closed", keyint=45).settings()
+        assert (settings.codec, settings.crf, settings.preset, settings.gop, settings.keyint) == (
+            *("hevc", 30, "slow", "closed", 45),
+        )
+    for name, values in NAMED_RECIPES.items():
+        kept = {key: value for key, value in values.items() if key != "crf"}
+        settings = Recipe(recipe=name, crf=11).settings()
+        assert settings.crf == 11
+        assert {key: getattr(settings, key) for key in kept} == kept

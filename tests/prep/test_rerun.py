@@ -107,7 +107,7 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
     for flag, value, difference in (
         ("--crf", "30", "crf: 23 → 30"),
         ("--codec", "hevc", "codec: h264 → hevc"),
-        ("--gop", "intra", "gop: star → intra"),
+        ("--gop", "intra", "gop: comb → intra"),
         ("--bitrate", "300k", "bitrate: None → 300k"),
     ):
         told = prep("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
