@@ -72,7 +72,7 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "took_s": took_s,
         "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in steady) / took_s,
         "wait_share": waited_s / took_s,
-        "epochs": lines[-1]["epoch"],
+        "epochs": lines[-1].get("epoch"),  # a stream does not know how long one is
     }
 
 

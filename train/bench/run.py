@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from manifests.errors import FailedWork, UserError
 from train.bench.clips import ClipLinks
@@ -36,7 +36,9 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         )
     device = choose_device(settings.device)
     task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type), device=device)
-    samples = cast(VideoCaptions, task.training_set())
+    samples = task.training_set()
+    if not isinstance(samples, VideoCaptions):
+        raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")
     check_batch(settings, samples)
     clips = ClipLinks(samples, settings).measure(seconds=seconds)
     steps = BatchLinks(task, samples, settings, device=device)
