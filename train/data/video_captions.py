@@ -20,8 +20,9 @@ from train.data.batch import Sample
 from train.data.chunk_table import ChunkTable, chunk_table, rows_of
 from train.data.clips import US_PER_S
 from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
-from train.data.decoding.clip import Clip, ClipShape, frame_places, make_clip, rgb_pictures
+from train.data.decoding.clip import Clip, ClipShape, frame_places, make_clip
 from train.data.decoding.reading import ChunkBytes, DecodeRule, has_closed_gops, read_chunk
+from train.data.decoding.rgb import rgb_pictures
 from train.data.failures import FailedSample, SampleFailed
 from train.data.filling import LoadedBatch
 from train.data.loader import Loader, LoaderSettings, Visit
@@ -162,7 +163,7 @@ class VideoCaptions:
             clip = self.clip(plan, self._decoded(plan, {}))
         except SampleFailed:
             return []
-        pictures = clip.video if self._shape.rgb else rgb_pictures(clip, size_px=self._shape.size_px)
+        pictures = clip.video if self._shape.rgb else rgb_pictures(clip.video, clip.colour, size_px=self._shape.size_px)
         return list(pictures)[:num_frames]
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.nn.functional import interpolate
 
+from train.augment.colour import COLOUR_KINDS
+from train.augment.pictures import to_rgb_uint8
 from train.data.clips import Sampling
 from train.data.crop import Rectangle
-from train.data.decoding.clip import ClipShape, make_clip, rgb_pictures
+from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.filtered import crop_clip_in_graph
 from train.data.decoding.planes import as_yuv420, crop_clip
+from train.data.decoding.rgb import rgb_pictures
 from train.data.failures import SampleFailed
 
 
@@ -86,7 +89,7 @@ def test_foreign_pixel_formats_keep_their_colours(pixel_format: str) -> None:
     assert as_yuv420(frame).format.name in ("yuv420p", "yuvj420p")
     shape = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
     clip = make_clip([frame], shape, rng=None, in_graph=False, key="v")
-    shown = rgb_pictures(clip, size_px=32)[0][16, 16].astype(int)
+    shown = rgb_pictures(clip.video, clip.colour, size_px=32)[0][16, 16].astype(int)
     expected = [60, 60, 60] if pixel_format == "gray" else [200, 0, 0]
     assert np.abs(shown - expected).max() <= 6, shown
 
@@ -96,3 +99,13 @@ def test_frames_of_different_sizes_make_no_clip() -> None:
     with pytest.raises(SampleFailed, match="differ in width, height or colour") as caught:
         make_clip([smooth_frame(64, 48), smooth_frame(64, 64)], shape, rng=None, in_graph=False, key="v_0")
     assert (caught.value.key, caught.value.reason) == ("v_0", "chunks_differ")
+
+
+@pytest.mark.parametrize("colour", range(len(COLOUR_KINDS)))
+def test_rgb_on_the_cpu_is_what_the_device_makes_of_the_planes(colour: int) -> None:
+    """Within two levels: chroma is rounded to whole levels in between."""
+    clip = crop_clip([smooth_frame(160, 120, phase=phase) for phase in (0.0, 1.0)], Rectangle(3, 5, 99, 97), size_px=64)
+    pictures = np.stack(rgb_pictures(clip, colour, size_px=64)).astype(int)
+    on_device = to_rgb_uint8(torch.from_numpy(clip)[None], torch.tensor([colour], dtype=torch.uint8), size_px=64)
+    difference = np.abs(pictures - on_device[0].numpy())
+    assert difference.max() <= 2 and difference.mean() < 0.5

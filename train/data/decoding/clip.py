@@ -12,6 +12,7 @@ from train.data.clips import ChunkTimes, FramePlace, Sampling, locate_frames, mo
 from train.data.crop import CropRule, rectangle_of
 from train.data.decoding.filtered import crop_clip_in_graph
 from train.data.decoding.planes import as_yuv420, crop_clip
+from train.data.decoding.rgb import rgb_pictures
 from train.data.failures import SampleFailed
 
 if TYPE_CHECKING:
@@ -82,17 +83,7 @@ def make_clip(
     rectangle = rectangle_of(shape.crop, width=width, height=height, min_area=shape.min_crop_area, rng=rng)
     crop = crop_clip_in_graph if in_graph else crop_clip
     clip = Clip(crop(planar, rectangle, size_px=shape.size_px), colour)
-    return Clip(np.stack(rgb_pictures(clip, size_px=shape.size_px)), colour) if shape.rgb else clip
-
-
-def rgb_pictures(clip: Clip, *, size_px: int) -> list[NDArray[np.uint8]]:
-    """The pictures of a YUV clip as RGB [S, S, 3]."""
-    import torch
-
-    from train.augment.pictures import to_rgb_uint8
-
-    video, colour = torch.from_numpy(clip.video)[None], torch.tensor([clip.colour], dtype=torch.uint8)
-    return list(to_rgb_uint8(video, colour, size_px=size_px)[0].numpy())
+    return Clip(np.stack(rgb_pictures(clip.video, colour, size_px=shape.size_px)), colour) if shape.rgb else clip
 
 
 def _converted(frames: "Sequence[av.VideoFrame]") -> "list[av.VideoFrame]":
