@@ -16,12 +16,17 @@ class HttpFolder:
         address: of the folder.
         num_failures: how often each file still fails with status 503 before it works; ".*" for all.
         cut: paths that come shorter than their announced length.
+        without_ranges: paths that come whole, whatever part was asked for.
+        hanging: paths of which half comes, and then nothing more; `has_hung` is set when one does.
         num_bytes: sent so far, by path.
     """
 
     def __init__(self, folder: Path) -> None:
         self.num_failures: Counter[str] = Counter()
         self.cut: set[str] = set()
+        self.without_ranges: set[str] = set()
+        self.hanging: set[str] = set()
+        self.has_hung = threading.Event()
         self.num_bytes: Counter[str] = Counter()
         handler = partial(_Handler, self, directory=str(folder))
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -50,7 +55,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             return
         content = path.read_bytes()
         begin, end, status = 0, len(content), 200
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked and self.path not in folder.without_ranges:
             begin, end, status = int(asked[1]), min(int(asked[2]) + 1, len(content)), 206
         part = content[begin:end]
         self.send_response(status)
@@ -62,6 +68,11 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         if self.path in folder.cut:
             part = part[: len(part) // 2]
         folder.num_bytes[self.path] += len(part)
+        if self.path in folder.hanging:
+            self.wfile.write(part[: len(part) // 2])
+            folder.has_hung.set()
+            self.connection.recv(1)  # until the other side has gone
+            return
         self.wfile.write(part)
         self.close_connection = True
 

@@ -1,7 +1,5 @@
 """A data folder behind a real HTTP server: the same clips, few bytes, patience, and nothing made up."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from train.data.clips import Sampling
 from train.data.decoding.clip import ClipShape
 from train.data.failures import FailedSample
 from train.data.loader import LoaderSettings, Visit
-from train.data.remote import patience
 from train.data.remote.folder import open_data_folder
 from train.data.remote.tars import RemoteTars
 from train.data.video_captions import VideoCaptions
@@ -21,16 +18,6 @@ from train.models.text import load_tokenizer
 
 LOADING = LoaderSettings(batch=2, num_threads=1, num_ahead=2, seed=0)
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=32)
-
-
-@pytest.fixture
-def served(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFolder]:
-    """A copy of the data folder that a test may damage."""
-    monkeypatch.setattr(patience, "_WAITS_S", (0.01, 0.01, 0.01))
-    shutil.copytree(data_dir, tmp_path / "served/data")
-    server = HttpFolder(tmp_path / "served")
-    yield server
-    server.close()
 
 
 def open_set(address: str, cache: Path | None = None) -> VideoCaptions:

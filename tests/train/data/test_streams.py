@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -46,7 +47,7 @@ def first(stream: VideoStream, num_batches: int, *, max_failures: int = 0) -> li
 
 def numbers(loaded: LoadedBatch) -> list[list[int]]:
     """Frame numbers in the luma of each clip."""
-    luma = loaded.batch["video"][:, :, : SIZE_PX**2].reshape(-1, SHAPE.sampling.num_frames, SIZE_PX, SIZE_PX)
+    luma = loaded.batch["video"][:, :, : SIZE_PX**2].unflatten(-1, (SIZE_PX, SIZE_PX))
     return [[read_frame_number(picture) for picture in clip] for clip in luma.numpy()]
 
 
@@ -201,14 +202,14 @@ def test_a_tar_that_comes_short_is_no_copy_and_a_named_failure(served: HttpFolde
 
 
 def test_videos_of_variable_rate_show_the_frame_of_their_time(tmp_path: Path) -> None:
-    """Frames last 4, 4, 6, 2, 8, 3, 1, 4 quarters of a thirtieth of a second, by turns."""
+    """Frames last 4, 4, 6, 2, 8, 3, 1, 4 quarters of a thirtieth of a second, by turns: 31 of them 127 quarters."""
     video = tmp_path / "v.mp4"
     write_frame_number_video(
-        video, num_frames=32, fps=Fraction(30), width=SIZE_PX, height=SIZE_PX, variable_rate=True, start_offset_s=1.0
+        video, num_frames=31, fps=Fraction(30), width=SIZE_PX, height=SIZE_PX, variable_rate=True, start_offset_s=1.0
     )
     with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
         writer.write({"__key__": "v", "mp4": video.read_bytes(), "txt": "x"})
-    shape = ClipShape(sampling=Sampling(num_frames=2), size_px=SIZE_PX, min_crop_area=1.0)
+    shape = replace(SHAPE, sampling=Sampling(num_frames=3))
     [batch] = open_stream(tmp_path / "0.tar", shape=shape).evaluation_batches()
-    # 32 frames last 128 quarters: the moments are quarter 32 (frame 8 begins) and quarter 96 (frame 24 begins).
-    assert numbers(batch) == [[8, 24]]
+    # Quarters 21.2, 63.5 and 105.8; at a constant rate the first would be frame 5.
+    assert numbers(batch) == [[4, 15, 26]]

@@ -1,28 +1,34 @@
 """A data folder that lies elsewhere: its small files are copied into a cache, its tars stay where they are.
 
-Copied are dataset.json, the manifest, and the commits and indexes of the current variant. An index is copied
-once: its commit has its SHA-256, which the copy must have. The others are copied at every start, since nothing
-says whether they have changed.
+Copied are dataset.json, the tables of the manifest, and the commits and indexes of the current variant. An index is
+copied once: its commit has its SHA-256, which the copy must have. The tables are copied when manifest.json, which has
+their fingerprint, is another one. The rest is small, and copied at every start.
 """
 
 import hashlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
-from manifests.store import MANIFEST_FOLDER
-from shards.commits import read_commits
+from manifests.store import CAPTIONS_FILE, MANIFEST_FILE, MANIFEST_FOLDER, VIDEOS_FILE
+from shards.commits import ShardFiles, read_commits
 from shards.dataset import current_variant
 from shards.format import COMMITS_FOLDER, DATASET_FILE
+from shards.scan import scan
 from shards.tars import TarBytes
 from train.data.remote.address import cache_folder, is_remote, open_file_system
-from train.data.remote.patience import patiently
+from train.data.remote.patience import DISK_ERRORS, patiently
 from train.data.remote.tars import RemoteTars
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+
+_NUM_AT_ONCE = 16
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -54,43 +60,68 @@ def open_data_folder(address: str, *, cache: Path | None) -> DataFolder:
             hint="name one that prep made, or tars: {000..999}.tar",
         ) from error
     except OSError as error:
+        if error.errno in DISK_ERRORS:
+            hint = "make room, or choose another folder with --cache DIR"
+            raise UserError(f"{copy} cannot take a copy of {address}: {error.strerror}", hint=hint) from error
         raise UserError(f"{address} cannot be read: {error}", hint="see whether the address is right") from error
     return DataFolder(copy, RemoteTars(files, root, copy=copy))
 
 
 def _copy_small_files(files: "AbstractFileSystem", root: str, copy: Path) -> None:
-    _fetch(files, f"{root}/{DATASET_FILE}", copy / DATASET_FILE)
-    _copy_folder(files, f"{root}/{MANIFEST_FOLDER}", copy / MANIFEST_FOLDER, endings=(".parquet", ".json"))
+    _publish(copy / DATASET_FILE, _fetch(files, f"{root}/{DATASET_FILE}"))
+    _copy_manifest(files, f"{root}/{MANIFEST_FOLDER}", copy / MANIFEST_FOLDER)
     variant = current_variant(copy, "video")
     if variant is None:
         return
     remote, local = f"{root}/video/{variant}", copy / "video" / variant
-    _copy_folder(files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER, endings=(".json",))
-    for commit in read_commits(local).commits.values():
-        if commit.files is not None:
-            _fetch(
-                files, f"{remote}/{commit.files.index}", local / commit.files.index, sha256=commit.files.index_sha256
-            )
+    _copy_commits(files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER)
+    shards = [commit.files for commit in read_commits(local).commits.values() if commit.files is not None]
+    _at_once(lambda shard: _copy_index(files, remote, local, shard), shards)
 
 
-def _copy_folder(files: "AbstractFileSystem", remote: str, local: Path, *, endings: tuple[str, ...]) -> None:
-    """Copies the files of a folder, and drops copies of those that have gone."""
+def _copy_manifest(files: "AbstractFileSystem", remote: str, local: Path) -> None:
+    manifest = _fetch(files, f"{remote}/{MANIFEST_FILE}")
+    path = local / MANIFEST_FILE
+    if path.is_file() and path.read_bytes() == manifest:
+        return
+    for name in (VIDEOS_FILE, CAPTIONS_FILE):
+        _publish(local / name, _fetch(files, f"{remote}/{name}"))
+    # Last: where it is, the tables that it speaks of are too.
+    _publish(path, manifest)
+
+
+def _copy_commits(files: "AbstractFileSystem", remote: str, local: Path) -> None:
+    """Copies the commits, and drops copies of those that have gone."""
     listed = patiently(lambda: files.ls(remote, detail=False), what=remote)
-    names = {str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed if str(path).endswith(endings)}
-    local.mkdir(parents=True, exist_ok=True)
-    for name in sorted(names):
-        _fetch(files, f"{remote}/{name}", local / name)
-    for path in local.iterdir():
-        if path.name.endswith(endings) and path.name not in names:
+    names = {name for path in listed if (name := str(path).rsplit("/", 1)[-1]).endswith(".json")}
+    _at_once(lambda name: _publish(local / name, _fetch(files, f"{remote}/{name}")), names)
+    for path in local.glob("*.json"):
+        if path.name not in names:
             path.unlink(missing_ok=True)
 
 
-def _fetch(files: "AbstractFileSystem", remote: str, local: Path, *, sha256: str | None = None) -> None:
-    if sha256 is not None and local.is_file() and hashlib.sha256(local.read_bytes()).hexdigest() == sha256:
+def _copy_index(files: "AbstractFileSystem", remote: str, local: Path, shard: ShardFiles) -> None:
+    path = local / shard.index
+    if path.is_file() and scan(path).sha256 == shard.index_sha256:
         return
-    content = bytes(patiently(lambda: files.cat_file(remote), what=remote))
-    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-        raise OSError(f"{remote} is not the file that was committed")
-    local.parent.mkdir(parents=True, exist_ok=True)
-    if not (local.is_file() and local.read_bytes() == content):
-        publish_bytes(local, content)
+    content = _fetch(files, f"{remote}/{shard.index}")
+    if hashlib.sha256(content).hexdigest() != shard.index_sha256:
+        raise OSError(f"{remote}/{shard.index} is not the file that was committed")
+    _publish(path, content)
+
+
+def _at_once(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+    """Copies several files at a time, since each waits for the network."""
+    with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
+        # Taken, so that what one of them raises is raised here.
+        list(pool.map(copy, items))
+
+
+def _fetch(files: "AbstractFileSystem", remote: str) -> bytes:
+    return bytes(patiently(lambda: files.cat_file(remote), what=remote))
+
+
+def _publish(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (path.is_file() and path.read_bytes() == content):
+        publish_bytes(path, content)

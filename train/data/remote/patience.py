@@ -1,11 +1,15 @@
 """Asking again: what fails on a network often works a moment later."""
 
+import errno
+import io
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 # Seconds before the second, third and fourth attempt.
 _WAITS_S = (0.2, 1.0, 5.0)
+# The disk of this machine, on which copies are made: waiting does not help.
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 _Result = TypeVar("_Result")
 
 
@@ -13,14 +17,16 @@ def patiently(read: Callable[[], _Result], *, what: str) -> _Result:
     """What `read` gives, by the fourth attempt at the latest.
 
     Raises:
-        OSError: it failed every time, or what is read is not there.
+        OSError: it failed every time, or in a way that does not pass.
     """
     for wait_s in (*_WAITS_S, None):
         try:
             return read()
-        except (FileNotFoundError, PermissionError):
+        except (FileNotFoundError, PermissionError, io.UnsupportedOperation):
             raise
         except Exception as error:  # file systems raise errors of their own libraries
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise
             if wait_s is None:
                 attempts = len(_WAITS_S) + 1
                 raise OSError(f"{what} cannot be read, {attempts} attempts failed; the last: {error}") from error

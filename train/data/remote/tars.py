@@ -1,5 +1,6 @@
 """Parts of remote tars: only the bytes that are asked for are fetched."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ class RemoteTars:
 
     def _fetch(self, remote: str, offset: int, size: int, path: Path) -> bytes:
         content = bytes(self._files.cat_file(remote, start=offset, end=offset + size))
-        if len(content) != size:
+        if len(content) > size:
+            raise io.UnsupportedOperation(f"{remote}: {len(content)} bytes came for {size}: ranges are not served")
+        if len(content) < size:
             raise DamagedTar(path, f"of {size} bytes from {offset} only {len(content)} came")
         return content

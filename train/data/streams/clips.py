@@ -7,7 +7,7 @@ clip, its caption the txt member, or `caption` in the json.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -16,6 +16,7 @@ from train.data.clips import US_PER_S, to_us
 
 VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
 NO_CAPTION_ID = -1
+_FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_subsample
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,39 @@ class StreamedClip:
     is_shortened: bool = False
 
 
-def clips_of(sample: Mapping[str, Any]) -> list[StreamedClip]:
+@dataclass(frozen=True)
+class WithoutVideo:
+    """Stands for a sample whose video video2dataset could not have: nothing is wrong with the tar."""
+
+    key: str
+
+
+def clips_of(sample: Mapping[str, Any]) -> Sequence[StreamedClip | WithoutVideo]:
     """The clips of a sample as webdataset gives it: `__key__`, and bytes for each extension.
 
     Raises:
         ValueError: it has no video, no caption, or members that cannot be read.
     """
-    content = next((sample[extension] for extension in VIDEO_EXTENSIONS if extension in sample), None)
-    if content is None:
-        there = ", ".join(sorted(name for name in sample if not name.startswith("__"))) or "nothing"
-        raise ValueError(f"no video among its members: {there}")
     try:
         description = json.loads(sample.get("json") or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"its json cannot be read: {error}") from error
     if not isinstance(description, dict):
         raise ValueError("its json is no object")
     key = str(sample["__key__"])
+    content = next((sample[extension] for extension in VIDEO_EXTENSIONS if extension in sample), None)
+    if content is None:
+        if str(description.get("status")).startswith(_FAILED_STATUS):
+            return [WithoutVideo(key)]
+        there = ", ".join(sorted(name for name in sample if not name.startswith("__"))) or "nothing"
+        raise ValueError(f"no video among its members: {there}")
     if "span_fingerprint" in description:
         return _of_chunk(key, content, description)
-    text = sample["txt"].decode("utf-8", "replace") if "txt" in sample else description.get("caption")
-    if not isinstance(text, str):
-        raise ValueError("it has no caption: no txt, and no caption in its json")
+    # video2dataset writes an empty txt where there was no caption.
+    texts = sample.get("txt", b"").decode("utf-8", "replace"), description.get("caption")
+    text = next((text for text in texts if isinstance(text, str) and text.strip()), None)
+    if text is None:
+        raise ValueError("it has no caption: no words in a txt, and no caption in its json")
     return [StreamedClip(key, content, NO_CAPTION_ID, text, 0, None)]
 
 

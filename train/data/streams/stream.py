@@ -3,29 +3,30 @@
 import hashlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manifests.errors import UserError
 from train.data.batch import Sample
-from train.data.clips import US_PER_S, Moments, moments_of
+from train.data.clips import US_PER_S
 from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.plain import PlainVideo
 from train.data.failures import FailedSample, SampleFailed
 from train.data.filling import BatchFilling, LoadedBatch
 from train.data.loader import LoaderSettings, Visit
 from train.data.place import LoaderState, Place, resumed
-from train.data.streams.clips import StreamedClip
-from train.data.streams.order import shuffled
-from train.data.streams.tars import clips_in, expand
+from train.data.streams.clips import StreamedClip, WithoutVideo
+from train.data.streams.frames import frames_on_screen
+from train.data.streams.order import shuffled, tars_of_epoch
+from train.data.streams.tars import Unreadable, expand, items_in
 from train.data.workers import Stuck, in_order
 from train.models.text import Tokenize
 
 _BLOCK = 4096
-_Item = StreamedClip | tuple[str, str]
+_Item = StreamedClip | Unreadable
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class _Work:
 class VideoStream:
     """Clips of tars (train.data.streams.clips says which), decoded by way of their containers.
 
-    Tars are shuffled, and clips within a window; `position` counts what has been read, failures included, so that a
-    run resumes exactly by reading on from the beginning of its epoch to its place. Every rank reads everything and
-    takes its part.
+    Tars are shuffled, and clips within a window; `position` counts what has been read, failures included. A run resumes
+    exactly, by reading to its place without decoding: the first epoch to learn how many clips there are, and its own.
+    Every rank reads everything and takes its part.
 
     Args:
         pattern: tars, on this machine or remote (`train.data.streams.tars.expand`).
@@ -49,6 +50,7 @@ class VideoStream:
     Attributes:
         place: where the batches taken so far end.
         num_shortened: captions seen so far that reach beyond their file and are shown up to its border.
+        num_without_video: samples read so far whose video, as their tar says, could not be had.
 
     Raises:
         UserError: a tar is not there.
@@ -69,6 +71,7 @@ class VideoStream:
         self._shown: dict[int, StreamedClip] = {}
         self.place = Place(0)
         self.num_shortened = 0
+        self.num_without_video = 0
 
     @property
     def num_samples(self) -> None:
@@ -86,15 +89,21 @@ class VideoStream:
         return hashlib.sha256("\n".join(self._tars).encode()).hexdigest()
 
     def describe(self) -> str:
-        """One line for the log: how the clips are read."""
+        """One line for the log: how the clips are read, and what is not as it was asked for, as of now."""
         tars = f"{len(self._tars)} tars" if len(self._tars) > 1 else self._tars[0]
-        return f"{tars} from front to back, decoded by way of the container: a stream has no packet tables"
+        parts = [f"{tars} from front to back, decoded by way of the container: a stream has no packet tables"]
+        if self.num_shortened:
+            parts.append(f"{self.num_shortened:,} captions shortened to the borders of their chunks")
+        if self.num_without_video:
+            parts.append(f"{self.num_without_video:,} samples left out, whose videos could not be downloaded")
+        return "; ".join(parts)
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """Endless batches, from `position` on, or from where the stream stands.
 
         Raises:
             TooManyFailures: more than `max_failures` samples failed.
+            UserError: the tars hold fewer clips than a batch.
         """
         loading = self._loading
         begin = self.place if position is None else Place(position)
@@ -107,13 +116,15 @@ class VideoStream:
                 yield filling.take(self.place.position)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        """This rank's part of all clips, each once, in the order of the tars; the last batch may be smaller."""
+        """This rank's part of all clips, each once, in the order of the tars; the last batch may be smaller.
+
+        Raises:
+            UserError: the tars hold no clips.
+        """
         loading = self._loading
         filling = BatchFilling(loading.batch, pin=loading.pin, max_failures=None)
-        items = enumerate(item for tar in self._tars for item in clips_in(tar, cache=self._cache))
-        own = (_Work(at, item, None) for at, item in items if at % loading.num_ranks == loading.rank)
         position = 0
-        for work, outcome in self._outcomes(own):
+        for work, outcome in self._outcomes(self._evaluation_work()):
             position = work.position + 1
             if isinstance(work.item, StreamedClip):
                 # Without the file: what an evaluation shows of a clip is its caption.
@@ -160,17 +171,42 @@ class VideoStream:
         loading = self._loading
         wanted = self._positions(place)
         position, next_wanted = 0, next(wanted)
-        for epoch in count():
+        epoch = 0
+        while True:
             began = position
-            for item in shuffled(
-                self._tars, lambda tar: clips_in(tar, cache=self._cache), seed=loading.seed, epoch=epoch
-            ):
+            items = self._items(tars_of_epoch(self._tars, seed=loading.seed, epoch=epoch))
+            for item in shuffled(items, size_of=_size_of, seed=loading.seed, epoch=epoch):
                 if position == next_wanted:
                     next_wanted = next(wanted)
                     yield _Work(position, item, loading.seed)
                 position += 1
-            if position == began:
-                return  # tars without a single sample
+            num_items = position - began
+            self._require(num_items, at_least=loading.batch)
+            # Epochs are equally long: those before the next place are passed over unread.
+            num_passed = (next_wanted - position) // num_items
+            epoch, position = epoch + 1 + num_passed, position + num_passed * num_items
+
+    def _evaluation_work(self) -> Iterator[_Work]:
+        loading, num_items = self._loading, 0
+        for item in self._items(self._tars):
+            if num_items % loading.num_ranks == loading.rank:
+                yield _Work(num_items, item, None)
+            num_items += 1
+        self._require(num_items, at_least=1)
+
+    def _items(self, tars: list[str]) -> Iterator[_Item]:
+        for item in items_in(tars, cache=self._cache):
+            if isinstance(item, WithoutVideo):
+                self.num_without_video += 1
+            else:
+                yield item
+
+    def _require(self, num_items: int, *, at_least: int) -> None:
+        if num_items < at_least:
+            raise UserError(
+                f"{self.variant_name} holds {num_items} clips, and {at_least} are needed: {self.describe()}",
+                hint="name more tars, or use a smaller --batch",
+            )
 
     def _positions(self, place: Place) -> Iterator[int]:
         loading = self._loading
@@ -190,14 +226,14 @@ class VideoStream:
             if isinstance(done.item, StreamedClip):
                 self.num_shortened += done.item.is_shortened
             if isinstance(outcome, Stuck):
-                key = done.item.key if isinstance(done.item, StreamedClip) else done.item[0]
-                outcome = FailedSample(done.position, key, "stuck", f"it was not there after {outcome.after_s:g} s")
+                detail = f"it was not there after {outcome.after_s:g} s, and nobody waits for it any more"
+                outcome = FailedSample(done.position, done.item.key, "stuck", detail)
             yield done, outcome
 
     def _load(self, work: _Work) -> Sample | FailedSample:
         clip = work.item
         if not isinstance(clip, StreamedClip):
-            return FailedSample(work.position, clip[0], "shard_unreadable", clip[1])
+            return FailedSample(work.position, clip.key, "shard_unreadable", clip.detail)
         try:
             return self._sample(clip, Visit(0, work.position, work.seed))
         except SampleFailed as error:
@@ -209,7 +245,7 @@ class VideoStream:
         rng = visit.rng()
         try:
             video = PlainVideo(clip.content)
-            frames = _frames_on_screen(video, clip, self._shape, rng=rng)
+            frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng)
             found = video.decode(frames)
         except (av.FFmpegError, ValueError) as error:
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
@@ -228,27 +264,8 @@ class VideoStream:
         )
 
 
-def _frames_on_screen(
-    video: PlainVideo, clip: StreamedClip, shape: ClipShape, *, rng: np.random.Generator | None
-) -> list[int]:
-    """Frames of the file that its times say are on screen at the clip's moments, at a constant rate or not."""
-    tick_us = video.time_base * US_PER_S
-    end_of_file_us = int((video.end_pts - video.pts[0]) * tick_us)
-    end_us = end_of_file_us if clip.end_us is None else min(clip.end_us, end_of_file_us)
-    if end_us <= clip.begin_us:
-        detail = f"its span from {clip.begin_us} us to {end_us} us is empty; the file ends at {end_of_file_us} us"
-        raise SampleFailed(clip.key, reason="empty_span", detail=detail)
-    fps = Fraction(len(video.pts) * US_PER_S, max(end_of_file_us, 1))
-    moments = moments_of(clip.begin_us, end_us, shape.sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=rng)
-    return _frames_at(video, moments, tick_us=tick_us)
-
-
-def _frames_at(video: PlainVideo, moments: Moments, *, tick_us: Fraction) -> list[int]:
-    ticks = [
-        numerator * tick_us.denominator // (moments.denominator * tick_us.numerator) for numerator in moments.numerators
-    ]
-    found = np.searchsorted(np.array(video.pts) - video.pts[0], ticks, side="right") - 1
-    return [int(frame) for frame in found]
+def _size_of(item: _Item) -> int:
+    return len(item.content) if isinstance(item, StreamedClip) else 0
 
 
 def _without_content(clip: StreamedClip) -> StreamedClip:

@@ -1,0 +1,114 @@
+"""Places other than a well-behaved web server, and what the cache does when they change or the disk is full."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from manifests.errors import UserError
+from tests.train.data.http_folder import HttpFolder
+from tests.train.data.test_remote import open_set, tar_of
+from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
+from train.data.failures import FailedSample
+from train.data.loader import Visit
+from train.data.remote.copies import local_copy
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_any_file_system_of_fsspec_will_do(data_dir: Path, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(data_dir), "/tiny", recursive=True)
+    local = open_set(str(data_dir))
+    try:
+        for address in ("memory://tiny", f"file://{data_dir}"):
+            remote = open_set(address, tmp_path / "cache")
+            for sample in range(len(local)):
+                [one], [other] = (samples.load([Visit(sample, sample, 3)]) for samples in (remote, local))
+                assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
+                assert np.array_equal(one["video"], other["video"])
+    finally:
+        memory.rm("/tiny", recursive=True)
+    assert not list((tmp_path / "cache").rglob("*.tar"))
+
+
+def test_a_clip_at_the_end_of_a_long_chunk_is_a_small_part_of_its_tar(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    write_shard(folder, 0, [video_sample("v", 0, encode_chunk(0, 150, size_px=256))], split="train")
+    write_captions(folder, {"v": "train"}, [Caption("v", 14.5, 14.9, "its end")])
+    server = HttpFolder(folder)
+    samples = open_set(server.address, tmp_path / "cache")
+    [sample] = samples.load([Visit(0, 0, None)])
+    server.close()
+    [tar] = folder.rglob("*.tar")
+    assert not isinstance(sample, FailedSample)
+    assert 0 < server.num_bytes["/" + tar.relative_to(folder).as_posix()] < tar.stat().st_size / 5
+
+
+def test_a_server_without_ranges_is_named_and_not_asked_again(served: HttpFolder, tmp_path: Path) -> None:
+    samples = open_set(f"{served.address}/data", tmp_path / "cache")
+    tar = tar_of(samples, tmp_path / "served")
+    address = "/" + tar.relative_to(tmp_path / "served").as_posix()
+    served.without_ranges.add(address)
+    [failed] = samples.load([Visit(0, 0, None)])
+    assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable"
+    assert "ranges are not served" in failed.detail
+    assert served.num_bytes[address] == tar.stat().st_size
+
+
+def test_tables_are_copied_again_when_the_manifest_has_changed(served: HttpFolder, tmp_path: Path) -> None:
+    address, captions = f"{served.address}/data", "/data/manifest/captions.parquet"
+    before = len(open_set(address, tmp_path / "cache"))
+    once = served.num_bytes[captions]
+    open_set(address, tmp_path / "cache")
+    assert served.num_bytes[captions] == once
+    write_captions(tmp_path / "served/data", {"a": "train"}, [Caption("a", 0, 1, "only one")])
+    assert len(open_set(address, tmp_path / "cache")) == 1 < before
+
+
+def test_a_copy_that_was_damaged_is_fetched_again(served: HttpFolder, tmp_path: Path) -> None:
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    index = next((tmp_path / "cache").rglob("*.index.arrow"))
+    whole = index.read_bytes()
+    index.write_bytes(whole[:-10] + bytes(10))
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    assert index.read_bytes() == whole
+
+
+def test_a_tar_that_changed_over_there_is_fetched_again_and_the_old_copy_dropped(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    address = "memory://changing/0.tar"
+    try:
+        memory.pipe_file("/changing/0.tar", b"one" * 1000)
+        first = local_copy(address, cache=tmp_path)
+        assert first.read_bytes() == b"one" * 1000 and local_copy(address, cache=tmp_path) == first
+        memory.pipe_file("/changing/0.tar", b"two" * 1000)
+        second = local_copy(address, cache=tmp_path)
+        assert second.read_bytes() == b"two" * 1000 and list((tmp_path / "tars").iterdir()) == [second]
+    finally:
+        memory.rm("/changing", recursive=True)
+
+
+def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, data_dir: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.pipe_file("/large/0.tar", bytes(1 << 20))
+        with pytest.raises(UserError, match=r"cannot take memory://large/0.tar: No space left") as caught:
+            local_copy("memory://large/0.tar", cache=tiny_disk)
+        assert caught.value.hint and "--cache" in caught.value.hint
+        assert not list(tiny_disk.rglob("*.tar"))
+    finally:
+        memory.rm("/large", recursive=True)

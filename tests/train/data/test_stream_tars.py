@@ -1,0 +1,222 @@
+"""Tars that end too early, that hold less than they should, and runs that go on far behind the first epoch."""
+
+import json
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset as wds
+
+from manifests.errors import UserError
+from manifests.publish import TEMPORARY_PREFIX
+from tests.train.data.http_folder import HttpFolder
+from tests.train.data.test_streams import SHAPE, SIZE_PX, TOKENIZE, first, keys_of, numbers, open_stream
+from tests.train.tiny_data import Caption, chunks_of, encode_chunk, write_captions, write_shard
+from train.data.clips import Sampling, SamplingRule
+from train.data.loader import LoaderSettings
+from train.data.remote.copies import local_copy
+from train.data.streams import order, stream
+from train.data.video_captions import VideoCaptions
+
+
+@pytest.fixture(scope="module")
+def payload() -> bytes:
+    return encode_chunk(0, 10, size_px=SIZE_PX)
+
+
+def write_tar(path: Path, payload: bytes, keys: list[str]) -> Path:
+    """A tar of one short video a key, with its key as its caption."""
+    with wds.TarWriter(str(path)) as writer:
+        for key in keys:
+            writer.write({"__key__": key, "mp4": payload, "txt": key})
+    return path
+
+
+def evaluated(pattern: object) -> tuple[list[str], list[tuple[str, str]]]:
+    """Keys of the clips, and (key, detail) of the failures."""
+    batches = list(open_stream(pattern).evaluation_batches())
+    failed = [(failure.key, failure.detail) for loaded in batches for failure in loaded.failed]
+    return keys_of([loaded for loaded in batches if loaded.batch]), failed
+
+
+@pytest.mark.parametrize("where", ["between two samples", "in a header", "in a payload", "a header is damaged"])
+def test_a_tar_that_breaks_off_is_named_wherever_it_does(tmp_path: Path, payload: bytes, where: str) -> None:
+    """Readers of tars take the first two, and the last, for its end."""
+    path = write_tar(tmp_path / "0.tar", payload, ["a", "b", "c"])
+    content = bytearray(path.read_bytes())
+    with tarfile.open(path) as tar:
+        third = tar.getmember("c.mp4")
+    if where == "a header is damaged":
+        content[third.offset + 150] ^= 0x55
+    else:
+        end = {"between two samples": third.offset, "in a header": third.offset + 100}
+        del content[end.get(where, third.offset_data + 100) :]
+    path.write_bytes(content)
+    keys, failed = evaluated(path)
+    assert keys in (["a", "b"], ["a"])  # webdataset keeps the sample before one that breaks off
+    [(key, detail)] = failed
+    assert key == str(path) and "cannot be read from" in detail
+
+
+def test_names_that_webdataset_would_give_to_a_shell_are_files(
+    tmp_path: Path, payload: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("http:x.tar", "s3:x.tar", "a:b.tar"):
+        write_tar(tmp_path / name, payload, ["k"])
+        assert evaluated(name) == (["k"], [])
+
+
+def test_videos_that_were_never_downloaded_are_left_out_and_counted(tmp_path: Path, payload: bytes) -> None:
+    with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for key, status in (("a", "success"), ("b", "failed_to_download"), ("c", "failed_to_subsample")):
+            sample = {"__key__": key, "txt": key, "json": json.dumps({"key": key, "status": status}).encode()}
+            writer.write({**sample, "mp4": payload} if status == "success" else sample)
+    opened = open_stream(tmp_path / "0.tar")
+    [loaded] = opened.evaluation_batches()
+    assert loaded.batch["key"] == ["a"] and not loaded.failed
+    assert "2 samples left out" in opened.describe()
+
+
+def test_an_empty_caption_is_none(tmp_path: Path, payload: bytes) -> None:
+    with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
+        writer.write({"__key__": "a", "mp4": payload, "txt": "", "json": b'{"caption": "from the json"}'})
+        writer.write({"__key__": "b", "mp4": payload, "txt": "", "json": b"{}"})
+    opened = open_stream(tmp_path / "0.tar")
+    [loaded] = opened.evaluation_batches()
+    assert opened.text(0) == "from the json" and loaded.batch["key"] == ["a"]
+    assert [failure.key for failure in loaded.failed] == ["b"] and "no caption" in loaded.failed[0].detail
+
+
+@pytest.mark.parametrize("rule", ["uniform", "stride", "lavila"])
+def test_a_stream_shows_the_frames_that_the_data_folder_shows(tmp_path: Path, rule: SamplingRule) -> None:
+    """Captions that lie in one chunk each, by way of the index and by way of a tar alone."""
+    captions = [Caption("v", 0.3, 1.9, "one"), Caption("v", 2.0, 3.95, "two"), Caption("v", 3.1, 3.15, "three")]
+    chunks = chunks_of("v", 40)
+    write_captions(tmp_path, {"v": "train"}, captions)
+    write_shard(tmp_path, 0, chunks, split="train")
+    with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for begin_s, sample in zip((0, 2), chunks, strict=True):
+            mine = [
+                {"caption_id": place, "begin_s": one.begin_s, "end_s": one.end_s, "text": one.text}
+                for place, one in enumerate(captions)
+                if begin_s <= one.begin_s < begin_s + 2
+            ]
+            place = {"begin_s": [begin_s, 1], "end_s": [begin_s + 2, 1], "span_fingerprint": "00"}
+            described = json.dumps({**place, "captions": mine}).encode()
+            writer.write({"__key__": sample.key, "mp4": sample.members["mp4"], "json": described})
+    shape = replace(SHAPE, sampling=Sampling(num_frames=3, rule=rule, stride=2))
+    loading = LoaderSettings(batch=3, num_threads=1, num_ahead=2, seed=0)
+    folder = VideoCaptions(tmp_path, split="train", shape=shape, tokenize=TOKENIZE, loading=loading)
+    [from_tar] = open_stream(tmp_path / "0.tar", shape=shape).evaluation_batches()
+    [from_folder] = folder.evaluation_batches()
+    assert from_tar.batch["key"] == from_folder.batch["key"] == ["v_000000000", "v_000002000", "v_000002000"]
+    assert from_tar.batch["caption_id"].tolist() == from_folder.batch["caption_id"].tolist() == [0, 1, 2]
+    assert numbers(from_tar) == numbers(from_folder)
+    assert from_tar.batch["video"].equal(from_folder.batch["video"])
+
+
+def test_strides_are_whole_frames_in_a_video_of_odd_length(tmp_path: Path) -> None:
+    """31 frames at 30 per second, of which the middle window of 25 begins exactly where a frame does."""
+    with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
+        writer.write({"__key__": "v", "mp4": encode_chunk(0, 31, fps=30, size_px=SIZE_PX), "txt": "x"})
+    shape = replace(SHAPE, sampling=Sampling(num_frames=5, rule="stride", stride=5))
+    [batch] = open_stream(tmp_path / "0.tar", shape=shape).evaluation_batches()
+    assert numbers(batch) == [[3, 8, 13, 18, 23]]
+
+
+def test_a_late_epoch_is_reached_by_way_of_the_first_alone(
+    tmp_path: Path, payload: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tar in range(2):
+        write_tar(tmp_path / f"{tar}.tar", payload, [f"{tar}{number}" for number in range(3)])
+    pattern = tmp_path / "{0..1}.tar"
+    whole = keys_of(first(open_stream(pattern, batch=3), 22))
+    epochs: list[int] = []
+    shuffled = order.shuffled
+
+    def noted(*arguments: Any, epoch: int, **options: Any) -> Any:
+        epochs.append(epoch)
+        return shuffled(*arguments, epoch=epoch, **options)
+
+    monkeypatch.setattr(stream, "shuffled", noted)
+    resumed = open_stream(pattern, batch=3, num_ahead=1)
+    batches = resumed.batches(position=57, max_failures=0)
+    assert list(next(batches).batch["key"]) == whole[57:60]
+    batches.close()
+    assert epochs == [0, 9]
+
+
+def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "_WINDOW_BYTES", 1000)
+    held: list[int] = []
+    waiting = 0
+
+    def videos() -> Iterator[int]:
+        nonlocal waiting
+        for number in range(50):
+            waiting += 1
+            yield number
+
+    got = []
+    for number in order.shuffled(videos(), size_of=lambda _: 300, seed=0, epoch=0):
+        held.append(waiting)
+        waiting -= 1
+        got.append(number)
+    assert sorted(got) == list(range(50)) and got != list(range(50)) and max(held) <= 4
+
+
+def test_a_stream_of_fewer_clips_than_a_batch_is_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
+    with pytest.raises(UserError, match="holds 2 clips, and 4 are needed"):
+        first(open_stream(write_tar(tmp_path / "0.tar", payload, ["a", "b"])), 1)
+
+
+def test_tars_without_samples_are_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
+    write_tar(tmp_path / "0.tar", payload, [])
+    with pytest.raises(UserError, match="holds 0 clips"):
+        list(open_stream(tmp_path / "0.tar").evaluation_batches())
+    with pytest.raises(UserError, match="holds 0 clips"):
+        first(open_stream(tmp_path / "0.tar"), 1)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("memory://nowhere/{00..07}.tar", "there is no memory://nowhere/00.tar"),
+        ("s3://bucket/{00..07}.tar", "needs a package that is not here"),
+        ("x/{pipe:echo,b}.tar", "is a command"),
+    ],
+)
+def test_remote_patterns_that_name_nothing_are_the_users_mistake(pattern: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        open_stream(pattern)
+
+
+def test_a_killed_download_leaves_no_tar(tmp_path: Path, payload: bytes) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    write_tar(served / "0.tar", payload, ["a", "b", "c"])
+    server = HttpFolder(served)
+    server.hanging.add("/0.tar")  # half of it comes, and then nothing more
+    script = (
+        "import sys; from pathlib import Path; from train.data.remote.copies import local_copy\n"
+        "local_copy(sys.argv[1], cache=Path(sys.argv[2]))"
+    )
+    address, cache = f"{server.address}/0.tar", tmp_path / "cache"
+    with subprocess.Popen([sys.executable, "-c", script, address, str(cache)]) as process:
+        assert server.has_hung.wait(60)
+        while process.poll() is None and not list(cache.glob("tars/*")):
+            time.sleep(0.01)  # it has been sent half, and makes its file
+        process.send_signal(signal.SIGKILL)
+    server.hanging.clear()
+    left = [path.name for path in cache.glob("tars/*")]
+    assert len(left) == 1 and left[0].startswith(TEMPORARY_PREFIX)
+    assert local_copy(address, cache=cache).read_bytes() == (served / "0.tar").read_bytes()
+    server.close()
