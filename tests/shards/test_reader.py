@@ -7,7 +7,7 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.publish import publish_json
-from shards import reader
+from shards import tars
 from shards.commits import Commit, Failure, commit_path, write_commit
 from shards.damage import DamagedTar
 from shards.dataset import set_current_variant, variant_dir
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_a_users_error_with_the_command_to_run(data_dir: Pa
 def test_threads_read_more_shards_than_are_kept_open(
     tmp_path: Path, samples: MakeSamples, commit_shard: CommitShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_MAX_OPEN_TARS", 2)
+    monkeypatch.setattr(tars, "_MAX_OPEN_TARS", 2)
     written = {}
     for shard_id in range(8):
         shard_samples = samples(3, video_id=f"v{shard_id}", seed=shard_id)
