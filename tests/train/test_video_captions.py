@@ -303,6 +303,16 @@ def test_an_open_gop_is_decoded_by_way_of_the_container(tmp_path: Path) -> None:
         assert shown == numbers(open_set(tmp_path, decode="plain"), 0, seed=seed)
 
 
+def test_the_whole_of_a_video_is_its_frames_at_a_rate_that_is_no_round_number(tmp_path: Path) -> None:
+    """16 frames at 30 / 1.001 a second end between two microseconds; four with a stride of four fill them exactly."""
+    payload = encode_chunk(0, 16, fps=Fraction(30000, 1001))
+    write_shard(tmp_path, 0, [video_sample("a", 0, payload, fps=Fraction(30000, 1001))], split="train")
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, float("inf"), "all of it")])
+    samples = open_set(tmp_path, shape=replace(SHAPE, sampling=Sampling(num_frames=4, rule="stride", stride=4)))
+    assert numbers(samples, 0) == [0, 4, 8, 12] and "smaller stride" not in samples.describe()
+    assert numbers(open_set(tmp_path), 0) == [2, 6, 10, 14]
+
+
 def test_clips_shorter_than_the_window_are_counted(data_dir: Path) -> None:
     shape = replace(SHAPE, sampling=Sampling(num_frames=4, rule="stride", stride=5))
     samples = open_set(data_dir, shape=shape)

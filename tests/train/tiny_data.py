@@ -37,7 +37,7 @@ def encode_chunk(
     first_number: int,
     num_frames: int,
     *,
-    fps: int = FPS,
+    fps: int | Fraction = FPS,
     size_px: int = SIZE_PX,
     codec: str = "libx264",
     open_gop: bool = False,
@@ -62,15 +62,15 @@ def encode_chunk(
     return content.getvalue()
 
 
-def video_sample(video_id: str, start_ms: int, payload: bytes, *, fps: int = FPS) -> Sample:
+def video_sample(video_id: str, start_ms: int, payload: bytes, *, fps: int | Fraction = FPS) -> Sample:
     """A chunk as the video column stores it."""
     facts = read_chunk(payload, fps=Fraction(fps))
     fields = {
         "video_id": video_id,
         "start_ms": start_ms,
         "num_frames": facts.num_frames,
-        "fps_num": fps,
-        "fps_den": 1,
+        "fps_num": Fraction(fps).numerator,
+        "fps_den": Fraction(fps).denominator,
         "width": facts.width,
         "height": facts.height,
         "codec": facts.codec,

@@ -35,8 +35,11 @@ class ChunkTable:
 
     @property
     def end_us(self) -> NDArray[np.int64]:
-        """Where the last frame of each chunk leaves the screen, rounded down to a microsecond."""
-        return self.start_ms * 1000 + self.num_frames * self.fps_den * US_PER_S // self.fps_num
+        """Where the last frame of each chunk leaves the screen, rounded up to a microsecond.
+
+        Rounded down, a span of whole frames would be a little short of them, and its moments a frame early.
+        """
+        return self.start_ms * 1000 - -self.num_frames * self.fps_den * US_PER_S // self.fps_num
 
     @property
     def gaps(self) -> NDArray[np.bool_]:

@@ -27,6 +27,7 @@ FPS = Fraction(30000, 1001)
 SIZE_PX = 96
 NUM_CLIPS = 300
 CODECS = [  # with a quality that leaves the numbers readable
+    ("h264", "comb", "12"),
     ("h264", "star", "12"),
     ("h264", "closed", "12"),
     ("h264", "intra", "12"),
@@ -50,7 +51,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shard(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[CommittedShard]:
     codec, gop, crf = request.param
     # 1.001 s hold 30 frames at 29.97 a second: chunks whose borders are no round times.
-    settings = ("--len", "1001ms", "--fps", "30000/1001", "--short-side", str(SIZE_PX), "--keyint", "12")
+    settings = ["--len", "1001ms", "--fps", "30000/1001", "--short-side", str(SIZE_PX)]
+    settings += [] if gop == "intra" else ["--keyint", "12"]
     summary = chunk(data_dir, *settings, "--codec", codec, "--gop", gop, "--crf", crf)
     [shard] = Variant.open(data_dir, variant=summary["variant"]).shards()
     assert shard.index["num_frames"].to_pylist() == [30, 30, 30, 10]
