@@ -136,10 +136,12 @@ def quality(content: bytes, reference: Path, *, size: tuple[int, int], num_frame
     has_vmaf = _has_vmaf(program.path)
     measures = ["psnr=stats_file=psnr.txt", "ssim", *(["libvmaf=log_fmt=json:log_path=vmaf.json"] if has_vmaf else [])]
     count = len(measures)
+    # On one clock, since the filters pair frames by their times; and with one label of colours, since ffmpeg would
+    # convert from a chunk's to the reference's, which has none.
+    alike = "setparams=range=limited:colorspace=bt709,format=yuv420p,settb=1/30,setpts=N"
     graph = [
-        # Both on one clock: the filters pair frames by their times.
-        f"[0:v]format=yuv420p,settb=1/30,setpts=N,split={count}{_labels('a', count)}",
-        f"[1:v]settb=1/30,setpts=N,split={count}{_labels('b', count)}",
+        f"[0:v]{alike},split={count}{_labels('a', count)}",
+        f"[1:v]{alike},split={count}{_labels('b', count)}",
         *(f"[a{n}][b{n}]{measure}[o{n}]" for n, measure in enumerate(measures)),
     ]
     arguments = [program.path, "-hide_banner", "-nostdin", "-nostats", "-loglevel", "info", "-i", "chunk.mp4"]

@@ -10,6 +10,7 @@ from prep.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
 
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
 _BITRATE = re.compile(r"[1-9]\d*[kM]?", re.ASCII)
+_SUFFIXES = {"k": 1e3, "M": 1e6}
 
 Gop = Literal["comb", "star", "closed", "intra"]
 Tail = Literal["keep", "drop", "merge"]
@@ -47,8 +48,8 @@ class ChunkSettings:
         low, high = codec.crf_range
         if self.crf is not None and not low <= self.crf <= high:
             raise UserError(f"--crf {self.crf} is out of range", hint=f"{self.codec} takes {low} (best) to {high}")
-        if self.bitrate is not None and not _BITRATE.fullmatch(self.bitrate):
-            raise UserError(f'--bitrate "{self.bitrate}" is not a bitrate', hint="write 800k or 2M (bits per second)")
+        if self.bitrate is not None:
+            bits_per_second(self.bitrate)  # says what is wrong with it
         if self.preset is not None and self.preset not in codec.presets:
             known = ", ".join(codec.presets) or "none"
             raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=f"its presets: {known}")
@@ -107,3 +108,14 @@ class ChunkSettings:
     def chunk_frames(self) -> int:
         """Frames in a full chunk."""
         return int(self.len_s * self.fps_exact)
+
+
+def bits_per_second(bitrate: str) -> float:
+    """The value of `--bitrate`.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not _BITRATE.fullmatch(bitrate):
+        raise UserError(f'--bitrate "{bitrate}" is not a bitrate', hint="write 800k or 2M (bits per second)")
+    return float(bitrate.rstrip("kM")) * _SUFFIXES.get(bitrate[-1], 1.0)

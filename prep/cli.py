@@ -5,7 +5,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from manifests.errors import UserError, run_command
-from prep import chunk_commands, latents_commands, retry_command, set_commands, text_commands
+from prep import advise_command, chunk_commands, latents_commands, retry_command, set_commands, text_commands
 from prep.manifest_commands import app as manifest_app
 
 app = App(
@@ -29,6 +29,7 @@ app.command(set_commands.status)
 app.command(set_commands.verify)
 app.command(set_commands.inspect)
 app.command(set_commands.gc)
+app.command(advise_command.advise)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 Every encoder runs on one thread and without adaptive frame placement, so that its bytes are a function of the
 frames and the settings alone. GOP layouts:
 
-    comb    closed, `I b ... b P b ... b P ...`: a P every 15 frames, and no b is a reference; any frame costs the key
+    comb    closed, `I b ... b P b ... b P ...`: a P every 16 frames, and no b is a reference; any frame costs the key
             frame, the Ps up to it and itself
     star    a comb with one P: any frame costs at most three decodes
     closed  closed, as the encoder likes it otherwise
@@ -19,7 +19,7 @@ from manifests.errors import UserError
 
 COMB, STAR, CLOSED, INTRA = "comb", "star", "closed", "intra"
 DEFAULT_KEYINT = {COMB: 90, STAR: 16, CLOSED: 30, INTRA: 1}
-COMB_STEP = 15  # frames from one P to the next
+COMB_STEP = 16  # frames from one P to the next
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 MAX_CONSECUTIVE_B_FRAMES = 16  # libx264 and libx265; a star has keyint - 2 of them
 
@@ -127,7 +127,7 @@ CODECS: dict[str, Codec] = {
         decoder="hevc",
         gops=(COMB, STAR, CLOSED, INTRA),
         crf_range=(1, 51),
-        default_crf=26,
+        default_crf=24,
         presets=X26X_PRESETS,
         default_preset="veryfast",
         preset_argument="preset",
@@ -139,7 +139,7 @@ CODECS: dict[str, Codec] = {
         decoder="av1",
         gops=(CLOSED, INTRA),
         crf_range=(1, 63),
-        default_crf=35,
+        default_crf=45,
         presets=tuple(str(level) for level in range(14)),
         default_preset="9",
         preset_argument="preset",
@@ -165,7 +165,7 @@ CODECS: dict[str, Codec] = {
         decoder="mjpeg",
         gops=(INTRA,),
         crf_range=(2, 31),
-        default_crf=10,
+        default_crf=8,
         presets=(),
         default_preset="",
         preset_argument="",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prep.chunk_settings import ChunkSettings
+from prep.chunk_settings import ChunkSettings, bits_per_second
 from prep.plan import Workload
 
 # Core-seconds for a million pixels, measured on an x86-64 server core at about 3 GHz.
@@ -32,7 +32,6 @@ _BITS_PER_PIXEL = {
     "h264_nvenc": 0.2,
     "hevc_nvenc": 0.12,
 }
-_SUFFIXES = {"k": 1e3, "M": 1e6}
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,8 @@ def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float
     if bytes_per_second is not None:
         size_bytes = video_s * bytes_per_second
     elif settings.bitrate is not None:
-        size_bytes = video_s * _bits_per_second(settings.bitrate) / 8
+        size_bytes = video_s * bits_per_second(settings.bitrate) / 8
     else:
         bits_per_pixel = _BITS_PER_PIXEL[settings.codec]
         size_bytes = float((work.seconds * output_megapixels_per_s).sum()) * 1e6 * bits_per_pixel / 8
     return Estimate(core_hours=float(core_s.sum()) / 3600, size_bytes=size_bytes, video_hours=video_s / 3600)
-
-
-def _bits_per_second(bitrate: str) -> float:
-    return float(bitrate.rstrip("kM")) * _SUFFIXES.get(bitrate[-1], 1.0)

@@ -54,7 +54,7 @@ class Recipe:
     """The encoder's speed preset."""
 
     gop: Gop | None = None
-    """comb (a P every 15 frames, no b is a reference), star (a comb with one P), closed, or intra."""
+    """comb (a P every 16 frames, no b is a reference), star (a comb with one P), closed, or intra."""
 
     keyint: int | None = None
     """Frames from one key frame to the next (default: comb 90, star 16, closed 30)."""

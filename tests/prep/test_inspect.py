@@ -42,7 +42,7 @@ def test_a_chunk_is_told_with_its_bytes(prep: Prep, shard_set: ShardSet) -> None
     content = Path(values["tar"]).read_bytes()
     place = values["members"]["json"]
     assert json.loads(content[place["offset"] : place["offset"] + place["size"]])["key"] == "long_000002000"
-    assert values["gop"] == "(I 14b P 14b P 14b P 13b P)"
+    assert values["gop"] == "(I 15b P 15b P 15b P 10b P)"
     text = prep("inspect", "long_000000000", "--data", shard_set.data).stdout
     for part in ("0:00 to 0:02 of video long", "60 at 30 fps", "h264 128x96", "long.mp4", NASTY, "train"):
         assert part in text

@@ -1,0 +1,127 @@
+"""What reading a shard set costs: bytes of a second of video, bytes of a clip by its packets, the speed of the disk."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from manifests.errors import UserError
+from shards.packets import PacketTable
+from shards.reader import CommittedShard
+
+_MAX_SHARDS = 64  # looked at, spread over the set
+_CHUNKS_PER_SHARD, _CLIPS_PER_CHUNK, _CLIP_FRAMES = 8, 4, 4
+_CLIP_S = (1.0, 4.0)  # length of a clip, shortest and longest
+_READING_S, _MAX_READ_BYTES = 3.0, 4 << 30
+
+
+@dataclass(frozen=True)
+class ReadSpeed:
+    """A measured speed; `num_reads` of chunk size, from `num_shards` files."""
+
+    bytes_per_s: float
+    num_reads: int
+    num_shards: int
+
+
+def spread(shards: Sequence[CommittedShard]) -> list[CommittedShard]:
+    """Shards to look at: all, or some from everywhere in a large set.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not shards:
+        raise UserError("the current variant has no chunks: all that was planned failed", hint="see prep status")
+    step = -(-len(shards) // _MAX_SHARDS)
+    return list(shards[::step])
+
+
+def video_bytes_per_s(shards: Sequence[CommittedShard]) -> float:
+    """Bytes of the chunks' files for a second of video."""
+    size_bytes = sum(int(shard.index["mp4_size"].to_numpy().sum()) for shard in shards)
+    return size_bytes / sum(_seconds(shard) for shard in shards)
+
+
+def clip_bytes(shards: Sequence[CommittedShard]) -> tuple[float, int]:
+    """(mean bytes read for a clip of four frames by its packets alone, number of clips).
+
+    The clips are those of a training set without long captions: 1 to 4 s, anywhere in a chunk.
+    """
+    choose, counts = Random(0), []
+    for shard in shards:
+        for row in sorted(choose.sample(range(shard.num_samples), min(_CHUNKS_PER_SHARD, shard.num_samples))):
+            table = shard.packet_tables.of_row(row)
+            fps = shard.index["fps_num"][row].as_py() / shard.index["fps_den"][row].as_py()
+            for _ in range(_CLIPS_PER_CHUNK):
+                length = min(choose.uniform(*_CLIP_S) * fps, len(table.frame))
+                begin = choose.uniform(0, len(table.frame) - length)
+                frames = [int(begin + (part + 0.5) * length / _CLIP_FRAMES) for part in range(_CLIP_FRAMES)]
+                counts.append(bytes_read(table, frames, gap_bytes=shard.gap_bytes))
+    return float(np.mean(counts)), len(counts)
+
+
+def bytes_read(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> int:
+    """Bytes that are read of a chunk for `frames`: their packets, and gaps up to `gap_bytes` between them.
+
+    A chunk whose GOPs are not closed is read whole.
+    """
+    if not table.has_closed_gops:
+        return int(table.offset.max() + table.size[table.offset.argmax()])
+    needed = table.needed_for(frames)
+    begins = table.offset[needed].astype(np.int64)
+    ends = begins + table.size[needed]
+    gaps = begins[1:] - ends[:-1]
+    return int((ends - begins).sum() + gaps[(gaps > 0) & (gaps <= gap_bytes)].sum())
+
+
+def measure_read_speed(shards: Sequence[CommittedShard], *, limit_s: float = _READING_S) -> ReadSpeed:
+    """Reads whole chunks in random order, each once, one at a time, with the kernel asked to forget them first.
+
+    Raises:
+        UserError: a tar cannot be read.
+    """
+    places = [(shard, row) for shard in shards for row in range(shard.num_samples)]
+    Random(0).shuffle(places)
+    size_bytes = num_reads = 0
+    taken_s, touched = 0.0, set()
+    began_s = time.monotonic()
+    for shard, row in places:
+        if num_reads and (time.monotonic() - began_s > limit_s or size_bytes > _MAX_READ_BYTES):
+            break
+        offset, size = shard.member_range(row, "mp4")
+        try:
+            taken_s += _read_cold(shard, offset, size)
+        except OSError as error:
+            raise UserError(
+                f"{shard.tar_path} cannot be read: {error.strerror or error}", hint="`prep verify` says what is damaged"
+            ) from None
+        size_bytes, num_reads = size_bytes + size, num_reads + 1
+        touched.add(shard.shard_id)
+    return ReadSpeed(size_bytes / taken_s, num_reads, len(touched))
+
+
+def _read_cold(shard: CommittedShard, offset: int, size: int) -> float:
+    """Seconds of reading one range of a tar."""
+    descriptor = os.open(shard.tar_path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        begin_s = time.perf_counter()
+        while size > 0:
+            piece = os.pread(descriptor, size, offset)
+            if not piece:
+                raise OSError(f"it ends at byte {offset}")
+            offset, size = offset + len(piece), size - len(piece)
+        return time.perf_counter() - begin_s
+    finally:
+        os.close(descriptor)
+
+
+def _seconds(shard: CommittedShard) -> float:
+    frames, fps_num, fps_den = (
+        np.asarray(shard.index[name], np.float64) for name in ("num_frames", "fps_num", "fps_den")
+    )
+    return float((frames * fps_den / fps_num).sum())

@@ -1,0 +1,68 @@
+"""What a training run's folder says of its steps; read as files, since prep knows nothing of train."""
+
+import json
+import math
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+
+METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.yaml"
+_WARM_UP_SHARE = 0.1
+_BATCH = re.compile(r"^batch: *(\d+) *$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RunSteps:
+    """Of a run: median seconds of a step without its wait for data, how many steps that is of, clips a step."""
+
+    step_s: float
+    num_steps: int
+    batch: int | None
+
+
+def read_run_steps(run: Path) -> RunSteps:
+    """Reads `metrics.jsonl` and `settings.yaml` of a run's folder; its first tenth, at least one step, is warm-up.
+
+    Raises:
+        UserError: it is no such folder, or has too few steps.
+    """
+    hint = "give the folder of a run that `train` wrote, or --step-time SECONDS"
+    path = run / METRICS_FILE
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {_reason(error)}", hint=hint) from None
+    steps = [step for step in map(_step_s, lines) if step is not None]
+    steps = steps[max(1, int(len(steps) * _WARM_UP_SHARE)) :]
+    if not steps:
+        raise UserError(f"{path} tells of no steps after the first", hint=hint)
+    step_s = statistics.median(steps)
+    if step_s <= 0:
+        raise UserError(f"the steps of {path} take {step_s:g} s without their wait for data", hint=hint)
+    return RunSteps(step_s, len(steps), _batch(run / SETTINGS_FILE))
+
+
+def _step_s(line: str) -> float | None:
+    """Seconds of one step without its wait; None for a line that does not tell, such as one cut short."""
+    try:
+        values: Any = json.loads(line)
+        seconds = float(values["step_s"]) - float(values["data_wait_s"])
+    except (ValueError, TypeError, KeyError):
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+def _batch(path: Path) -> int | None:
+    try:
+        found = _BATCH.search(path.read_text())
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(found[1]) if found else None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
