@@ -1,0 +1,28 @@
+"""What a model is trained towards: the part of a task that the loop knows besides the model."""
+
+from torch import nn
+
+from train.data.batch import Batch
+from train.step import Step
+
+
+class Objective(nn.Module):
+    """A loss with whatever belongs to it: its own parameters (a temperature), its state per sample.
+
+    Its parameters are small and equal on all ranks; the loop trains them beside the model's and averages their
+    gradients over the ranks itself. What `state_dict` has is in the checkpoints; a tensor that is spread over ranks is
+    a DTensor there.
+    """
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+        """Adds this rank's gradients to those of the model's and its own parameters.
+
+        Averaged over the ranks they are the gradients of the whole batch's loss.
+
+        Returns:
+            Numbers for the log, equal on all ranks; `loss` is the whole batch's.
+        """
+        raise NotImplementedError
+
+    def after_step(self, step: Step) -> None:
+        """Called after each step of the optimizer, for limits that parameters must keep."""
