@@ -8,7 +8,7 @@ they are made: textured, panning, turning, noisy) and encoded as several sets of
     x264 default   `ffmpeg -i PIECE -c:v libx264`: CRF 23, preset medium, a key frame every 250
     own            `prep chunk` with its default recipe
     closed GOP     `prep chunk --gop closed`
-    fast           `prep chunk --codec mjpeg`: every frame is a key frame
+    fast           `prep chunk --recipe fast`: every frame is a key frame
 
 From each of them the same clips are taken, the same frames and one RandomResizedCrop(0.5-1.0) to 224 pixels a clip with
 the same rectangles: 4 frames of a span of 1 to 4 s, and 16 frames with a stride of 4 as for a VideoMAE. The ways:

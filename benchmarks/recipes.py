@@ -79,9 +79,10 @@ class Trial:
 
 # Codec, GOP, frames from key to key, CRF, preset.
 TRIED: list[tuple[str, Gop, int, int, str | None]] = [
-    *(("h264", "comb", 90, crf, "veryfast") for crf in (20, 21, 22, 24)),
-    *(("h264", "comb", keyint, 23, "veryfast") for keyint in (30, 60, 150)),
-    *(("h264", "comb", 90, 24, preset) for preset in ("superfast", "faster", "fast", "medium")),
+    *(("h264", "comb", 90, crf, "faster") for crf in (20, 21, 22, 23)),
+    *(("h264", "comb", keyint, 24, "faster") for keyint in (30, 60, 150)),
+    *(("h264", "comb", 90, 24, preset) for preset in ("superfast", "veryfast", "fast", "medium")),
+    ("h264", "comb", 90, 23, "veryfast"),
     *(("h264", "star", keyint, crf, "veryfast") for keyint in (8, 12, 18) for crf in (21, 23)),
     *(("h264", "star", 16, crf, "veryfast") for crf in (20, 21, 22, 23)),
     *(("h264", "star", 16, 21, preset) for preset in ("superfast", "medium")),

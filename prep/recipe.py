@@ -24,7 +24,7 @@ SPAN_CHUNKS = 20  # chunks of one encoder pass: five minutes of video at 15 s
 RecipeName = Literal["balanced", "small", "fast"]
 # docs/encoding.md says what they were chosen by. What a name does not say comes from the codec.
 NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
-    "balanced": {"codec": "h264", "crf": 23, "preset": "veryfast", "gop": "comb", "keyint": 90},
+    "balanced": {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90},
     "small": {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90},
     "fast": {"codec": "mjpeg", "crf": 8, "gop": "intra"},
 }

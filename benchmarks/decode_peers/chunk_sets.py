@@ -12,7 +12,7 @@ from benchmarks.measure import prep_command, run_measured
 X264_DEFAULT, OWN, CLOSED, FAST = "x264 default", "own", "closed GOP", "fast"
 SETS = (X264_DEFAULT, OWN, CLOSED, FAST)
 # Words of `prep chunk` for the sets that it makes.
-RECIPES: dict[str, tuple[str, ...]] = {OWN: (), CLOSED: ("--gop", "closed"), FAST: ("--codec", "mjpeg")}
+RECIPES: dict[str, tuple[str, ...]] = {OWN: (), CLOSED: ("--gop", "closed"), FAST: ("--recipe", "fast")}
 
 
 def write_captions(path: Path, spans: Iterable[tuple[int, float, float]]) -> None:

@@ -34,13 +34,13 @@ def test_a_length_without_a_right_unit_is_refused(length: str) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({}, {"codec": "h264", "crf": 23, "preset": "veryfast", "gop": "comb", "keyint": 90}),
+        ({}, {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90}),
         ({"recipe": "balanced"}, {}),
         ({"recipe": "small"}, {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90}),
         ({"recipe": "fast"}, {"codec": "mjpeg", "crf": 8}),
-        ({"recipe": "small", "codec": "h264", "keyint": 90}, {"preset": "veryfast"}),
+        ({"recipe": "small", "codec": "h264", "keyint": 90}, {"preset": "faster"}),
         ({"recipe": "fast", "bitrate": "2M"}, {"codec": "mjpeg", "bitrate": "2M", "gop": "intra", "keyint": 1}),
-        ({"gop": "star"}, {"gop": "star", "keyint": 16, "crf": 23}),
+        ({"gop": "star"}, {"gop": "star", "keyint": 16, "crf": 24}),
         ({"len": "15s"}, {"len": "15000ms"}),
         ({"len": "0.5s"}, {"len": "500ms"}),
         ({"fps": "30"}, {"fps": "60/2"}),
@@ -55,7 +55,7 @@ def test_two_ways_to_say_the_same_are_one_variant(one: dict[str, Any], other: di
 OTHER_VALUES: dict[str, Any] = {
     "len": "10s",
     "codec": "hevc",
-    "crf": 24,
+    "crf": 25,
     "bitrate": "800k",
     "preset": "fast",
     "gop": "closed",
@@ -88,7 +88,7 @@ def test_a_stored_recipe_is_read_back_and_compared() -> None:
     assert recipe_differences(old.as_dict(), old.as_dict()) == []
     assert recipe_differences(old.as_dict(), resolve(Recipe(crf=30), ffmpeg_version="9.1").as_dict()) == [
         "ffmpeg: 9.0 → 9.1",
-        "crf: 23 → 30",
+        "crf: 24 → 30",
     ]
     with pytest.raises(UserError, match="schema 99"):
         recipe_from_dict({**old.as_dict(), "schema": 99})

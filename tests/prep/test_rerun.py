@@ -105,7 +105,7 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
     old = made.folder
     before = identities(old)
     for flag, value, difference in (
-        ("--crf", "30", "crf: 23 → 30"),
+        ("--crf", "30", "crf: 24 → 30"),
         ("--codec", "hevc", "codec: h264 → hevc"),
         ("--gop", "intra", "gop: comb → intra"),
         ("--bitrate", "300k", "bitrate: None → 300k"),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,11 +106,12 @@ def with_json(sample: Sample, **changes: Any) -> Sample:
 
 
 def damaged_picture(sample: Sample) -> Sample:
-    """Overwrites the end of the first picture's coded bytes; packets and headers stay as they are."""
+    """Overwrites the end of the first picture's coded bytes, as if it had been encoded so; its checksum agrees."""
     content = bytearray(sample.members["mp4"])
     begin, size = sample.fields["packet_offset"][0], sample.fields["packet_size"][0]
     content[begin + size - 60 : begin + size] = bytes([255] * 60)
-    return with_member(sample, "mp4", bytes(content))
+    checksums = [zlib.crc32(content[begin : begin + size]), *sample.fields["packet_crc32"][1:]]
+    return with_member(replace(sample, fields={**sample.fields, "packet_crc32": checksums}), "mp4", bytes(content))
 
 
 CHANGES: list[tuple[str, str, Callable[[Sample], Sample]]] = [
