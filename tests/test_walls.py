@@ -49,8 +49,8 @@ DOORS = {
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/model_engine.py"}
 # Only the runner starts programs: it alone has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {"prep/ffmpeg.py"}
-# It accepts plain containers only; everywhere else a pickle from outside would be a program from outside.
-MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py"}
+# They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
+MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/evaluation/array_pickle.py"}
 
 
 def python_files(repository: Path, package: str) -> list[Path]:
