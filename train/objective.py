@@ -24,5 +24,9 @@ class Objective(nn.Module):
         """
         raise NotImplementedError
 
+    def learning_rate(self, scheduled: float) -> float:
+        """Learning rate of its own parameters in a step for which the model's schedule gives `scheduled`."""
+        return scheduled
+
     def after_step(self, step: Step) -> None:
         """Called after each step of the optimizer, for limits that parameters must keep."""

@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.augment.settings import Augment
+from train.optim.settings import OptimizerSettings
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -28,6 +29,8 @@ _CLIPS = Parameter(group="Clips")
 _AUGMENT = Parameter(group="Augmentation")
 _TRAINING = Parameter(group="Training")
 _NOTHING = Augment()
+_OPTIMIZER = Parameter(group="Optimizer")
+_ADAMW = OptimizerSettings()
 _MACHINE = Parameter(group="Machine")
 
 
@@ -50,15 +53,17 @@ class TrainingSettings:
     batch: Annotated[int, _TRAINING] = 64
     """Samples of a step."""
     lr: Annotated[float, _TRAINING] = 3e-4
-    """Highest learning rate, reached after the warm-up; it then falls to zero along a cosine."""
+    """Highest learning rate, reached after the warm-up; then --optimizer.schedule takes over."""
     warmup_steps: Annotated[int, _TRAINING] = 500
     """Steps over which the learning rate rises."""
     weight_decay: Annotated[float, _TRAINING] = 0.1
-    """Decay of matrices (gains and biases have none)."""
+    """Decay of matrices (gains, biases and embeddings have none)."""
     max_grad_norm: Annotated[float, _TRAINING] = 1.0
     """Longer gradients are shortened to this length."""
     seed: Annotated[int, _TRAINING] = 0
     """Of weights, order and crops."""
+    optimizer: Annotated[OptimizerSettings, _OPTIMIZER] = _ADAMW
+    """How weights follow gradients."""
     checkpoint_every: Annotated[int, _TRAINING] = 500
     """Steps between checkpoints; the last step always makes one."""
 
@@ -82,6 +87,10 @@ class TrainingSettings:
             _require(name, getattr(self, name), lambda value: value >= 0, "0 or more")
         for name in ("lr", "max_grad_norm"):
             _require(name, getattr(self, name), lambda value: value > 0, "more than 0")
+        if self.optimizer.end_lr > self.lr:
+            raise UserError(
+                f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
+            )
 
 
 @Parameter(name="*")

@@ -1,0 +1,1 @@
+"""How weights follow gradients: optimizers, groups of parameters, schedules, averages of weights."""

@@ -1,0 +1,82 @@
+"""The run's optimizer, made from settings, and its learning rates at a step."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.distributed.sharded import local_part, norms
+from train.objective import Objective
+from train.optim.groups import parameter_groups
+from train.optim.lamb import Lamb
+from train.optim.lion import Lion
+from train.optim.schedule import learning_rate
+from train.optim.settings import OptimizerSettings
+from train.settings import TrainingSettings
+
+
+def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
+    """The optimizer of the parameters of `model` (wrapped or sharded as it may be) and of `objective`."""
+    groups = parameter_groups(
+        model,
+        objective,
+        weight_decay=settings.weight_decay,
+        layer_decay=settings.optimizer.layer_decay,
+        adapts_all=settings.optimizer.lamb_alpha == "all",
+    )
+    kind, numbers = optimizer_kind(settings.optimizer, on_cuda=any(one.is_cuda for one in model.parameters()))
+    return kind(groups, lr=settings.lr, **numbers)
+
+
+def optimizer_kind(
+    settings: OptimizerSettings, *, on_cuda: bool
+) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """Class of the optimizer, and its arguments besides parameters and learning rate."""
+    if settings.name == "sgd":
+        # torch's SGD is FastCLIP's procedure 4: the decay is added to the gradient, the first step's momentum is it.
+        return torch.optim.SGD, {"momentum": settings.number("momentum"), "foreach": True}
+    betas = (settings.number("beta1"), settings.number("beta2"))
+    if settings.name == "lion":
+        return Lion, {"betas": betas}
+    if settings.name == "lamb":
+        return Lamb, {"betas": betas, "eps": settings.number("eps")}
+    return torch.optim.AdamW, {"betas": betas, "eps": settings.number("eps"), "fused": on_cuda or None}
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
+) -> float:
+    """Gives each group of `optimizer` its learning rate for step 1, 2, ..., and returns the schedule's own."""
+    lr = learning_rate(
+        step,
+        peak=settings.lr,
+        warmup_steps=settings.warmup_steps,
+        num_steps=settings.steps,
+        schedule=settings.optimizer.schedule,
+        end=settings.optimizer.end_lr,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = objective.learning_rate(lr) if group["is_objective"] else lr * group["lr_scale"]
+    return lr
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float, loss_scale: float = 1.0) -> float:
+    """Divides gradients by `loss_scale`, then shortens them together to `max_norm` where they are longer.
+
+    Parameters may be whole or sharded (DTensor); every rank must call it, and gets the same norm.
+
+    Returns:
+        The norm of all gradients together, before they were shortened; not finite where one of them is not, and the
+        gradients are then of no use.
+    """
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    if not gradients:
+        return 0.0
+    parts = [local_part(one) for one in gradients]
+    norm = norms(parts, like=gradients).square().sum().sqrt().item() / loss_scale
+    # As torch.nn.utils.clip_grad_norm_ does.
+    factor = min(1.0, max_norm / (norm + 1e-6)) / loss_scale
+    if factor != 1:
+        torch._foreach_mul_(parts, factor)
+    return norm
