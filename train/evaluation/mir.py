@@ -1,0 +1,173 @@
+"""EPIC-KITCHENS-100's multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
+
+A clip has many relevant sentences, each to a degree in [0, 1] (train.evaluation.relevancy). With rel_k the relevancy of
+the item at rank k of a query's ranking:
+
+    AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
+    nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same of the best ranking; K = number of items with rel > 0
+
+AP counts partial relevancy in the precision and averages over full relevancy only, as the challenge's code does: the
+ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, and its binary AP would be .5. A query without an item of
+relevancy 1 has no AP, and one without any relevant item no nDCG: such queries are left out of the mean and counted.
+
+Items that score alike are ranked with the least relevant first, so that a model gains nothing by seeing no difference;
+the public code leaves their order to the sorting algorithm.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.evaluation.relevancy import Relevancy
+
+_BLOCK_VALUES = 1 << 22
+
+PROTOCOL = (
+    "mAP: precision sums graded relevancy and is averaged at ranks of relevancy 1; "
+    "nDCG: linear gain, log2(rank + 1), cut at the number of items with relevancy above 0; "
+    "ties count against the model"
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mean over queries; None where no query has one.
+
+    Attributes:
+        mean_ap, ndcg: shares in [0, 1].
+        chance_mean_ap, chance_ndcg: what random rankings reach on average.
+        num_without_ap: queries without an item of relevancy 1.
+        num_without_ndcg: queries without an item of relevancy above 0.
+    """
+
+    num_queries: int
+    gallery_size: int
+    mean_ap: float | None
+    ndcg: float | None
+    chance_mean_ap: float | None
+    chance_ndcg: float | None
+    num_without_ap: int
+    num_without_ndcg: int
+
+
+@dataclass(frozen=True)
+class MultiInstance:
+    """Result of both directions, and their means as the challenge ranks by."""
+
+    video_to_text: Scores
+    text_to_video: Scores
+
+    @property
+    def mean_ap(self) -> float | None:
+        return _mean_of_two(self.video_to_text.mean_ap, self.text_to_video.mean_ap)
+
+    @property
+    def ndcg(self) -> float | None:
+        return _mean_of_two(self.video_to_text.ndcg, self.text_to_video.ndcg)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"protocol": PROTOCOL, **asdict(self), "average": {"mean_ap": self.mean_ap, "ndcg": self.ndcg}}
+
+
+def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> MultiInstance:
+    """Scores similarities of N clips with M sentences.
+
+    Raises:
+        ValueError: the two are not of one shape.
+    """
+    if similarity_NM.shape != relevancy.shape:
+        raise ValueError(f"similarities {similarity_NM.shape} and relevancy {relevancy.shape} differ in shape")
+    return MultiInstance(
+        video_to_text=_scores(similarity_NM, relevancy),
+        text_to_video=_scores(similarity_NM.T, relevancy.transposed()),
+    )
+
+
+def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """AP of each query, [Q], from the relevancies in the order of its ranking; NaN where none is 1."""
+    num_first = np.arange(1, ranked_QG.shape[1] + 1)
+    precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / num_first, 0)
+    num_full_Q = (ranked_QG == 1).sum(axis=1)
+    return _divided(precision_QG.sum(axis=1), num_full_Q)
+
+
+def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """nDCG of each query, [Q], from the relevancies in the order of its ranking; NaN where none is above 0."""
+    best_QG = -np.sort(-ranked_QG, axis=1)
+    return _divided(_dcg(ranked_QG), _dcg(best_QG))
+
+
+def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    rank = np.arange(1, ranked_QG.shape[1] + 1)
+    counts_QG = rank <= (ranked_QG > 0).sum(axis=1, keepdims=True)
+    gained: NDArray[np.float64] = (ranked_QG / np.log2(rank + 1) * counts_QG).sum(axis=1)
+    return gained
+
+
+def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Scores:
+    num_queries, gallery_size = similarity_QG.shape
+    columns: list[list[NDArray[np.float64]]] = [[], [], [], []]
+    for queries in _blocks(num_queries, gallery_size):
+        relevancy_QG = relevancy.rows(queries)
+        # By falling similarity, and where that is equal by rising relevancy.
+        order_QG = np.lexsort((relevancy_QG, -similarity_QG[queries]), axis=1)
+        ranked_QG = np.take_along_axis(relevancy_QG, order_QG, axis=1)
+        for column, value in zip(
+            columns,
+            (average_precision(ranked_QG), ndcg(ranked_QG), chance_ap(relevancy_QG), chance_ndcg(relevancy_QG)),
+            strict=True,
+        ):
+            column.append(value)
+    ap, gain, ap_by_chance, gain_by_chance = (np.concatenate([*column, np.empty(0)]) for column in columns)
+    return Scores(
+        num_queries=num_queries,
+        gallery_size=gallery_size,
+        mean_ap=_mean(ap),
+        ndcg=_mean(gain),
+        chance_mean_ap=_mean(ap_by_chance),
+        chance_ndcg=_mean(gain_by_chance),
+        num_without_ap=int(np.isnan(ap).sum()),
+        num_without_ndcg=int(np.isnan(gain).sum()),
+    )
+
+
+def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Expected AP of each query under random rankings, [Q].
+
+    An item of relevancy 1 is at each rank k equally often, and those before it have the mean relevancy of all others.
+    """
+    size = relevancy_QG.shape[1]
+    share_first = (1 / np.arange(1, size + 1)).sum() / size
+    others_Q = relevancy_QG.sum(axis=1) - 1
+    expected = share_first + others_Q / max(size - 1, 1) * (1 - share_first)
+    return np.where((relevancy_QG == 1).any(axis=1), expected, np.nan)
+
+
+def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Expected nDCG of each query under random rankings, [Q]: every rank gains the mean relevancy."""
+    discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
+    counted_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
+    return _divided(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
+
+
+def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
+    """Parts of the queries whose tables take some hundred megabytes at most."""
+    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))
+    return (slice(begin, min(begin + step, num_queries)) for begin in range(0, num_queries, step))
+
+
+def _divided(above: NDArray[np.float64], below: NDArray[Any]) -> NDArray[np.float64]:
+    return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else None
+
+
+def _mean_of_two(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else (first + second) / 2

@@ -1,0 +1,170 @@
+"""How relevant each of M sentences is for each of N clips, as EPIC-KITCHENS-100's multi-instance retrieval has it.
+
+    relevancy = (1 where the verb classes are equal, else 0; plus the IoU of the sets of noun classes) / 2
+
+(Damen et al. 2022, after Wray et al. 2019). As float64 the matrix of EK-100's training split, 67,217 x 15,989, takes
+8.6 GB. But a row depends on its clip's classes alone, so most rows and columns are there many times; and a value is one
+of a few fractions. Kept are the distinct rows and columns, a byte an entry, and the fractions once: nothing is rounded.
+
+Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_VALUES = 256
+_BLOCK_ROWS = 256
+
+
+class NoRelevancy(ValueError):
+    """What is no relevancy: a value out of [0, 1], or too many different ones."""
+
+
+@dataclass(frozen=True)
+class Relevancy:
+    """A matrix [N, M] of few values.
+
+    Attributes:
+        values_V: float64, ascending.
+        codes_RC: uint8, places in the values.
+        row_of_N, column_of_M: int32, the distinct row and column of each clip and sentence.
+    """
+
+    values_V: NDArray[np.float64]
+    codes_RC: NDArray[np.uint8]
+    row_of_N: NDArray[np.int32]
+    column_of_M: NDArray[np.int32]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Clips and sentences."""
+        return len(self.row_of_N), len(self.column_of_M)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all arrays."""
+        return sum(array.nbytes for array in (self.values_V, self.codes_RC, self.row_of_N, self.column_of_M))
+
+    def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
+        """The rows of some clips, float64 [n, M]."""
+        # Rows are chosen first: what lies in memory is never more than what was asked for.
+        return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
+
+    def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Relevancy of pairs, float64 of the arrays' common shape."""
+        return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
+
+    def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
+        """The matrix of some clips and some sentences, in the order that is given."""
+        return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
+
+    def transposed(self) -> "Relevancy":
+        """Sentences by clips."""
+        return Relevancy(self.values_V, np.ascontiguousarray(self.codes_RC.T), self.column_of_M, self.row_of_N)
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Classes of N captions.
+
+    Attributes:
+        verb_N: int64.
+        nouns_NK: bool, the set of noun classes of each.
+    """
+
+    verb_N: NDArray[np.int64]
+    nouns_NK: NDArray[np.bool_]
+
+    def distinct(self) -> tuple["Actions", NDArray[np.int32]]:
+        """The distinct ones, and for each of these here which it is."""
+        bits = np.packbits(self.nouns_NK, axis=1)
+        rows = np.concatenate([self.verb_N.astype("<i8")[:, None].view(np.uint8), bits], axis=1)
+        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        return Actions(self.verb_N[first], self.nouns_NK[first]), which.reshape(-1).astype(np.int32)
+
+
+def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
+    """The relevancy of sentences for clips; where neither has a noun, the IoU counts as 0."""
+    clips, row_of_N = clips.distinct()
+    sentences, column_of_M = sentences.distinct()
+    num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
+    most = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
+    # Each entry is one of few triples: are the verbs equal, how many nouns are shared, how many are there in all.
+    shared, union = np.meshgrid(np.arange(most), np.arange(most), indexing="ij")
+    iou = np.divide(shared, union, out=np.zeros(union.shape), where=union > 0)
+    value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)
+    triple_RC = np.empty((len(clips.verb_N), len(sentences.verb_N)), np.uint16 if 2 * most**2 <= 1 << 16 else np.int64)
+    nouns_KC = sentences.nouns_NK.T.astype(np.float32)
+    occurs = np.zeros(len(value_of_triple), bool)
+    for begin in range(0, len(triple_RC), _BLOCK_ROWS):
+        part = slice(begin, begin + _BLOCK_ROWS)
+        shared = (clips.nouns_NK[part].astype(np.float32) @ nouns_KC).astype(np.int64)  # whole numbers: exact
+        union = num_clip[part, None] + num_sentence - shared
+        has_verb = clips.verb_N[part, None] == sentences.verb_N
+        triple_RC[part] = (has_verb * most + shared) * most + union
+        occurs[triple_RC[part]] = True
+    values_V = np.unique(value_of_triple[occurs])
+    _require_few(values_V)
+    code_of_triple = np.searchsorted(values_V, value_of_triple).clip(max=len(values_V) - 1).astype(np.uint8)
+    return Relevancy(values_V, code_of_triple[triple_RC], row_of_N, column_of_M)
+
+
+def compressed(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
+    """A matrix as a `Relevancy`, a few rows at a time (it may lie in a file).
+
+    Raises:
+        NoRelevancy: a value is out of [0, 1] or no number, or there are more than 256 different ones.
+    """
+    num_rows, num_columns = matrix_NM.shape
+    parts = (matrix_NM[begin : begin + _BLOCK_ROWS] for begin in range(0, num_rows, _BLOCK_ROWS))
+    found_V, row_codes, row_of = _distinct_rows(parts)
+    codes_RM = np.stack(row_codes) if row_codes else np.empty((0, num_columns), np.uint8)
+    order = np.argsort(found_V)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    codes_RM = place.astype(np.uint8)[codes_RM]
+    codes_MR, column_of = np.unique(np.ascontiguousarray(codes_RM.T), axis=0, return_inverse=True)
+    return Relevancy(
+        found_V[order],
+        np.ascontiguousarray(codes_MR.T),
+        np.array(row_of, np.int32),
+        column_of.reshape(-1).astype(np.int32),
+    )
+
+
+def _distinct_rows(
+    parts: Iterable[NDArray[np.floating] | NDArray[np.integer]],
+) -> tuple[NDArray[np.float64], list[NDArray[np.uint8]], list[int]]:
+    """Values in the order in which they were found, distinct rows as places in them, and the row of each."""
+    found_V = np.empty(0)
+    number_of: dict[bytes, int] = {}
+    rows: list[NDArray[np.uint8]] = []
+    row_of: list[int] = []
+    for part in parts:
+        block = np.asarray(part, np.float64)
+        new = np.setdiff1d(block, found_V) if not len(found_V) else np.unique(block[~_is_among(block, found_V)])
+        if not np.isfinite(new).all() or (len(new) and not (new[0] >= 0 and new[-1] <= 1)):
+            raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is from 0 to 1")
+        found_V = np.concatenate([found_V, new])
+        _require_few(found_V)
+        order = np.argsort(found_V)
+        codes = order[np.searchsorted(found_V[order], block)].astype(np.uint8)
+        for row in codes:
+            number = number_of.setdefault(row.tobytes(), len(rows))
+            if number == len(rows):
+                rows.append(row)
+            row_of.append(number)
+    return found_V, rows, row_of
+
+
+def _is_among(block: NDArray[np.float64], values_V: NDArray[np.float64]) -> NDArray[np.bool_]:
+    ascending = np.sort(values_V)
+    return ascending[np.searchsorted(ascending, block).clip(max=len(ascending) - 1)] == block
+
+
+def _require_few(values_V: NDArray[np.float64]) -> None:
+    if len(values_V) > MAX_VALUES:
+        raise NoRelevancy(f"it has more than {MAX_VALUES} different values, and shares of few classes are few")
