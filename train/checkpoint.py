@@ -10,8 +10,9 @@ import torch
 
 from manifests.errors import UserError
 from manifests.publish import published
+from train.data.place import LoaderState
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 # What torch.load raises for a file that wants more than tensors and plain containers.
 _Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 _NAME = re.compile(r"step_(\d{6,})\.pt")
@@ -22,18 +23,15 @@ class Checkpoint:
     """The whole state of a run after `step` steps.
 
     Attributes:
-        position: in the endless order of samples, from which the next batch goes on.
-        samples: fingerprint of the set of samples that `position` belongs to.
-        rng: states of torch's generators, by device type.
+        loader: where each rank's batches end.
     """
 
     task: str
     step: int
-    position: int
-    samples: str
+    loader: list[LoaderState]
     model: dict[str, Any]
+    objective: dict[str, Any]
     optimizer: dict[str, Any]
-    rng: dict[str, torch.Tensor]
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -66,25 +64,9 @@ def load_checkpoint(path: Path, *, device: torch.device) -> Checkpoint:
         content = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(content, dict) or content.pop("format", None) != CHECKPOINT_FORMAT:
             raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
-        checkpoint = Checkpoint(**content)
+        return Checkpoint(**content)
     except (OSError, RuntimeError, ValueError, TypeError, zipfile.BadZipFile, _Refused) as error:
         raise UserError(
             f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}",
             hint="remove it: the one before it, if there is one, is used instead",
         ) from error
-    return Checkpoint(**{**vars(checkpoint), "rng": {name: state.cpu() for name, state in checkpoint.rng.items()}})
-
-
-def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """States of the generators that the training step can draw from."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_rng(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Inverse of `rng_states`."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

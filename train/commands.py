@@ -9,6 +9,7 @@ import torch
 from manifests.errors import FailedWork, UserError
 from manifests.publish import publish_json
 from train.checkpoint import latest_checkpoint, load_checkpoint
+from train.distributed.world import World
 from train.evaluation.embeddings import Embeddings, embed_all
 from train.evaluation.examples import retrieval_examples
 from train.evaluation.retrieval import distinct_texts, score_retrieval
@@ -24,13 +25,14 @@ from train.tasks.dual_encoder import DualEncoderTask, Samples
 
 def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     """Trains a dual encoder and writes the run's results page."""
+    world = World()
     device = choose_device(settings.device)
     door = open_attention(settings.attention, device_type=device.type)
     progress = Progress()
     progress.say(f"attention: {door.name} ({door.reason})")
     task = DualEncoderTask(settings, door=door, device=device)
     old_run = reopen_run(settings) if resume else None
-    samples = task.training_set()
+    samples = task.training_set(world)
     check_batch(settings, samples)
     # The folder is made last: a mistake in the flags leaves nothing behind.
     run = old_run or create_run(settings)
@@ -44,7 +46,7 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
         "versions": versions(),
     }
     publish_json(run.facts, facts)
-    train(task, samples, settings, run=run, device=device, progress=progress)
+    train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     write_page(run)
     progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}")
 
@@ -65,7 +67,7 @@ def evaluate_retrieval(run_path: Path, *, shards: str | None, split: str) -> tup
     device = choose_device(settings.device)
     door = open_attention(settings.attention, device_type=device.type)
     task = DualEncoderTask(settings, door=door, device=device)
-    samples = task.samples(split)
+    samples = task.samples(split, World())
     checkpoint = load_checkpoint(path, device=device)
     model = task.build_model(samples).to(device)
     try:

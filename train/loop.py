@@ -1,9 +1,9 @@
-"""The one training loop. What is trained is the task's business (train.tasks)."""
+"""The one training loop. What is trained, and towards what, is the task's business (train.tasks)."""
 
 import math
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,23 +11,20 @@ from torch import nn
 
 from manifests.errors import FailedWork, UserError
 from manifests.publish import publish_json
-from train.checkpoint import (
-    Checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    restore_rng,
-    rng_states,
-    save_checkpoint,
-)
+from train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.data.batch import Batch
 from train.data.failures import FailedSample, TooManyFailures
 from train.data.filling import LoadedBatch
 from train.data.loader import TrainingSet
+from train.data.place import LoaderState, Place
 from train.data.prefetch import prefetch
+from train.distributed.world import World
+from train.objective import Objective
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
 from train.run_folder import RunFolder, append_lines, keep_lines
 from train.settings import TrainingSettings
+from train.step import Step
 from train.tasks import Task
 
 
@@ -36,9 +33,10 @@ class _State:
     """What changes from step to step."""
 
     model: nn.Module
+    objective: Objective
     optimizer: torch.optim.Optimizer
     step: int = 0
-    position: int = 0
+    place: Place = field(default_factory=lambda: Place(0))
     num_failed: int = 0
 
 
@@ -48,6 +46,7 @@ def train(
     settings: TrainingSettings,
     *,
     run: RunFolder,
+    world: World,
     device: torch.device,
     progress: Progress,
 ) -> nn.Module:
@@ -63,20 +62,22 @@ def train(
         UserError: the checkpoint does not fit, or a batch is larger than the set of samples.
     """
     check_batch(settings, samples)
-    state = _begin(task, samples, settings, run=run, device=device)
+    state = _begin(task, samples, settings, run=run, world=world, device=device)
     left_to_fail = settings.max_failures - state.num_failed
-    batches = prefetch(samples.batches(position=state.position, max_failures=left_to_fail), device)
+    batches = prefetch(samples.batches(max_failures=left_to_fail), device)
     state.model.train()
     progress.begin(state.step, settings.steps)
     try:
         while state.step < settings.steps:
-            line = _one_step(task, state, batches, settings, run=run)
+            epoch = state.place.position / samples.num_samples if samples.num_samples else 0.0
+            step = Step(number=state.step + 1, epoch=epoch, world=world, seed=settings.seed)
+            line = _one_step(state, step, batches, settings, run=run)
             if samples.num_samples:
-                line["epoch"] = state.position / samples.num_samples
+                line["epoch"] = state.place.position / samples.num_samples
             append_lines(run.metrics, [line])
             progress.show(line)
             if state.step % settings.checkpoint_every == 0 or state.step == settings.steps:
-                _save(task, state, samples, run=run, device=device)
+                _save(task, state, samples, settings, run=run)
     finally:
         # Ends the loader's threads, whatever happened.
         batches.close()
@@ -94,31 +95,38 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
 
 
 def _begin(
-    task: Task, samples: TrainingSet, settings: TrainingSettings, *, run: RunFolder, device: torch.device
+    task: Task,
+    samples: TrainingSet,
+    settings: TrainingSettings,
+    *,
+    run: RunFolder,
+    world: World,
+    device: torch.device,
 ) -> _State:
     torch.manual_seed(settings.seed)
     model = task.build_model(samples).to(device)
-    state = _State(model, make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay))
+    objective = task.build_objective(samples, world).to(device)
+    trained = nn.ModuleList([model, objective])
+    state = _State(model, objective, make_optimizer(trained, lr=settings.lr, weight_decay=settings.weight_decay))
     path = latest_checkpoint(run.checkpoints)
     if path is not None:
         saved = load_checkpoint(path, device=device)
-        if saved.task != task.name or saved.samples != samples.fingerprint:
-            raise UserError(
-                f"{path} was trained on other samples than those of {settings.shards}: its place in them is lost",
-                hint="resume with the data that the run began with, or begin a new run with another --out",
-            )
+        if saved.task != task.name:
+            raise UserError(f"{path} is of a run of {saved.task}", hint="begin a new run with another --out")
+        samples.load_state_dict(*saved.loader)
         model.load_state_dict(saved.model)
+        objective.load_state_dict(saved.objective)
         state.optimizer.load_state_dict(saved.optimizer)
-        restore_rng(saved.rng, device)
-        state.step, state.position = saved.step, saved.position
+        state.step = saved.step
+        state.place = Place(saved.loader[0]["position"], tuple(saved.loader[0]["ahead"]))
     keep_lines(run.metrics, lambda line: line["step"] <= state.step)
-    state.num_failed = len(keep_lines(run.failures, lambda line: line["position"] < state.position))
+    state.num_failed = len(keep_lines(run.failures, lambda line: line["position"] < state.place.position))
     return state
 
 
 def _one_step(
-    task: Task,
     state: _State,
+    step: Step,
     batches: Generator[LoadedBatch, None, None],
     settings: TrainingSettings,
     *,
@@ -128,24 +136,22 @@ def _one_step(
     began = time.perf_counter()
     loaded = _next_batch(batches, state, settings, run=run)
     waited_s = time.perf_counter() - began
-    batch = loaded.batch
-    step = state.step + 1
-    lr = learning_rate(step, peak=settings.lr, warmup_steps=settings.warmup_steps, num_steps=settings.steps)
+    lr = learning_rate(step.number, peak=settings.lr, warmup_steps=settings.warmup_steps, num_steps=settings.steps)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     state.optimizer.zero_grad(set_to_none=True)
-    loss, numbers = task.loss(state.model, batch)
-    if not math.isfinite(loss.item()):
-        _stop_at(loss.item(), step, batch, run=run)
-    loss.backward()
-    grad_norm = nn.utils.clip_grad_norm_(state.model.parameters(), settings.max_grad_norm)
+    numbers = state.objective.backward(state.model, loaded.batch, step)
+    if not math.isfinite(numbers["loss"]):
+        _stop_at(numbers["loss"], step, loaded.batch, run=run)
+    parameters = [*state.model.parameters(), *state.objective.parameters()]
+    grad_norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
     state.optimizer.step()
-    task.after_step(state.model)
-    state.step, state.position = step, loaded.next_position
+    state.objective.after_step(step)
+    state.step, state.place = step.number, loaded.place
     step_s = time.perf_counter() - began
     return {
-        "step": step,
-        "loss": loss.item(),
+        "step": step.number,
+        "loss": numbers["loss"],
         "lr": lr,
         "grad_norm": grad_norm.item(),
         **numbers,
@@ -176,23 +182,25 @@ def _record(failed: tuple[FailedSample, ...], state: _State, *, run: RunFolder) 
     append_lines(run.failures, [failure.as_json() for failure in failed])
 
 
-def _stop_at(loss: float, step: int, batch: Batch, *, run: RunFolder) -> None:
+def _stop_at(loss: float, step: Step, batch: Batch, *, run: RunFolder) -> None:
     path = run.path / "bad_batch.json"
     keys, caption_ids = list(batch["key"]), batch["caption_id"].tolist()
-    publish_json(path, {"step": step, "loss": str(loss), "keys": keys, "caption_ids": caption_ids})
-    raise FailedWork(f"the loss is {loss} at step {step}; the keys of its batch are in {path}")
+    publish_json(path, {"step": step.number, "loss": str(loss), "keys": keys, "caption_ids": caption_ids})
+    raise FailedWork(f"the loss is {loss} at step {step.number}; the keys of its batch are in {path}")
 
 
-def _save(task: Task, state: _State, samples: TrainingSet, *, run: RunFolder, device: torch.device) -> None:
+def _save(task: Task, state: _State, samples: TrainingSet, settings: TrainingSettings, *, run: RunFolder) -> None:
+    loader = LoaderState(
+        position=state.place.position, ahead=list(state.place.ahead), seed=settings.seed, samples=samples.fingerprint
+    )
     save_checkpoint(
         run.checkpoints,
         Checkpoint(
             task=task.name,
             step=state.step,
-            position=state.position,
-            samples=samples.fingerprint,
+            loader=[loader],
             model=state.model.state_dict(),
+            objective=state.objective.state_dict(),
             optimizer=state.optimizer.state_dict(),
-            rng=rng_states(device),
         ),
     )

@@ -1,12 +1,14 @@
 """What a task knows of the step that it computes gradients for."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from train.distributed.world import World
+
+ONE_PROCESS = World()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +21,18 @@ class Step:
         microbatch: samples of this rank that go through the model at once; None for all of them.
         autocast: makes a context in which a model computes in the run's precision.
         scale: of a loss before its backward pass (1 unless fp16 needs it).
-        synced: makes a context for a backward pass; gradients are exchanged between ranks in the last of a step only.
+        synced: makes a context for the forward and backward pass of a microbatch; ranks exchange gradients in the
+            step's last one only, where it is given True.
     """
 
     number: int
-    epoch: float
-    world: World
-    seed: int
-    microbatch: int | None
-    autocast: Callable[[], AbstractContextManager[None]]
-    scale: Callable[[torch.Tensor], torch.Tensor]
-    synced: Callable[[bool], AbstractContextManager[None]]
+    epoch: float = 0.0
+    world: World = ONE_PROCESS
+    seed: int = 0
+    microbatch: int | None = None
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    scale: Callable[[torch.Tensor], torch.Tensor] = torch.as_tensor
+    synced: Callable[[bool], AbstractContextManager[bool | None]] = nullcontext
 
     @contextmanager
     def random(self, part: int) -> Iterator[None]:

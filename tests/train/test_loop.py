@@ -21,13 +21,18 @@ from train.data.batch import Batch, Sample
 from train.data.failures import FailedSample
 from train.data.filling import LoadedBatch
 from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
+from train.data.place import LoaderState
+from train.distributed.world import World
 from train.loop import train
+from train.objective import Objective
 from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
 from train.run_folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
 from train.settings import TrainingSettings
+from train.step import Step
 
 CPU = torch.device("cpu")
+ONE = World()
 
 
 class Points:
@@ -63,10 +68,19 @@ class Points:
 class LoadedPoints:
     """Points in batches, as settings say."""
 
-    def __init__(self, points: Points, chosen: TrainingSettings) -> None:
+    def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE) -> None:
         self._points, self.fingerprint = points, points.fingerprint
-        self._loading = LoaderSettings(
-            batch=chosen.batch, num_threads=chosen.workers, num_ahead=2 * chosen.batch, seed=chosen.seed
+        batch = chosen.batch // world.size
+        self._loader = Loader(
+            points,
+            LoaderSettings(
+                batch=batch,
+                num_threads=chosen.workers,
+                num_ahead=2 * batch,
+                seed=chosen.seed,
+                rank=world.rank,
+                num_ranks=world.size,
+            ),
         )
 
     @property
@@ -77,32 +91,56 @@ class LoadedPoints:
         return self._points.describe()
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        return Loader(self._points, self._loading).batches(position=position, max_failures=max_failures)
+        return self._loader.batches(position=position, max_failures=max_failures)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        return Loader(self._points, self._loading).evaluation_batches()
+        return self._loader.evaluation_batches()
+
+    def load_state_dict(self, *states: LoaderState) -> None:
+        self._loader.load_state_dict(*states)
+
+
+class Distance(Objective):
+    """Squared distance to a line whose slope is trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(3.0))
+        self.num_seen = nn.Buffer(torch.zeros(()))
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+        points = batch["video"].view(torch.float32)
+        with step.random(0), step.synced(True), step.autocast():
+            error = model(points).squeeze(1) - self.slope * points[:, 0]
+            loss = (error**2).mean()
+            step.scale(loss).backward()
+        self.num_seen.add_(len(points))
+        return {"loss": loss.item(), "worst": error.abs().max().item()}
+
+    def after_step(self, step: Step) -> None:
+        self.slope.data.clamp_(2.9, 3.1)
 
 
 class PlaneTask:
-    """A task that needs every kind of state: random numbers in the step, and a limit after it."""
+    """A task that needs every kind of state: random numbers in the step, parameters and state of the objective."""
 
     name = "plane"
     columns: tuple[str, ...] = ()
 
-    def training_set(self) -> LoadedPoints:
-        return LoadedPoints(Points(), TrainingSettings())
+    def training_set(self, world: World) -> LoadedPoints:
+        return LoadedPoints(Points(), TrainingSettings(), world)
 
     def build_model(self, samples: TrainingSet) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 1))
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        points = batch["video"].view(torch.float32)
-        error = model(points).squeeze(1) - 3 * points[:, 0]
-        return (error**2).mean(), {"worst": error.abs().max().item()}
+    def build_objective(self, samples: TrainingSet, world: World) -> Objective:
+        return Distance()
 
-    def after_step(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.data.clamp_(-2, 2)
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        return []
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        return {}
 
 
 def settings(out: Path, **changes: Any) -> TrainingSettings:
@@ -112,7 +150,7 @@ def settings(out: Path, **changes: Any) -> TrainingSettings:
 
 def train_plane(run: RunFolder, chosen: TrainingSettings, samples: Points | None = None) -> nn.Module:
     points = LoadedPoints(samples or Points(), chosen)
-    return train(PlaneTask(), points, chosen, run=run, device=CPU, progress=Progress())
+    return train(PlaneTask(), points, chosen, run=run, world=ONE, device=CPU, progress=Progress())
 
 
 def stop_after(steps: int) -> Callable[[Any, dict[str, Any]], None]:
@@ -219,7 +257,7 @@ def test_other_samples_than_those_of_the_run_are_refused(tmp_path: Path, monkeyp
     chosen = settings(tmp_path / "run")
     train_plane(create_run(chosen), chosen)
     monkeypatch.setattr(Points, "fingerprint", "other points")
-    with pytest.raises(UserError, match="trained on other samples"):
+    with pytest.raises(UserError, match="of other samples"):
         train_plane(reopen_run(chosen), chosen)
 
 
@@ -228,7 +266,7 @@ def test_a_checkpoint_executes_nothing_when_it_is_read(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "executed",))
 
-    torch.save({"format": 1, "step": Hostile()}, tmp_path / "step_000001.pt")
+    torch.save({"format": 2, "step": Hostile()}, tmp_path / "step_000001.pt")
     with pytest.raises(UserError, match="cannot be read"):
         load_checkpoint(tmp_path / "step_000001.pt", device=CPU)
     assert not (tmp_path / "executed").exists()
@@ -237,9 +275,7 @@ def test_a_checkpoint_executes_nothing_when_it_is_read(tmp_path: Path) -> None:
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "nothing") is None
     for step in (999_999, 5, 1_000_000):
-        state = Checkpoint(
-            task="t", step=step, position=0, samples="", model={}, optimizer={}, rng={"cpu": torch.get_rng_state()}
-        )
+        state = Checkpoint(task="t", step=step, loader=[], model={}, objective={}, optimizer={})
         save_checkpoint(tmp_path, state)
     (tmp_path / ".tmp-00-step_2000000.pt").touch()
     assert latest_checkpoint(tmp_path) == tmp_path / "step_1000000.pt"

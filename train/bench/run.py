@@ -14,6 +14,7 @@ from train.bench.verdict import advice, judge
 from train.commands import choose_device
 from train.data.failures import TooManyFailures
 from train.data.video_captions import VideoCaptions
+from train.distributed.world import World
 from train.loop import check_batch
 from train.models.attention import open_attention
 from train.settings import DualEncoderSettings
@@ -36,7 +37,7 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         )
     device = choose_device(settings.device)
     task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type), device=device)
-    samples = task.training_set()
+    samples = task.training_set(World())
     if not isinstance(samples, VideoCaptions):
         raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")
     check_batch(settings, samples)

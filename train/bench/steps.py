@@ -11,10 +11,11 @@ from train.bench.timing import Rate, Rounds, repeat
 from train.data.batch import Batch, BatchRing, Sample, to_device
 from train.data.prefetch import prefetch
 from train.data.video_captions import VideoCaptions
-from train.losses.infonce import info_nce
+from train.distributed.world import World
 from train.models.dual_encoder import DualEncoder
 from train.optimizer import make_optimizer
 from train.settings import DualEncoderSettings
+from train.step import Step
 from train.tasks.dual_encoder import DualEncoderTask
 
 
@@ -35,7 +36,9 @@ class BatchLinks:
         self._task, self._samples, self._settings, self._device = task, samples, settings, device
         torch.manual_seed(settings.seed)
         self._model: DualEncoder = task.build_model(samples).to(device)
-        self._optimizer = make_optimizer(self._model, lr=settings.lr, weight_decay=settings.weight_decay)
+        self._objective = task.build_objective(samples, World()).to(device)
+        trained = nn.ModuleList([self._model, self._objective])
+        self._optimizer = make_optimizer(trained, lr=settings.lr, weight_decay=settings.weight_decay)
 
     def measure(self, samples: list[Sample], *, seconds: float) -> dict[str, Rate | None]:
         """The links for `seconds` each, on `samples` (repeated up to a batch); None where there is nothing to do."""
@@ -49,7 +52,7 @@ class BatchLinks:
             "collate": repeat(lambda: ring.collate(chosen), num_items=size, seconds=seconds),
             "transfer": self._transfer(collated, seconds=seconds),
             "augment": repeat(lambda: self._augment(here), num_items=size, seconds=seconds),
-            "model": repeat(lambda: self._learn(clips, captions), num_items=size, seconds=seconds),
+            "model": repeat(lambda: self._pass(clips, captions), num_items=size, seconds=seconds),
         }
 
     def loader(self, *, seconds: float) -> Rate:
@@ -72,12 +75,12 @@ class BatchLinks:
         batches = prefetch(self._samples.batches(position=0, max_failures=settings.max_failures), self._device)
         rounds, waited_s = Rounds(), 0.0
         try:
-            self._learn(*self._task.inputs(next(batches).batch, is_training=True))
+            self._learn(next(batches).batch, number=1)
             while rounds.total_s < seconds or len(rounds.seconds_an_item) < min_steps:
                 began = time.perf_counter()
                 loaded = next(batches)
                 waited_s += time.perf_counter() - began
-                self._learn(*self._task.inputs(loaded.batch, is_training=True))
+                self._learn(loaded.batch, number=len(rounds.seconds_an_item) + 2)
                 rounds.add(time.perf_counter() - began, num_items=settings.batch)
         finally:
             batches.close()
@@ -97,13 +100,22 @@ class BatchLinks:
         self._task.inputs(batch, is_training=True)
         self._wait()
 
-    def _learn(self, clips: torch.Tensor, captions: torch.Tensor) -> None:
+    def _pass(self, clips: torch.Tensor, captions: torch.Tensor) -> None:
+        """The model's share of a step, and the optimizer's; the objective by itself costs next to nothing."""
         self._optimizer.zero_grad(set_to_none=True)
         video_BE, text_BE = self._model(clips, captions)
-        info_nce(video_BE, text_BE, log_scale=self._model.logit_scale).backward()
+        (video_BE * text_BE).sum().backward()
         nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
         self._optimizer.step()
-        self._task.after_step(self._model)
+        self._wait()
+
+    def _learn(self, batch: Batch, *, number: int) -> None:
+        step = Step(number=number, seed=self._settings.seed)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._objective.backward(self._model, batch, step)
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
+        self._optimizer.step()
+        self._objective.after_step(step)
         self._wait()
 
     def _wait(self) -> None:

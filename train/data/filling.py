@@ -4,15 +4,21 @@ from dataclasses import dataclass
 
 from train.data.batch import Batch, BatchRing, Sample
 from train.data.failures import FailedSample, TooManyFailures
+from train.data.place import Place
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """A batch, the samples that failed on the way to it, and the position from which the next one goes on."""
+    """A batch, the samples that failed on the way to it, and the place from which this rank's next one goes on."""
 
     batch: Batch
     failed: tuple[FailedSample, ...]
-    next_position: int
+    place: Place
+
+    @property
+    def next_position(self) -> int:
+        """Position of `place`."""
+        return self.place.position
 
 
 class BatchFilling:
@@ -43,10 +49,10 @@ class BatchFilling:
         """Whether there is anything to hand over yet."""
         return bool(self._good or self._failed)
 
-    def take(self, next_position: int) -> LoadedBatch:
+    def take(self, place: Place) -> LoadedBatch:
         """The batch as it is now; the next one begins."""
         batch = self._ring.collate(self._good) if self._good else Batch()
-        loaded = LoadedBatch(batch, tuple(self._failed), next_position)
+        loaded = LoadedBatch(batch, tuple(self._failed), place)
         self._good, self._failed = [], []
         self.num_batches += 1
         return loaded

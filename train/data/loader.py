@@ -105,7 +105,11 @@ class TrainingSet(Protocol):
         ...
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        """Every sample once, in order; the last batch may be smaller."""
+        """This rank's part of all samples, each once, in order; the last batch may be smaller, or empty."""
+        ...
+
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """`batches` without a position go on from the states of all ranks; UserError where they do not fit."""
         ...
 
 
@@ -136,7 +140,7 @@ class Loader:
             if filling.add(outcome):
                 num_common = filling.num_batches * settings.batch
                 self.place = begin.after(num_common, num_own, **where)
-                yield filling.take(self.place.position)
+                yield filling.take(self.place)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
         """This rank's part of all samples, each once, in order; the last batch may be smaller, or empty."""
@@ -146,9 +150,9 @@ class Loader:
         visits: Iterator[list[Visit | None]] = ([Visit(number, number, None)] for number in numbers)
         for number, outcome in zip(numbers, self._outcomes(visits), strict=True):
             if filling.add(outcome):
-                yield filling.take(number + 1)
+                yield filling.take(Place(number + 1))
         if filling.has_any:
-            yield filling.take(len(self._samples))
+            yield filling.take(Place(len(self._samples)))
 
     def state_dict(self) -> LoaderState:
         """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""

@@ -1,6 +1,5 @@
-"""Two towers and one temperature: clips and captions meet in one space."""
+"""Two towers: clips and captions meet in one space."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +9,6 @@ from train.models.attention import Attend
 from train.models.text import TextTower, TextTowerSize
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViT, VideoViTSize
-
-INITIAL_TEMPERATURE = 0.07  # CLIP, section 2.5
-MAX_LOG_SCALE = math.log(100)  # CLIP: logits are never scaled by more than 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +40,7 @@ SIZES = {
 
 
 class DualEncoder(nn.Module):
-    """A video tower, a text tower and the log of the logits' scale (1 / temperature).
+    """A video tower and a text tower.
 
     Args:
         has_text_tower: without one, captions come as embeddings that another tower made.
@@ -60,7 +56,6 @@ class DualEncoder(nn.Module):
         self.text = None
         if has_text_tower:
             self.text = TextTower(size.text, embedding_width=size.embedding_width, attend=attend)
-        self.logit_scale = nn.Parameter(torch.tensor(-math.log(INITIAL_TEMPERATURE)))
 
     def forward(self, video_BCTHW: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of clips and of captions, each [B, E] and of unit length; for `text` see `embed_text`."""
@@ -74,8 +69,3 @@ class DualEncoder(nn.Module):
         """Token ids [B, L], or without a text tower ready embeddings [B, E], to [B, E] of unit length."""
         embedded = text.float() if self.text is None else self.text(text)
         return nn.functional.normalize(embedded, dim=-1)
-
-    @torch.no_grad()
-    def clamp_scale(self) -> None:
-        """Holds the scale at or below 100, as CLIP does after every step."""
-        self.logit_scale.clamp_(0, MAX_LOG_SCALE)

@@ -4,9 +4,10 @@ Clips are pixels, or latents that a VAE made once; captions go through a text to
 another one made once.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
@@ -24,17 +25,23 @@ from train.data.remote.folder import open_data_folder
 from train.data.streams.stream import VideoStream
 from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
+from train.distributed.world import World
 from train.losses.infonce import info_nce
 from train.models.attention import AttentionDoor
 from train.models.dual_encoder import SIZES, DualEncoder
 from train.models.text import load_tokenizer
+from train.models.transformer import Block
+from train.objective import Objective
 from train.settings import DualEncoderSettings
+from train.step import Step
 
 # Means and deviations of CLIP's training images, by colour.
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
 # A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
 _LATENT_PATCH = 2
+_INITIAL_TEMPERATURE = 0.07  # CLIP, section 2.5
+_MAX_LOG_SCALE = math.log(100)  # CLIP: logits are never scaled by more than 100
 
 
 Samples = VideoCaptions | VideoStream | CaptionedLatents
@@ -51,17 +58,18 @@ class DualEncoderTask:
         self._device = device
         self.columns: tuple[str, ...] = ("latents", "text") if settings.input == "latents" else ("video",)
 
-    def training_set(self) -> Samples:
-        """Clips and captions of the split that the settings name."""
-        return self.samples(self._settings.split)
+    def training_set(self, world: World) -> Samples:
+        """This rank's part of the clips and captions of the split that the settings name."""
+        return self.samples(self._settings.split, world)
 
-    def samples(self, split: str) -> Samples:
-        """Clips and captions of any split; tars that are streamed know no splits.
+    def samples(self, split: str, world: World) -> Samples:
+        """This rank's part of the clips and captions of any split; tars that are streamed know no splits.
 
         Raises:
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
+        batch = settings.batch // world.size
         if settings.input == "latents":
             if is_remote(settings.shards) or names_tars(settings.shards):
                 raise UserError(
@@ -69,7 +77,13 @@ class DualEncoderTask:
                     hint="copy the data folder to this machine",
                 )
             latents = CaptionedLatents(
-                Path(settings.shards), split=split, segment=settings.segment, batch=settings.batch, seed=settings.seed
+                Path(settings.shards),
+                split=split,
+                segment=settings.segment,
+                batch=batch,
+                seed=settings.seed,
+                rank=world.rank,
+                num_ranks=world.size,
             )
             _check_latents(latents, settings)
             return latents
@@ -80,11 +94,13 @@ class DualEncoderTask:
             min_crop_area=settings.min_crop_area,
         )
         loading = LoaderSettings(
-            batch=settings.batch,
+            batch=batch,
             num_threads=settings.workers,
-            num_ahead=settings.batch * settings.batches_ahead,
+            num_ahead=batch * settings.batches_ahead,
             seed=settings.seed,
             group=settings.samples_per_chunk,
+            rank=world.rank,
+            num_ranks=world.size,
             pin=self._device.type == "cuda",
         )
         tokenize = load_tokenizer()
@@ -130,22 +146,56 @@ class DualEncoderTask:
         )
         return clips_BCTHW, batch["tokens"]
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """InfoNCE of the batch, with the temperature and the share of clips that find their own caption."""
-        towers = cast(DualEncoder, model)
-        clips, captions = self.inputs(batch, is_training=True)
-        video_BE, text_BE = towers(clips, captions)
-        loss = info_nce(video_BE, text_BE, log_scale=towers.logit_scale)
-        with torch.no_grad():
-            found_B = (video_BE @ text_BE.T).argmax(dim=1)
-            # Equal captions have equal embeddings, and any of them is right.
-            right = (captions[found_B] == captions).all(dim=1).float().mean()
-            temperature = (-towers.logit_scale).exp()
-        return loss, {"batch_accuracy": right.item(), "temperature": temperature.item()}
+    def build_objective(self, samples: Samples, world: World) -> Objective:
+        """InfoNCE with a trained temperature."""
+        return InBatchContrast(self.inputs)
 
-    def after_step(self, model: nn.Module) -> None:
-        """Keeps the temperature at or above 0.01."""
-        cast(DualEncoder, model).clamp_scale()
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of both towers."""
+        return [module for module in model.modules() if isinstance(module, Block)]
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        """Nothing yet."""
+        return {}
+
+
+class InBatchContrast(Objective):
+    """InfoNCE over the batch of all ranks, with a trained temperature."""
+
+    def __init__(self, inputs: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(-math.log(_INITIAL_TEMPERATURE)))
+        self._inputs = inputs
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+        """Adds the gradients of InfoNCE; says the temperature and the share of clips that find their own caption."""
+        world = step.world
+        with step.random(0), step.synced(True):
+            with step.autocast():
+                clips, captions = self._inputs(batch, is_training=True)
+                own_BE = model(clips, captions)
+            video_NE, text_NE = (world.gather(one).requires_grad_() for one in own_BE)
+            loss = info_nce(video_NE, text_NE, log_scale=self.logit_scale)
+            step.scale(loss).backward()
+            # The ranks' gradients are averaged; each has those of its own rows only, which shall be added.
+            own = slice(world.rank * len(captions), (world.rank + 1) * len(captions))
+            pairs = [pair for pair in zip(own_BE, (video_NE, text_NE), strict=True) if pair[0].requires_grad]
+            gradients = [world.size * one_NE.grad[own] for _, one_NE in pairs if one_NE.grad is not None]
+            torch.autograd.backward([own_one_BE for own_one_BE, _ in pairs], gradients)
+        found_N = (video_NE @ text_NE.T).argmax(dim=1)
+        captions_N = world.gather(captions)
+        # Equal captions have equal embeddings, and any of them is right.
+        right = (captions_N[found_N] == captions_N).all(dim=1).float().mean()
+        return {
+            "loss": loss.item(),
+            "batch_accuracy": right.item(),
+            "temperature": (-self.logit_scale).exp().item(),
+        }
+
+    @torch.no_grad()
+    def after_step(self, step: Step) -> None:
+        """Holds the scale at or below 100, as CLIP does after every step."""
+        self.logit_scale.clamp_(0, _MAX_LOG_SCALE)
 
 
 def _check_latents(latents: CaptionedLatents, settings: DualEncoderSettings) -> None:

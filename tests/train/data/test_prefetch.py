@@ -9,6 +9,7 @@ import torch
 
 from train.data.batch import Batch
 from train.data.filling import LoadedBatch
+from train.data.place import Place
 from train.data.prefetch import prefetch
 
 CPU = torch.device("cpu")
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 def numbered(count: int, made: list[int]) -> Iterator[LoadedBatch]:
     for number in range(count):
         made.append(number)
-        yield LoadedBatch(Batch(key=[str(number)]), (), number + 1)
+        yield LoadedBatch(Batch(key=[str(number)]), (), Place(number + 1))
 
 
 def test_all_batches_come_in_their_order() -> None:
@@ -72,7 +73,7 @@ def test_on_a_gpu_batches_are_whole_though_their_buffers_go_round() -> None:
     def turning() -> Iterator[LoadedBatch]:
         for number in range(50):
             buffers.reverse()
-            yield LoadedBatch(Batch(video=buffers[0].fill_(number)), (), number)
+            yield LoadedBatch(Batch(video=buffers[0].fill_(number)), (), Place(number))
 
     for number, loaded in enumerate(prefetch(turning(), device)):
         assert loaded.batch["video"].device.type == "cuda"

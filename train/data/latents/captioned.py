@@ -19,8 +19,18 @@ _SPREAD = 2.0  # standard deviations on either side of grey
 class CaptionedLatents(LatentLoader):
     """A `LatentLoader` with text, and what an evaluation shows of single samples, each with its first caption."""
 
-    def __init__(self, data_dir: Path, *, split: str, segment: str, batch: int, seed: int) -> None:
-        super().__init__(data_dir, split=split, segment=segment, batch=batch, seed=seed)
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        split: str,
+        segment: str,
+        batch: int,
+        seed: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        super().__init__(data_dir, split=split, segment=segment, batch=batch, seed=seed, rank=rank, num_ranks=num_ranks)
         self._data_dir = data_dir
         self.split = split
 

@@ -111,7 +111,7 @@ class LatentLoader:
             else:
                 place = Place(begin.position + num_common * self._num_ranks)
             self.place = place
-            yield LoadedBatch(batch, failed, place.position)
+            yield LoadedBatch(batch, failed, place)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
         """This rank's part of all samples, each once, in order; ranks differ by one sample at most.
@@ -119,7 +119,7 @@ class LatentLoader:
         The last batch may be smaller, or empty where all that was left has failed.
         """
         for batch, failed, num_taken in self._filled(self._evaluation_blocks(), max_failures=None):
-            yield LoadedBatch(batch, failed, min(num_taken * self._num_ranks, len(self)))
+            yield LoadedBatch(batch, failed, Place(min(num_taken * self._num_ranks, len(self))))
 
     def state_dict(self) -> LoaderState:
         """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""

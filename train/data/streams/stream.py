@@ -113,7 +113,7 @@ class VideoStream:
             if filling.add(outcome):
                 num_common = filling.num_batches * loading.batch
                 self.place = begin.after(num_common, num_own, rank=loading.rank, num_ranks=loading.num_ranks)
-                yield filling.take(self.place.position)
+                yield filling.take(self.place)
 
     def evaluation_batches(self) -> Iterator[LoadedBatch]:
         """This rank's part of all clips, each once, in the order of the tars; the last batch may be smaller.
@@ -130,9 +130,9 @@ class VideoStream:
                 # Without the file: what an evaluation shows of a clip is its caption.
                 self._shown[work.position] = _without_content(work.item)
             if filling.add(outcome):
-                yield filling.take(position)
+                yield filling.take(Place(position))
         if filling.has_any:
-            yield filling.take(position)
+            yield filling.take(Place(position))
 
     def state_dict(self) -> LoaderState:
         """Where the batches taken so far end."""
