@@ -45,6 +45,8 @@ DOORS = {
     "ffmpeg": {"prep/encode.py"},
     "xformers": {"train/models/attention.py"},
     "torch.distributed": {"train/distributed/"},
+    "torch.utils.tensorboard": {"train/tracking/tensor_board.py"},
+    "wandb": {"train/tracking/weights_and_biases.py"},
 }
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/model_engine.py"}
 # Only the runner starts programs: it alone has the time limit and ends the whole process group.
@@ -71,7 +73,7 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
         return OUTSIDE[package]
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requirements = project["dependencies"] + extras[package] + (extras["columns"] if package == "prep" else [])
+    requirements = project["dependencies"] + extras[package] + extras["columns" if package == "prep" else "track"]
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}
 

@@ -17,6 +17,7 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.augment.settings import Augment
 from train.optim.settings import OptimizerSettings
+from train.tracking.settings import TrackSettings
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -31,6 +32,8 @@ _TRAINING = Parameter(group="Training")
 _NOTHING = Augment()
 _OPTIMIZER = Parameter(group="Optimizer")
 _ADAMW = OptimizerSettings()
+_TRACKING = Parameter(group="Tracking")
+_UNTRACKED = TrackSettings()
 _MACHINE = Parameter(group="Machine")
 
 
@@ -67,8 +70,13 @@ class TrainingSettings:
     checkpoint_every: Annotated[int, _TRAINING] = 500
     """Steps between checkpoints; the last step always makes one."""
 
+    track: Annotated[TrackSettings, _TRACKING] = _UNTRACKED
+    """Who else gets the numbers."""
+
     device: Annotated[Literal["auto", "cpu", "cuda"], _MACHINE] = "auto"
     """Where the model runs."""
+    precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], _MACHINE] = "auto"
+    """Of the model's products; auto: bf16 where the GPU has it, else fp32. Weights and losses are float32."""
     attention: Annotated[Literal["auto", "xformers", "sdpa"], _MACHINE] = "auto"
     """Implementation of attention."""
     workers: Annotated[int, _MACHINE] = 4
@@ -146,7 +154,10 @@ Settings = TypeVar("Settings", bound=TrainingSettings)
 
 # What may differ when a run is resumed: it does not change the weights.
 FREE_ON_RESUME = frozenset(
-    {"shards", "cache", "out", "checkpoint_every", "device", "attention", "workers", "batches_ahead", "max_failures"}
+    {
+        *("shards", "cache", "out", "checkpoint_every", "track", "device"),
+        *("attention", "workers", "batches_ahead", "max_failures"),
+    }
 )
 
 

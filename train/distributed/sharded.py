@@ -1,9 +1,11 @@
-"""Tensors that are spread over ranks (DTensors): the part that lies here, and norms of the whole."""
+"""Tensors that are spread over ranks (DTensors): the part that lies here, norms of the whole, and back to parts."""
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 
@@ -34,3 +36,10 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
 def _summands(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """How sums over the parts of a tensor are placed: a shard has a summand, a copy has the sum."""
     return tuple(Replicate() if placement.is_replicate() else Partial() for placement in placements)
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives back what FSDP has gathered of a model's weights: its parameters are the sharded ones again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

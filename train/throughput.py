@@ -1,0 +1,96 @@
+"""How fast a run goes: the numbers of speed in every line of metrics.jsonl."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from train.peak_flops import peak_flops
+
+# A backward pass computes two products for each of the forward pass.
+_FORWARD_AND_BACKWARD = 3
+
+
+class Throughput:
+    """Speed of each step, of all ranks together where it is of samples, and of this one's device where it is of FLOPs.
+
+    Attributes:
+        flops_per_step: of the model alone on this rank; None until they have been counted.
+    """
+
+    def __init__(self, *, device: torch.device, precision: str) -> None:
+        self._device = device
+        self._peak_flops = None
+        if device.type == "cuda":
+            self._peak_flops = peak_flops(torch.cuda.get_device_name(device), precision)
+        self.flops_per_step: int | None = None
+
+    @contextmanager
+    def counting(self, model: nn.Module) -> Iterator[None]:
+        """Counts the FLOPs of the step taken within, by the model's forward passes that have gradients.
+
+        So what is computed twice to save memory counts once, as MFU wants it; later steps are taken to cost the same.
+        A compiled model runs as it was written meanwhile.
+        """
+        counter = _Counter()
+
+        def begin(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                counter.__enter__()
+
+        def end(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                counter.__exit__(None, None, None)
+
+        hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)]
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
+
+    def numbers(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
+        """Numbers of a step that took `step_s`, of which `waited_s` for data, with `num_samples` on all ranks.
+
+        `gpu_memory_gb` is the most that tensors have taken since the run began, in 10^9 bytes; `mfu` is left out where
+        the GPU's peak is not known.
+        """
+        found = {
+            "samples_per_s": num_samples / step_s,
+            "step_s": step_s,
+            "data_wait_s": waited_s,
+            "data_wait_share": waited_s / step_s,
+        }
+        if self._device.type == "cuda":
+            found["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self._device) / 1e9
+        if self.flops_per_step:
+            found["tflops"] = self.flops_per_step / step_s / 1e12
+            if self._peak_flops is not None:
+                found["mfu"] = self.flops_per_step / step_s / self._peak_flops
+        return found
+
+
+class _Counter(TorchDispatchMode):
+    """Sums torch's own formulas of operations: products of matrices, convolutions, attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif str(packet) == "xformers_flash.flash_fwd":
+            # xformers hides torch's own kernel in an operator without a formula; it has one argument more.
+            query, key, value, starts_q, starts_k, _, longest_q, longest_k = args[:8]
+            formula = flop_registry[torch.ops.aten._flash_attention_forward]
+            self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
+        return out

@@ -1,0 +1,1 @@
+"""Where the numbers of a run go."""
