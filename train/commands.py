@@ -27,7 +27,7 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     """Trains a dual encoder and writes the run's results page."""
     world = World()
     device = choose_device(settings.device)
-    door = open_attention(settings.attention, device_type=device.type)
+    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     progress = Progress()
     progress.say(f"attention: {door.name} ({door.reason})")
     task = DualEncoderTask(settings, door=door, device=device)
@@ -65,7 +65,7 @@ def evaluate_retrieval(run_path: Path, *, shards: str | None, split: str) -> tup
     if path is None:
         raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
     device = choose_device(settings.device)
-    door = open_attention(settings.attention, device_type=device.type)
+    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     task = DualEncoderTask(settings, door=door, device=device)
     samples = task.samples(split, World())
     checkpoint = load_checkpoint(path, device=device)

@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.augment.settings import Augment
+from train.models.settings import ModelName, Towers, check_frames, check_picture
 from train.optim.settings import OptimizerSettings
 from train.tracking.settings import TrackSettings
 
@@ -34,6 +35,8 @@ _OPTIMIZER = Parameter(group="Optimizer")
 _ADAMW = OptimizerSettings()
 _TRACKING = Parameter(group="Tracking")
 _UNTRACKED = TrackSettings()
+_TOWERS = Parameter(group="Towers")
+_PLAIN = Towers()
 _MACHINE = Parameter(group="Machine")
 
 
@@ -77,8 +80,10 @@ class TrainingSettings:
     """Where the model runs."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], _MACHINE] = "auto"
     """Of the model's products; auto: bf16 where the GPU has it, else fp32. Weights and losses are float32."""
-    attention: Annotated[Literal["auto", "xformers", "sdpa"], _MACHINE] = "auto"
-    """Implementation of attention."""
+    attention: Annotated[Literal["auto", "xformers", "sdpa", "naive"], _MACHINE] = "auto"
+    """Implementation of attention; naive keeps all its scores in memory, to compare."""
+    compile: Annotated[bool, _MACHINE] = False
+    """Compile each block of the model with torch.compile: slower to start, then faster."""
     workers: Annotated[int, _MACHINE] = 4
     """Threads that decode."""
     decode: Annotated[Literal["packets", "filter", "plain"], _MACHINE] = "packets"
@@ -128,8 +133,10 @@ class DualEncoderSettings(TrainingSettings):
     """Samples that are visited in a row because they share a chunk, which is then decoded once."""
     augment: Annotated[Augment, _AUGMENT] = _NOTHING
     """Changes of the clips in training."""
-    model: Annotated[Literal["tiny", "s16", "b16"], _TRAINING] = "b16"
+    model: Annotated[ModelName, _TRAINING] = "b16"
     """Size of the towers."""
+    towers: Annotated[Towers, _TOWERS] = _PLAIN
+    """What the towers are made of beyond their size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +149,14 @@ class DualEncoderSettings(TrainingSettings):
         for name in ("num_frames", "stride", "samples_per_chunk"):
             _require(name, getattr(self, name), lambda value: value >= 1, "at least 1")
         _require("min_crop_area", self.min_crop_area, lambda value: 0 < value <= 1, "more than 0 and at most 1")
-        _require("size_px", self.size_px, lambda value: value >= 16 and value % 16 == 0, "a multiple of 16, the patch")
+        check_frames(self.towers, num_frames=self.num_frames)
+        if self.input == "pixels":
+            check_picture(self.model, size_px=self.size_px)
+        elif self.towers.embedding_width is not None:
+            raise UserError(
+                f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have a width already",
+                hint="leave it out with --text-tower frozen",
+            )
 
 
 def _require(name: str, value: float, holds: Callable[[Any], bool], rule: str) -> None:
@@ -156,7 +170,7 @@ Settings = TypeVar("Settings", bound=TrainingSettings)
 FREE_ON_RESUME = frozenset(
     {
         *("shards", "cache", "out", "checkpoint_every", "track", "device"),
-        *("attention", "workers", "batches_ahead", "max_failures"),
+        *("attention", "compile", "workers", "batches_ahead", "max_failures"),
     }
 )
 

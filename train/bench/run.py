@@ -36,7 +36,11 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
             f"train bench measures pixels, not --input {settings.input}", hint="leave out --input and --text-tower"
         )
     device = choose_device(settings.device)
-    task = DualEncoderTask(settings, door=open_attention(settings.attention, device_type=device.type), device=device)
+    task = DualEncoderTask(
+        settings,
+        door=open_attention(settings.attention, device_type=device.type, compiles=settings.compile),
+        device=device,
+    )
     samples = task.training_set(World())
     if not isinstance(samples, VideoCaptions):
         raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")

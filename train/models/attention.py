@@ -1,6 +1,6 @@
 """The one door of attention: xformers on CUDA, torch elsewhere.
 
-Shape suffixes: B batch, M tokens, H heads, K width of a head.
+Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of the same length L.
 """
 
 import logging
@@ -11,15 +11,28 @@ import torch
 from torch.nn import functional
 
 from manifests.errors import UserError
+from train.models.packing import Packing
 
-AttentionChoice = Literal["auto", "xformers", "sdpa"]
+AttentionChoice = Literal["auto", "xformers", "sdpa", "naive"]
 
 
 class Attend(Protocol):
-    """softmax(q k^T / sqrt(K)) v, for each head; with `causal`, a token sees itself and those before it."""
+    """softmax(q k^T / sqrt(K)) v, for each head.
+
+    Args:
+        causal: a token sees itself and those before it.
+        packing: the tokens are those of several sequences (B is 1), and a token sees its own sequence only; for causal
+            attention.
+    """
 
     def __call__(
-        self, q_BMHK: torch.Tensor, k_BMHK: torch.Tensor, v_BMHK: torch.Tensor, *, causal: bool = False
+        self,
+        q_BMHK: torch.Tensor,
+        k_BMHK: torch.Tensor,
+        v_BMHK: torch.Tensor,
+        *,
+        causal: bool = False,
+        packing: Packing | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -32,16 +45,19 @@ class AttentionDoor:
     attend: Attend
 
 
-def open_attention(choice: AttentionChoice, *, device_type: str) -> AttentionDoor:
+def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionDoor:
     """Chooses an implementation for a device (`cpu`, `cuda`).
+
+    Args:
+        compiles: the model goes through torch.compile, which sees into SDPA and not into xformers.
 
     Raises:
         UserError: xformers was asked for and cannot be used.
     """
+    if choice == "naive":
+        return AttentionDoor("naive", "asked for by --attention naive, to compare", attend_naively)
     if choice == "sdpa":
         return AttentionDoor("sdpa", "asked for by --attention sdpa", attend_with_sdpa)
-    # Loading xformers logs complaints about its compiled parts, which the kernels used here do without.
-    logging.getLogger("xformers").setLevel(logging.ERROR)
     if choice == "xformers" and device_type != "cuda":
         raise UserError(
             f"xformers has no attention for a {device_type} (asked for by --attention xformers)",
@@ -49,6 +65,10 @@ def open_attention(choice: AttentionChoice, *, device_type: str) -> AttentionDoo
         )
     if device_type != "cuda":
         return AttentionDoor("sdpa", f"xformers has no attention for a {device_type}", attend_with_sdpa)
+    if choice == "auto" and compiles:
+        return AttentionDoor("sdpa", "--compile sees into it, and not into xformers", attend_with_sdpa)
+    # Loading xformers logs complaints about its compiled parts, which the kernels used here do without.
+    logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import xformers.ops  # noqa: F401
     except ImportError as error:
@@ -63,9 +83,20 @@ def open_attention(choice: AttentionChoice, *, device_type: str) -> AttentionDoo
 
 
 def attend_with_sdpa(
-    q_BMHK: torch.Tensor, k_BMHK: torch.Tensor, v_BMHK: torch.Tensor, *, causal: bool = False
+    q_BMHK: torch.Tensor,
+    k_BMHK: torch.Tensor,
+    v_BMHK: torch.Tensor,
+    *,
+    causal: bool = False,
+    packing: Packing | None = None,
 ) -> torch.Tensor:
     """`Attend` by torch.nn.functional.scaled_dot_product_attention; [B, M, H, K] in and out."""
+    if packing is not None:
+        # A compiled block must not depend on which lengths a batch has, as a loop over them does; and a GPU has done
+        # the padded work before as many kernels as there are lengths are begun.
+        is_padded = torch.compiler.is_compiling() or q_BMHK.is_cuda
+        attend = _attend_padded if is_padded else _attend_by_length
+        return attend(attend_with_sdpa, q_BMHK, k_BMHK, v_BMHK, packing)
     out_BHMK = functional.scaled_dot_product_attention(
         q_BMHK.transpose(1, 2), k_BMHK.transpose(1, 2), v_BMHK.transpose(1, 2), is_causal=causal
     )
@@ -73,11 +104,72 @@ def attend_with_sdpa(
 
 
 def attend_with_xformers(
-    q_BMHK: torch.Tensor, k_BMHK: torch.Tensor, v_BMHK: torch.Tensor, *, causal: bool = False
+    q_BMHK: torch.Tensor,
+    k_BMHK: torch.Tensor,
+    v_BMHK: torch.Tensor,
+    *,
+    causal: bool = False,
+    packing: Packing | None = None,
 ) -> torch.Tensor:
     """`Attend` by xformers.ops.memory_efficient_attention; [B, M, H, K] in and out."""
     from xformers import ops
 
-    bias = ops.LowerTriangularMask() if causal else None
+    if packing is not None:
+        bias = packing.prepared.get("xformers")
+        if bias is None:
+            bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(list(packing.lengths), device=q_BMHK.device)
+            packing.prepared["xformers"] = bias
+    else:
+        bias = ops.LowerTriangularMask() if causal else None
     out_BMHK: torch.Tensor = ops.memory_efficient_attention(q_BMHK, k_BMHK, v_BMHK, attn_bias=bias)
     return out_BMHK
+
+
+def attend_naively(
+    q_BMHK: torch.Tensor,
+    k_BMHK: torch.Tensor,
+    v_BMHK: torch.Tensor,
+    *,
+    causal: bool = False,
+    packing: Packing | None = None,
+) -> torch.Tensor:
+    """`Attend` as it is written down, with every score in memory: what the others are measured against."""
+    if packing is not None:
+        return _attend_padded(attend_naively, q_BMHK, k_BMHK, v_BMHK, packing)
+    num_tokens, head_width = q_BMHK.shape[1], q_BMHK.shape[3]
+    scores_BHMM = torch.einsum("bmhk,bnhk->bhmn", q_BMHK * head_width**-0.5, k_BMHK)
+    if causal:
+        later_MM = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q_BMHK.device).triu(1)
+        scores_BHMM = scores_BHMM.masked_fill(later_MM, -torch.inf)
+    # Autocast has softmax in float32; its result is what it was given, as the fused kernels keep it.
+    weights_BHMM = scores_BHMM.softmax(-1).to(v_BMHK.dtype)
+    return torch.einsum("bhmn,bnhk->bmhk", weights_BHMM, v_BMHK)
+
+
+def _attend_padded(
+    attend: Attend, q_1MHK: torch.Tensor, k_1MHK: torch.Tensor, v_1MHK: torch.Tensor, packing: Packing
+) -> torch.Tensor:
+    """Causal attention of packed sequences as of padded ones: no token sees the padding, which comes after it."""
+    num_sequences, longest = packing.num_sequences, packing.longest
+
+    def padded(x_1MHK: torch.Tensor) -> torch.Tensor:
+        empty = x_1MHK.new_zeros(num_sequences * longest, *x_1MHK.shape[2:])
+        return empty.index_copy(0, packing.place_M, x_1MHK[0]).unflatten(0, (num_sequences, longest))
+
+    out_BLHK = attend(padded(q_1MHK), padded(k_1MHK), padded(v_1MHK), causal=True)
+    return out_BLHK.flatten(0, 1).index_select(0, packing.place_M)[None]
+
+
+def _attend_by_length(
+    attend: Attend, q_1MHK: torch.Tensor, k_1MHK: torch.Tensor, v_1MHK: torch.Tensor, packing: Packing
+) -> torch.Tensor:
+    """Causal attention of packed sequences, those of one length at a time: one long one does not cost the others."""
+    outs, wheres = [], []
+    for length, where in packing.rows_by_length:
+        q_nLHK, k_nLHK, v_nLHK = (
+            x[0].index_select(0, where).unflatten(0, (-1, length)) for x in (q_1MHK, k_1MHK, v_1MHK)
+        )
+        outs.append(attend(q_nLHK, k_nLHK, v_nLHK, causal=True).flatten(0, 1))
+        wheres.append(where)
+    out_MHK = torch.cat(outs)
+    return torch.zeros_like(out_MHK).index_copy(0, torch.cat(wheres), out_MHK)[None]

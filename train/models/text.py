@@ -1,6 +1,6 @@
 """CLIP's text tower and its byte-pair tokenizer.
 
-Shape suffixes: B batch, L tokens, D width, E width of the embedding.
+Shape suffixes: B batch, L tokens, M tokens of all captions together, D width, E width of the embedding.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from train.models.attention import Attend
+from train.models.packing import pack
 from train.models.transformer import Transformer, TransformerSize
 
 VOCABULARY_SIZE = 49408
@@ -30,31 +31,45 @@ class TextTowerSize:
 
 
 class TextTower(nn.Module):
-    """Token ids to embeddings; a token sees only those before it."""
+    """Token ids to embeddings; a token sees only those before it.
 
-    def __init__(self, size: TextTowerSize, *, embedding_width: int, attend: Attend) -> None:
+    The embedding is read at a caption's end: the first place of its largest id, which is the end-of-text token.
+    Attention is causal, so what follows that token cannot matter.
+
+    Args:
+        is_packed: captions are computed without what follows their end, one behind the other; otherwise each fills
+            its row, which takes no look at the lengths (a wait for the device) and has the same shape in every batch.
+    """
+
+    def __init__(self, size: TextTowerSize, *, embedding_width: int, attend: Attend, is_packed: bool = True) -> None:
         super().__init__()
         width = size.trunk.width
+        self.is_packed = is_packed
         self.token_embedding = nn.Embedding(size.vocabulary_size, width)
         self.positional_embedding = nn.Parameter(0.01 * torch.randn(size.context_length, width))
         self.transformer = Transformer(size.trunk, attend=attend)
-        self.ln_final = nn.LayerNorm(width)
+        self.ln_final = nn.LayerNorm(width, eps=size.trunk.norm_eps)
         self.text_projection = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 
     def forward(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """Embeds int64 token ids [B, L] as [B, E], not yet of unit length.
-
-        The embedding is read at the first place of the largest id, which is the end-of-text token. Attention is
-        causal, so what follows that token cannot matter, and columns without a caption's own tokens are not computed.
-        """
-        end_B = tokens_BL.argmax(dim=1)
-        tokens_BL = tokens_BL[:, : int(end_B.max()) + 1]
-        x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
-        x_BLD = self.ln_final(self.transformer(x_BLD, causal=True))
-        x_BD = x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), end_B]
-        embedding_BE: torch.Tensor = x_BD @ self.text_projection
+        """Embeds int64 token ids [B, L] as [B, E], not yet of unit length."""
+        ends_BD = self._packed_ends(tokens_BL) if self.is_packed else self._padded_ends(tokens_BL)
+        embedding_BE: torch.Tensor = self.ln_final(ends_BD) @ self.text_projection
         return embedding_BE
+
+    def _padded_ends(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
+        x_BLD = self.transformer(x_BLD, causal=True)
+        return x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), tokens_BL.argmax(dim=1)]
+
+    def _packed_ends(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        lengths_B = tokens_BL.argmax(dim=1) + 1
+        packing = pack(lengths_B.tolist(), device=tokens_BL.device)
+        tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
+        x_1MD = (self.token_embedding(tokens_M) + self.positional_embedding[packing.position_M])[None]
+        x_1MD = self.transformer(x_1MD, causal=True, packing=packing)
+        return x_1MD[0].index_select(0, lengths_B.cumsum(0) - 1)
 
 
 def load_tokenizer() -> Tokenize:

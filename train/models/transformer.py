@@ -1,23 +1,33 @@
 """CLIP's pre-norm transformer, the trunk of both towers. Parameters carry CLIP's names.
 
-Shape suffixes: B batch, L tokens, D width, H heads, K width of a head.
+Shape suffixes: B batch, L tokens, D width, H heads, K width of a head. Packed sequences (train.models.packing) are a
+batch of 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from train.models.attention import Attend
+from train.models.packing import Packing
+from train.models.settings import Activation
+
+NORM_EPS = 1e-5  # CLIP's
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSize:
-    """Width, number of blocks and number of heads of a tower."""
+    """Width, number of blocks and of heads of a tower, and what its blocks compute between the matrices."""
 
     width: int
     depth: int
     num_heads: int
+    activation: Activation = "gelu"
+    norm_eps: float = NORM_EPS
 
 
 class SelfAttention(nn.Module):
@@ -31,26 +41,32 @@ class SelfAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x_BLD: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    def forward(self, x_BLD: torch.Tensor, *, causal: bool, packing: Packing | None) -> torch.Tensor:
         num_items, num_tokens, width = x_BLD.shape
         qkv = nn.functional.linear(x_BLD, self.in_proj_weight, self.in_proj_bias)
         q_BLHK, k_BLHK, v_BLHK = qkv.view(num_items, num_tokens, 3, self.num_heads, -1).unbind(2)
-        out_BLHK = self.attend(q_BLHK, k_BLHK, v_BLHK, causal=causal)
+        out_BLHK = self.attend(q_BLHK, k_BLHK, v_BLHK, causal=causal, packing=packing)
         projected: torch.Tensor = self.out_proj(out_BLHK.reshape(num_items, num_tokens, width))
         return projected
 
 
 class Mlp(nn.Module):
-    """Two linear layers with GELU between them, four times wider inside."""
+    """Two linear layers with an activation between them, four times wider inside."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, activation: Activation) -> None:
         super().__init__()
         self.c_fc = nn.Linear(width, 4 * width)
         self.c_proj = nn.Linear(4 * width, width)
+        self.activate = nn.functional.gelu if activation == "gelu" else quick_gelu
 
     def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        x_BLD = self.c_proj(nn.functional.gelu(self.c_fc(x_BLD)))
+        x_BLD = self.c_proj(self.activate(self.c_fc(x_BLD)))
         return x_BLD
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x sigmoid(1.702 x), which OpenAI trained CLIP with; it differs from GELU by 0.02 at most."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 class Block(nn.Module):
@@ -58,10 +74,10 @@ class Block(nn.Module):
 
     def __init__(self, size: TransformerSize, *, attend: Attend) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(size.width)
+        self.ln_1 = nn.LayerNorm(size.width, eps=size.norm_eps)
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
-        self.ln_2 = nn.LayerNorm(size.width)
-        self.mlp = Mlp(size.width)
+        self.ln_2 = nn.LayerNorm(size.width, eps=size.norm_eps)
+        self.mlp = Mlp(size.width, size.activation)
         # CLIP's initialisation: residual branches shrink with the depth.
         into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
         nn.init.normal_(self.attn.in_proj_weight, std=size.width**-0.5)
@@ -70,19 +86,86 @@ class Block(nn.Module):
         nn.init.normal_(self.mlp.c_fc.weight, std=(2 * size.width) ** -0.5)
         nn.init.normal_(self.mlp.c_proj.weight, std=into_residual)
 
-    def forward(self, x_BLD: torch.Tensor, *, causal: bool) -> torch.Tensor:
-        x_BLD = x_BLD + self.attn(self.ln_1(x_BLD), causal=causal)
-        return x_BLD + self.mlp(self.ln_2(x_BLD))
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        *,
+        causal: bool = False,
+        packing: Packing | None = None,
+        branches_2B11: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The block's output, [B, L, D].
+
+        Args:
+            branches_2B11: factors of what attention and MLP add, one an item (see `drawn_branches`).
+        """
+        attended_BLD = self.attn(self.ln_1(x_BLD), causal=causal, packing=packing)
+        x_BLD = x_BLD + (attended_BLD if branches_2B11 is None else attended_BLD * branches_2B11[0])
+        changed_BLD = self.mlp(self.ln_2(x_BLD))
+        return x_BLD + (changed_BLD if branches_2B11 is None else changed_BLD * branches_2B11[1])
 
 
 class Transformer(nn.Module):
-    """A stack of blocks."""
+    """A stack of blocks.
 
-    def __init__(self, size: TransformerSize, *, attend: Attend) -> None:
+    Args:
+        drop_path: for each block, the probability that it is skipped for an item in training; empty for none.
+
+    Attributes:
+        checkpointing: blocks keep their input alone, and compute the rest again in the backward pass.
+    """
+
+    def __init__(self, size: TransformerSize, *, attend: Attend, drop_path: Sequence[float] = ()) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(Block(size, attend=attend) for _ in range(size.depth))
+        self.drop_path = tuple(drop_path) or (0.0,) * size.depth
+        self.checkpointing = False
 
-    def forward(self, x_BLD: torch.Tensor, *, causal: bool = False) -> torch.Tensor:
-        for block in self.resblocks:
-            x_BLD = block(x_BLD, causal=causal)
+    def forward(self, x_BLD: torch.Tensor, *, causal: bool = False, packing: Packing | None = None) -> torch.Tensor:
+        for block, probability in zip(self.resblocks, self.drop_path, strict=True):
+            # Drawn outside of the block: compiled or computed twice, it sees the same.
+            branches_2B11 = drawn_branches(x_BLD, probability) if self.training and probability else None
+            run = partial(block, causal=causal, packing=packing, branches_2B11=branches_2B11)
+            if self.checkpointing and torch.is_grad_enabled():
+                x_BLD = checkpoint(run, x_BLD, use_reentrant=False)
+            else:
+                x_BLD = run(x_BLD)
         return x_BLD
+
+
+def drawn_branches(x_BLD: torch.Tensor, probability: float) -> torch.Tensor:
+    """Factors of the two branches of a block for each item, [2, B, 1, 1], from torch's generator.
+
+    0 with the given probability, else what keeps the mean (Huang et al. 2016, with the scale in training).
+    """
+    kept_2B11 = torch.rand(2, len(x_BLD), 1, 1, device=x_BLD.device) >= probability
+    return kept_2B11.to(x_BLD.dtype) / (1 - probability)
+
+
+def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[float, ...]:
+    """The probability of each block: the same, or rising in equal steps from 0 to `probability` in the last."""
+    if not is_rising or depth == 1:
+        return (probability,) * depth
+    return tuple(probability * number / (depth - 1) for number in range(depth))
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    """All blocks of a model's transformers: the parts that are sharded, checkpointed and compiled one by one."""
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Turns activation checkpointing on in all transformers of a model."""
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            module.checkpointing = True
+
+
+def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bool = False) -> None:
+    """Has torch.compile compile each block of a model when it first runs; names of parameters stay.
+
+    Args:
+        fullgraph: raise where a block is not one graph, as with attention by xformers.
+    """
+    for block in blocks_of(model):
+        block.compile(backend=backend, fullgraph=fullgraph)

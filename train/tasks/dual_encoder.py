@@ -28,9 +28,9 @@ from train.data.video_captions import VideoCaptions
 from train.distributed.world import World
 from train.losses.infonce import info_nce
 from train.models.attention import AttentionDoor
-from train.models.dual_encoder import SIZES, DualEncoder
+from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import load_tokenizer
-from train.models.transformer import Block
+from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.settings import DualEncoderSettings
 from train.step import Step
@@ -119,20 +119,25 @@ class DualEncoderTask:
 
     def build_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
-        size, settings = SIZES[self._settings.model], self._settings
+        settings = self._settings
+        size = size_of(settings.model, settings.towers)
         image_px = settings.size_px
         if isinstance(samples, CaptionedLatents):
             shape = samples.frame_shape
             image_px = shape.height
             video = replace(size.video, patch_px=_LATENT_PATCH, num_channels=shape.channels)
             size = replace(size, video=video, embedding_width=samples.text_width)
-        return DualEncoder(
+        model = DualEncoder(
             size,
             image_px=image_px,
             num_frames=settings.num_frames,
             attend=self._door.attend,
+            towers=settings.towers,
             has_text_tower=settings.text_tower == "trained",
         )
+        if settings.compile:
+            compile_blocks(model)
+        return model
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
@@ -152,7 +157,7 @@ class DualEncoderTask:
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of both towers."""
-        return [module for module in model.modules() if isinstance(module, Block)]
+        return blocks_of(model)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Nothing yet."""

@@ -43,7 +43,9 @@ def test_one_frame_without_temporal_embedding_is_the_image_tower(video_tower: Vi
 def test_the_order_of_frames_matters_through_the_temporal_embedding_alone() -> None:
     torch.manual_seed(0)
     size = VideoViTSize(trunk=TRUNK, patch_px=8)
-    tower = VideoViT(size, image_px=32, num_frames=4, embedding_width=24, attend=attend_with_sdpa).double()
+    tower = VideoViT(
+        size, image_px=32, num_frames=4, embedding_width=24, attend=attend_with_sdpa, temporal_std=0.2
+    ).double()
     clips = torch.randn(2, 3, 4, 32, 32, dtype=torch.float64)
     assert not torch.allclose(tower(clips), tower(clips.flip(2)))
     torch.nn.init.zeros_(tower.temporal_embedding)

@@ -1,0 +1,78 @@
+"""Settings of the towers: a group of the training settings."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from manifests.errors import UserError
+
+ModelName = Literal["tiny", "s16", "b16", "l14", "l14-336"]
+Activation = Literal["gelu", "quick_gelu"]
+
+# Side of a patch, which the side of a picture must be a multiple of.
+PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b16": 16, "l14": 14, "l14-336": 14}
+# A name that stands for one size of pictures.
+PICTURE_PX: dict[str, int] = {"l14-336": 336}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Towers:
+    """What the towers are made of beyond their size, what is left out in training, and what saves memory."""
+
+    tubelet: int = 1
+    """Frames of a cube, which becomes one token; a patch of one frame is CLIP's."""
+    temporal: Literal["zero", "random"] = "zero"
+    """Temporal embedding at the start: zero (AVION's code) or random (AVION's paper)."""
+    embedding_width: int | None = None
+    """Width of the space that both towers share (256: AVION); CLIP's own when left out."""
+    activation: Activation = "gelu"
+    """Of the MLPs; OpenAI's CLIP has quick_gelu."""
+    video_norm_eps: float = 1e-5
+    """Of the video tower's layer norms; CLIP's is 1e-5, that of AVION's weights 1e-6."""
+    packed_text: bool = True
+    """Captions one behind the other, without padding; off: each fills the context of 77 tokens."""
+    patch_dropout: float = 0.0
+    """Share of a clip's cubes that training leaves out, drawn anew for each clip (AVION: 0.5)."""
+    drop_path: float = 0.0
+    """Probability that a video block is skipped for a clip (stochastic depth)."""
+    drop_path_rule: Literal["rising", "constant"] = "rising"
+    """rising: from 0 in the first block to --towers.drop-path in the last; constant: the same in all."""
+    activation_checkpointing: bool = False
+    """Compute each block twice rather than keep what its backward pass needs."""
+
+    def __post_init__(self) -> None:
+        if self.tubelet < 1:
+            raise UserError(f"--towers.tubelet is {self.tubelet}", hint="it must be at least 1")
+        if self.embedding_width is not None and self.embedding_width < 1:
+            raise UserError(f"--towers.embedding-width is {self.embedding_width}", hint="it must be at least 1")
+        if not 0 < self.video_norm_eps < 1:
+            raise UserError(
+                f"--towers.video-norm-eps is {self.video_norm_eps}", hint="it must be more than 0 and less than 1"
+            )
+        for name in ("patch_dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"--towers.{name.replace('_', '-')} is {getattr(self, name)}",
+                    hint="it must be 0 or more, and less than 1",
+                )
+
+
+def check_picture(model: ModelName, *, size_px: int) -> None:
+    """Raises a UserError where pictures of `size_px` do not suit a model."""
+    patch_px, only_px = PATCH_PX[model], PICTURE_PX.get(model)
+    if only_px is not None and size_px != only_px:
+        plain = model.removesuffix(f"-{only_px}")
+        raise UserError(
+            f"--size-px is {size_px}, and --model {model} is {plain} for pictures of {only_px} px",
+            hint=f"use --size-px {only_px}, or --model {plain}",
+        )
+    if size_px < patch_px or size_px % patch_px:
+        raise UserError(f"--size-px is {size_px}", hint=f"it must be a multiple of {patch_px}, the patch of {model}")
+
+
+def check_frames(towers: Towers, *, num_frames: int) -> None:
+    """Raises a UserError where a clip cannot be cut into cubes."""
+    if num_frames % towers.tubelet:
+        raise UserError(
+            f"--num-frames {num_frames} cannot be cut into cubes of {towers.tubelet} frames (--towers.tubelet)",
+            hint=f"use a multiple of {towers.tubelet} frames, or another --towers.tubelet",
+        )
