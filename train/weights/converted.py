@@ -1,0 +1,94 @@
+"""What the formats become: tensors under this project's names, and what is known beside them.
+
+`video.*` and `text.*` are the parameters of train.models.dual_encoder.DualEncoder; `logit_scale` belongs to the
+objective.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+Rename = Callable[[str], str | None]
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+LOGIT_SCALE = "logit_scale"
+TEMPORAL_EMBEDDING = "video.temporal_embedding"
+# CLIP's normalisation of pixels from 0 to 1, in the order R, G, B.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a model needs to know of its weights and cannot see in them; None where nothing is known.
+
+    Attributes:
+        activation: of the MLPs, `gelu` or `quick_gelu`.
+        video_eps: of the video tower's layer norms.
+        text_eps: of the text tower's.
+        mean: that inputs are normalised by: R, G, B, from 0 to 1.
+        std: likewise.
+        video_heads: of the video tower's attention.
+        text_heads: of the text tower's.
+        remarks: what the user should hear about these weights.
+    """
+
+    activation: str | None = None
+    video_eps: float | None = None
+    text_eps: float | None = None
+    mean: tuple[float, float, float] | None = None
+    std: tuple[float, float, float] | None = None
+    video_heads: int | None = None
+    text_heads: int | None = None
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """Tensors under our names.
+
+    Attributes:
+        tensors: by our name.
+        origins: the name, or the names, that the tensor of our name had.
+        unknown: by their own name: tensors that the format does not have.
+        ignored: names of tensors that are no weights (sizes, positions as integers), which the format explains.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    origins: dict[str, str]
+    unknown: dict[str, torch.Tensor] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+
+def convert_names(
+    state: Tensors,
+    rename: Rename,
+    *,
+    no_weights: Iterable[str] = (),
+    transforms: Mapping[str, Transform] | None = None,
+) -> Converted:
+    """Gives each tensor its name of ours.
+
+    Args:
+        rename: our name of a name, or None where there is none.
+        no_weights: ends of names that are left aside.
+        transforms: by our name, what is done to the tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    origins: dict[str, str] = {}
+    unknown: dict[str, torch.Tensor] = {}
+    ignored = []
+    for name, tensor in state.items():
+        if name.endswith(tuple(no_weights)):
+            ignored.append(name)
+            continue
+        ours = rename(name)
+        if ours is None or ours in tensors:
+            unknown[name] = tensor
+            continue
+        transform = (transforms or {}).get(ours)
+        tensors[ours] = transform(tensor) if transform else tensor
+        origins[ours] = name
+    return Converted(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))

@@ -1,0 +1,129 @@
+"""Reads tensors from files that somebody else made. Nothing in a file is ever run.
+
+safetensors hold nothing but tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
+containers and refuses the rest. OpenAI's own archives are programs (TorchScript): one is opened only where its SHA-256
+is that of an archive that OpenAI published, by open_clip's list.
+"""
+
+import argparse
+import hashlib
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from manifests.errors import UserError
+
+# What torch.load raises for a file that wants more than tensors and plain containers.
+_Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
+_DOWNLOAD_AGAIN = "get the file again, and compare its size with the original's"
+_scalar = np.float64(0).__reduce__()[0]  # what makes a NumPy scalar of its bytes
+# Training checkpoints of AVION and LaViLa hold their arguments and a score besides tensors: a bag of plain values, and
+# NumPy's scalars under the names that old and new versions give them.
+_PLAIN: list[Any] = [
+    argparse.Namespace,
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.bool_)),
+    (_scalar, "numpy.core.multiarray.scalar"),
+    (_scalar, "numpy._core.multiarray.scalar"),
+]
+# Where training checkpoints keep the model, the most usual first.
+_INNER = ("state_dict", "model_state_dict", "model")
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict in a file, on the CPU.
+
+    Raises:
+        UserError: the file cannot be read, is damaged, is something else, or wants to run a program.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(512)
+    except OSError as error:
+        raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="name a file or a folder") from error
+    if begin.lstrip()[:1] == b"<":
+        raise UserError(f"{path} is a web page, not weights: the download went wrong", hint=_DOWNLOAD_AGAIN)
+    if begin.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a pointer of Git LFS, not the weights themselves", hint="run `git lfs pull` there")
+    if path.suffix == ".safetensors" or begin[8:9] == b"{":
+        return _read_safetensors(path)
+    if zipfile.is_zipfile(path) and _is_program(path):
+        return _read_openai_archive(path)
+    return _read_torch(path)
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(
+            f"the weights {path} are damaged or cut short: {_first_line(error)}", hint=_DOWNLOAD_AGAIN
+        ) from error
+
+
+def _read_torch(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with torch.serialization.safe_globals(_PLAIN):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except _Refused as error:
+        raise UserError(
+            f"{path} is refused: {_refused_thing(error)}",
+            hint="where you trust it, save its state dict alone: torch.save(model.state_dict(), FILE)",
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+        raise UserError(
+            f"the weights {path} are damaged or cut short: {_first_line(error)}", hint=_DOWNLOAD_AGAIN
+        ) from error
+    for name in _INNER:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+            break
+    tensors = {}
+    if isinstance(content, Mapping):
+        tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise UserError(f"there are no tensors in {path}", hint=f"a state dict, alone or under {', '.join(_INNER)}")
+    return tensors
+
+
+def _is_program(path: Path) -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+def _read_openai_archive(path: Path) -> dict[str, torch.Tensor]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest not in openai_digests():
+        raise UserError(
+            f"{path} is a program (TorchScript), and none that OpenAI published (SHA-256 {digest[:12]}...): not opened",
+            hint="use open_clip's copy, such as ViT-B-16:openai; or where you trust it, save its state dict alone: "
+            "torch.save(torch.jit.load(FILE, 'cpu').state_dict(), OTHER)",
+        )
+    return dict(torch.jit.load(path, map_location="cpu").state_dict())
+
+
+def openai_digests() -> frozenset[str]:
+    """SHA-256 of the archives that OpenAI published, from the addresses in open_clip's list."""
+    from open_clip.pretrained import get_pretrained_url, list_pretrained_models_by_tag
+
+    addresses = [get_pretrained_url(name, "openai") for name in list_pretrained_models_by_tag("openai")]
+    return frozenset(address.split("/")[-2] for address in addresses if "openaipublic" in address)
+
+
+def _refused_thing(error: Exception) -> str:
+    text = str(error)
+    if "GLOBAL " in text:
+        return f"it holds {text.partition('GLOBAL ')[2].split()[0]}, and only tensors and plain values are loaded"
+    return f"it is no file of tensors ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,107 @@
+"""Puts weights into a model, or says why not."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.weights.fitting import Fitted, Shape, fit
+from train.weights.report import summary_of, table_of
+from train.weights.sources import Say, Source
+
+_MAX_SHOWN = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        title: where from, and in which format.
+        fitted: what became of each tensor.
+    """
+
+    title: str
+    fitted: Fitted
+
+    @property
+    def logit_scale(self) -> float | None:
+        """log(1 / temperature) that the weights were trained with, where it is of use to the model."""
+        return self.fitted.logit_scale
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json."""
+        return {
+            "source": self.title,
+            "num_copied": self.fitted.num_copied,
+            "changes": [change.as_json() for change in self.fitted.changes],
+            "logit_scale": self.fitted.logit_scale,
+        }
+
+
+def load_weights(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> Loaded:
+    """Copies the weights of `source` into a DualEncoder.
+
+    Args:
+        allow: patterns of names of tensors that may differ without a reason.
+        say: told what became of the tensors.
+
+    Raises:
+        UserError: something is missing, left over or of another shape, and nothing explains it.
+    """
+    parameters = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    _check_heads(model, source)
+    fitted = fit(source.converted, shapes, allow=allow)
+    say(f"weights: {source.title}: {fitted.num_copied} of {len(shapes)} tensors of the model copied as they are")
+    lines = table_of(fitted.changes)
+    for line in lines[:_MAX_SHOWN]:
+        say(f"  {line}")
+    if len(lines) > _MAX_SHOWN:
+        say(f"  and {len(lines) - _MAX_SHOWN} more")
+    if fitted.unexplained:
+        there, here = (_architecture(one) for one in (_shapes_of(source), shapes))
+        differs = f": {there}; the model: {here}" if there != here else ""
+        raise UserError(
+            f"{source.title} does not fit the model{differs}: {summary_of(fitted.unexplained)}",
+            hint="use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN",
+        )
+    with torch.no_grad():
+        for name, tensor in fitted.tensors.items():
+            parameters[name].copy_(tensor)
+    return Loaded(title=source.title, fitted=fitted)
+
+
+def _check_heads(model: nn.Module, source: Source) -> None:
+    """The number of heads shows in no shape."""
+    facts = source.facts
+    for tower, heads in (("video", facts.video_heads), ("text", facts.text_heads)):
+        part = getattr(model, tower, None)
+        if part is None or heads is None:
+            continue
+        here = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
+        if here != heads:
+            raise UserError(
+                f"{source.title}: the {tower} tower has {heads} heads, that of the model has {here}",
+                hint="use the --model that the weights are of",
+            )
+
+
+def _shapes_of(source: Source) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
+
+
+def _architecture(shapes: Mapping[str, Shape]) -> str:
+    """Width, depth and patch, as far as the names and shapes tell."""
+    parts = []
+    for tower in ("video", "text"):
+        blocks = {name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")}
+        gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
+        if blocks:
+            parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {len(blocks)} blocks")
+    if conv := shapes.get("video.conv1.weight"):
+        parts.append(f"patches of {' x '.join(map(str, conv[1:]))}")
+    return ", ".join(parts) or "no towers"

@@ -1,0 +1,26 @@
+"""Settings of the weights that training starts from: a group of the training settings."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from manifests.errors import UserError
+
+FormatChoice = Literal["auto", "open_clip", "openai", "hf", "avion", "lavila"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Weights to start from."""
+
+    weights: str | None = None
+    """A file, a folder, or NAME:TAG of open_clip (which downloads it); left out: random weights."""
+    format: FormatChoice = "auto"
+    """Who wrote the weights; auto: told by the names of the tensors."""
+    allow: tuple[str, ...] = ()
+    """Patterns of tensors that may be missing, left over or of another shape, such as 'visual.blocks.*.timeattn.*'."""
+
+    def __post_init__(self) -> None:
+        if self.weights is None and (self.format != "auto" or self.allow):
+            raise UserError(
+                "--init.format and --init.allow are about weights, and there are none", hint="name them: --init.weights"
+            )

@@ -1,0 +1,126 @@
+"""Where weights come from: a file, a folder, or a name and tag of open_clip."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from train.weights.configs import facts_of_hf, facts_of_open_clip
+from train.weights.converted import Converted, Facts
+from train.weights.files import read_tensors
+from train.weights.formats import FORMATS, detect_format, without_prefixes
+from train.weights.settings import Init
+
+_NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
+# What a folder may call its weights; the first that is there is read.
+_FILES = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "pytorch_model.bin",
+)
+_OUR_EXTRAS = "video_extras.safetensors"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Weights that were read.
+
+    Attributes:
+        title: where they came from and in which format, for the user.
+        converted: the tensors under our names.
+        facts: what is known beside them.
+    """
+
+    title: str
+    converted: Converted
+    facts: Facts
+
+
+def open_weights(init: Init, *, say: Say) -> Source | None:
+    """Reads the weights that the settings name, None where they name none.
+
+    Args:
+        say: told what takes time (a download).
+
+    Raises:
+        UserError: they are not there, damaged, of no known format, or of a model that the towers cannot be.
+    """
+    if init.weights is None:
+        return None
+    path, match = Path(init.weights), _NAME_AND_TAG.fullmatch(init.weights)
+    if path.is_dir():
+        file, facts = _file_in(path), _facts_in(path)
+    elif path.is_file() or not match:
+        file, facts = path, None
+    else:
+        file, facts = _file_of_tag(match[1], match[2], say=say)
+    state = without_prefixes(read_tensors(file))
+    form = FORMATS[init.format] if init.format != "auto" else detect_format(state)
+    converted = form.convert(state)
+    if path.is_dir() and (path / _OUR_EXTRAS).is_file():
+        extras = read_tensors(path / _OUR_EXTRAS)
+        converted = replace(
+            converted,
+            tensors={**converted.tensors, **extras},
+            origins={**converted.origins, **{name: f"{_OUR_EXTRAS}: {name}" for name in extras}},
+        )
+    return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
+
+
+def _file_of_tag(name: str, tag: str, *, say: Say) -> tuple[Path, Facts]:
+    import open_clip
+    from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
+
+    entry, model = get_pretrained_cfg(name, tag), open_clip.get_model_config(name)
+    if not entry or model is None:
+        tags = list_pretrained_tags_by_model(name)
+        raise UserError(
+            f"there is no file {name}:{tag}, and open_clip has no weights of that name and tag",
+            hint=f"tags of {name}: {', '.join(tags)}" if tags else "names: open_clip.list_pretrained()",
+        )
+    facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}")
+    say(f"weights: {name}:{tag} from open_clip's cache, or downloaded")
+    try:
+        return Path(download_pretrained(entry)), facts
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"cannot download {name}:{tag}, and it is not in the cache: {str(error).splitlines()[0]}",
+            hint="is there a network? On a machine with one, open_clip.create_model fills the cache; or name a file",
+        ) from error
+
+
+def _file_in(folder: Path) -> Path:
+    for name in _FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(_FILES)}")
+
+
+def _facts_in(folder: Path) -> Facts | None:
+    own = _read_json(folder / "open_clip_config.json")
+    if own is not None:
+        preprocess = own.get("preprocess_cfg", {})
+        return facts_of_open_clip(own.get("model_cfg", own), preprocess, source=str(folder))
+    config = _read_json(folder / "config.json")
+    if config is not None:
+        return facts_of_hf(config, _read_json(folder / "preprocessor_config.json") or {}, source=str(folder))
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}", hint="mend it, or get the folder again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object", hint="mend it, or get the folder again")
+    return value
