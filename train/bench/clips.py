@@ -21,7 +21,8 @@ from train.data.decoding.reading import ChunkBytes
 from train.data.failures import SampleFailed
 from train.data.loader import Visit
 from train.data.order import SampleOrder
-from train.data.video_captions import ClipPlan, VideoCaptions
+from train.data.video_captions import VideoCaptions
+from train.data.video_clips import ClipPlan
 from train.settings import DualEncoderSettings
 
 CLIP_LINKS = ("read", "decode", "crop", "tokens")
@@ -115,20 +116,20 @@ class ClipLinks:
 
     def _read(self, work: _Work) -> _Work:
         """Which frames are shown, where their bytes lie, and reading them."""
-        plans = tuple(self._samples.plan(visit) for visit in work.visits)
+        plans = tuple(self._samples.clips.plan(visit) for visit in work.visits)
         wanted: dict[int, set[int]] = {}
         for plan in plans:
             for chunk, frames in plan.by_chunk.items():
                 wanted.setdefault(chunk, set()).update(frames)
-        contents = {chunk: self._samples.read(chunk, frames) for chunk, frames in wanted.items()}
+        contents = {chunk: self._samples.clips.chunks.read(chunk, frames) for chunk, frames in wanted.items()}
         return replace(work, plans=plans, contents=contents)
 
     def _decode(self, work: _Work) -> _Work:
-        frames = {chunk: self._samples.decode(content) for chunk, content in work.contents.items()}
+        frames = {chunk: self._samples.clips.chunks.decode(content) for chunk, content in work.contents.items()}
         return replace(work, frames=frames)
 
     def _crop(self, work: _Work) -> _Work:
-        return replace(work, clips=tuple(self._samples.clip(plan, work.frames) for plan in work.plans))
+        return replace(work, clips=tuple(self._samples.clips.clip(plan, work.frames) for plan in work.plans))
 
     def _tokens(self, work: _Work) -> _Work:
         pairs = zip(work.visits, work.clips, strict=True)

@@ -3,10 +3,13 @@
     input        "pixels" or "latents"  what the pictures are: `video`, or `latents`
     position     int64 [B]            place in the endless order of samples (train.data.order)
     key          sequence of B strings  chunk in which the clip begins
-    caption_id   int64 [B]            of the manifest
+    clip_id      int64 [B]            of the span that is shown, 0 <= id < num_clips of the set
+    caption_id   int64 [B]            of the manifest, 0 <= id < num_caption_ids of the set
+    relevancy    float32 [B]          of the caption for the clip, where captions are drawn by it
+    label        int64 [B]            class of the clip, in a labelled set
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: each
                                       picture is Y [S, S], then U and V [S / 2, S / 2]; or RGB where asked for,
-                                      [B, T, S, S, 3]
+                                      [B, T, S, S, 3]; T counts the frames of all views, one view after another
     colour       uint8 [B]            matrix and range of YUV frames (train.augment.colour)
     tokens       int64 [B, L]         ids of the caption's tokens
     latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
 
 Input = Literal["pixels", "latents"]
 
-# What a model works on; position, key and caption_id stay on the CPU, where they are asked for.
-_TENSORS = ("video", "colour", "tokens", "latents", "num_frames", "text")
+# What a model works on; position, key and ids stay on the CPU, where they are asked for.
+_TENSORS = ("video", "colour", "tokens", "latents", "num_frames", "text", "relevancy", "label")
 
 
 class Sample(TypedDict, total=False):
@@ -36,10 +39,14 @@ class Sample(TypedDict, total=False):
 
     position: int
     key: str
+    clip_id: int
     caption_id: int
+    relevancy: float
+    label: int
     video: NDArray[np.uint8]
     colour: int
     tokens: NDArray[np.int64]
+    text: NDArray[np.float16]
 
 
 class Batch(TypedDict, total=False):
@@ -48,7 +55,10 @@ class Batch(TypedDict, total=False):
     input: Input
     position: "torch.Tensor"
     key: Sequence[str]
+    clip_id: "torch.Tensor"
     caption_id: "torch.Tensor"
+    relevancy: "torch.Tensor"
+    label: "torch.Tensor"
     video: "torch.Tensor"
     colour: "torch.Tensor"
     tokens: "torch.Tensor"
@@ -78,14 +88,20 @@ class BatchRing:
             input="pixels",
             position=torch.tensor([sample["position"] for sample in samples]),
             key=[sample["key"] for sample in samples],
-            caption_id=torch.tensor([sample["caption_id"] for sample in samples]),
         )
+        for name in ("clip_id", "caption_id", "label"):
+            if name in samples[0]:
+                batch[name] = torch.tensor([sample[name] for sample in samples])  # type: ignore[literal-required]
+        if "relevancy" in samples[0]:
+            batch["relevancy"] = torch.tensor([sample["relevancy"] for sample in samples], dtype=torch.float32)
         if "video" in samples[0]:
             batch["video"] = self._video([sample["video"] for sample in samples])
         if "colour" in samples[0]:
             batch["colour"] = torch.tensor([sample["colour"] for sample in samples], dtype=torch.uint8)
         if "tokens" in samples[0]:
             batch["tokens"] = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]))
+        if "text" in samples[0]:
+            batch["text"] = torch.from_numpy(np.stack([sample["text"] for sample in samples]))
         return batch
 
     def _video(self, clips: list[NDArray[np.uint8]]) -> "torch.Tensor":

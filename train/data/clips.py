@@ -8,6 +8,8 @@ A caption names a span [begin, end) of its video, from which T moments are taken
     lavila   LaViLa's rule: the span without its last frame in T segments, borders rounded to whole frames, half to
              even; a seeded frame between them, both included, in training, the lower middle one in evaluation
 
+An evaluation may look at a clip several times, at `view_places`, and then takes other places than the middle.
+
 A moment belongs to the chunk that covers it and there to the frame that is on screen: frame i of a chunk is shown
 during [start + i / fps, start + (i + 1) / fps). A clip may need frames of several chunks.
 
@@ -16,6 +18,7 @@ beginning of frame 33 at 10 fps and not the end of frame 32. From there on nothi
 over one common denominator.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,6 +33,7 @@ _JITTER_STEPS = 1 << 20
 START_ROUNDING_US = 1000
 
 SamplingRule = Literal["uniform", "stride", "lavila"]
+MIDDLE = Fraction(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,19 @@ class Sampling:
     def window(self) -> str:
         """What the stride rule wants, in words."""
         return f"{self.num_frames} x {self.stride} frames"
+
+
+def view_places(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
+    """Where each of `num_views` looks at a clip takes its moments, in parts of the room that the rule leaves.
+
+    With "stride" windows reach from the begin of the span to its end (VideoMAE's test clips); otherwise each equal
+    segment is itself looked at in the middles of equal parts. One look is in the middle with every rule.
+    """
+    if num_views == 1:
+        return (MIDDLE,)
+    if rule == "stride":
+        return tuple(Fraction(number, num_views - 1) for number in range(num_views))
+    return tuple(Fraction(2 * number + 1, 2 * num_views) for number in range(num_views))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +113,13 @@ def moments_of(
     fps_num: int,
     fps_den: int,
     rng: np.random.Generator | None,
+    at: Fraction = MIDDLE,
 ) -> Moments:
     """The moments of [begin_us, end_us) that `sampling` shows; with `rng` as in training, without as in evaluation.
 
     Args:
         fps_num, fps_den: frames per second, for the rules that count frames.
+        at: where an evaluation looks (`view_places`).
 
     Raises:
         ValueError: the span is empty, or no frame is asked for.
@@ -109,11 +128,11 @@ def moments_of(
     if end_us <= begin_us or count < 1:
         raise ValueError(f"no {count} moments in [{begin_us}, {end_us}) us")
     if sampling.rule == "stride":
-        return _strided(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng)
+        return _strided(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
     if sampling.rule == "lavila":
-        return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng)
+        return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
     if rng is None:
-        places, steps = [1] * count, 2
+        places, steps = [at.numerator] * count, at.denominator
     else:
         places, steps = rng.integers(_JITTER_STEPS, size=count).tolist(), _JITTER_STEPS
     scale, span_us = count * steps, end_us - begin_us
@@ -123,10 +142,17 @@ def moments_of(
 
 
 def _strided(
-    begin_us: int, end_us: int, sampling: Sampling, *, fps_num: int, fps_den: int, rng: np.random.Generator | None
+    begin_us: int,
+    end_us: int,
+    sampling: Sampling,
+    *,
+    fps_num: int,
+    fps_den: int,
+    rng: np.random.Generator | None,
+    at: Fraction,
 ) -> Moments:
     count = sampling.num_frames
-    place, steps = (1, 2) if rng is None else (int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS)
+    place, steps = at.as_integer_ratio() if rng is None else (int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS)
     # In units of 1 / (count * fps_num * steps) us everything below is whole.
     span = (end_us - begin_us) * fps_num * steps
     step = min(sampling.stride * fps_den * US_PER_S * steps * count, span)
@@ -135,13 +161,23 @@ def _strided(
 
 
 def _lavila(
-    begin_us: int, end_us: int, count: int, *, fps_num: int, fps_den: int, rng: np.random.Generator | None
+    begin_us: int,
+    end_us: int,
+    count: int,
+    *,
+    fps_num: int,
+    fps_den: int,
+    rng: np.random.Generator | None,
+    at: Fraction,
 ) -> Moments:
     frame_us_num = fps_den * US_PER_S  # over fps_num
     first = begin_us * fps_num // frame_us_num
     behind = max(first + 1, -(-end_us * fps_num // frame_us_num))
     borders = [first + round(Fraction((behind - first - 1) * number, count)) for number in range(count + 1)]
-    frames = [(low + high) // 2 if rng is None else int(rng.integers(low, high + 1)) for low, high in pairwise(borders)]
+    frames = [
+        low + math.floor((high - low) * at) if rng is None else int(rng.integers(low, high + 1))
+        for low, high in pairwise(borders)
+    ]
     # The middle of the time that the frame is on screen, moved into the span where the span begins or ends within it.
     scale = 2 * fps_num
     earliest, latest = begin_us * scale, end_us * scale - 1

@@ -67,6 +67,15 @@ def centre_square(width: int, height: int) -> Rectangle:
     return _centred(width, height, side, side)
 
 
+def square_views(width: int, height: int, *, num_crops: int) -> list[Rectangle]:
+    """Largest squares along the longer side, from its one end to the other; one alone is in the centre."""
+    side = min(width, height)
+    if num_crops == 1:
+        return [centre_square(width, height)]
+    steps = [number / (num_crops - 1) for number in range(num_crops)]
+    return [Rectangle(round((width - side) * step), round((height - side) * step), side, side) for step in steps]
+
+
 def _centred(width: int, height: int, crop_width: int, crop_height: int) -> Rectangle:
     return Rectangle((width - crop_width) // 2, (height - crop_height) // 2, crop_width, crop_height)
 

@@ -1,6 +1,6 @@
 """Which captions can be shown: those whose whole span lies in chunks that exist. Arrays in, arrays out."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -31,12 +31,6 @@ class UsableCaptions:
     last_chunk: NDArray[np.int64]
     num_unusable: dict[Unusable, int]
     num_shortened: int
-
-    def by_chunk(self) -> "UsableCaptions":
-        """The same captions in order of the chunks in which they begin."""
-        order = np.lexsort((self.begin_us, self.first_chunk))
-        names = ("caption", "begin_us", "end_us", "first_chunk", "last_chunk")
-        return replace(self, **{name: getattr(self, name)[order] for name in names})
 
 
 def usable_captions(

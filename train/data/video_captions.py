@@ -1,9 +1,7 @@
 """The set of (clip, caption) samples of one split: captions of the manifest, pictures from the `video` column."""
 
 import hashlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,48 +10,41 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from manifests.keys import chunk_key
-from manifests.store import read_captions, read_videos
-from shards.reader import Variant
+from manifests.store import read_captions
 from shards.tars import TarBytes
 from train.data.batch import Sample
-from train.data.chunk_table import ChunkTable, chunk_table, rows_of
-from train.data.clips import US_PER_S
-from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
-from train.data.decoding.clip import Clip, ClipShape, frame_places, make_clip
-from train.data.decoding.reading import ChunkBytes, DecodeRule, has_closed_gops, read_chunk
-from train.data.decoding.rgb import rgb_pictures
-from train.data.failures import FailedSample, SampleFailed
+from train.data.caption_choice import Sources, choose_sources
+from train.data.caption_settings import CaptionSettings
+from train.data.chunk_set import ChunkSet
+from train.data.chunk_table import rows_of
+from train.data.clip_captions import ClipCaptions, group_captions
+from train.data.decoding.clip import Clip, ClipShape
+from train.data.decoding.reading import DecodeRule
+from train.data.failures import FailedSample
 from train.data.filling import LoadedBatch
 from train.data.loader import Loader, LoaderSettings, Visit
 from train.data.place import LoaderState
+from train.data.relevant_captions import LABELS, RelevantCaptions
+from train.data.stored_text import StoredText
 from train.data.usable_captions import UsableCaptions, usable_captions
+from train.data.video_clips import VideoClips
 from train.models.text import Tokenize
 
-
-@dataclass(frozen=True)
-class ClipPlan:
-    """What a visit shows: (chunk, frame) of each picture; `rng` goes on to draw the crop."""
-
-    visit: Visit
-    places: tuple[tuple[int, int], ...]
-    rng: np.random.Generator | None
-
-    @cached_property
-    def by_chunk(self) -> dict[int, set[int]]:
-        """The frames of each chunk."""
-        by_chunk: dict[int, set[int]] = {}
-        for chunk, frame in self.places:
-            by_chunk.setdefault(chunk, set()).add(frame)
-        return by_chunk
+ALL_CAPTIONS = CaptionSettings()
 
 
 class VideoCaptions:
-    """Samples of one split; sample i is the i-th usable caption. Safe to use from many threads.
+    """Samples of one split; sample i is clip i, a span of a video with all its captions. Safe to use from many threads.
+
+    A visit in training shows one of the captions (train.data.caption_choice), an evaluation the first one of the first
+    source. Batches have `tokens`, or with stored embeddings `text`.
 
     Args:
+        tokenize: None where embeddings are stored.
         loading: how batches are made of them.
         decode: how frames come out of chunks.
+        captions: which of a clip's captions are shown.
+        has_stored_text: whether captions are embeddings that prep text made; those without one are left out.
         tars: how bytes of tars are read, where they do not lie in `data_dir`.
 
     Raises:
@@ -66,73 +57,95 @@ class VideoCaptions:
         *,
         split: str,
         shape: ClipShape,
-        tokenize: Tokenize,
+        tokenize: Tokenize | None,
         loading: LoaderSettings,
         decode: DecodeRule = "packets",
+        captions: CaptionSettings = ALL_CAPTIONS,
+        has_stored_text: bool = False,
         tars: TarBytes | None = None,
     ) -> None:
-        if not data_dir.is_dir():
-            raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
         self.split = split
-        self._shape = shape
-        self._tokenize = tokenize
-        self._decode_rule = decode
-        self._decoder = ChunkDecoder()
-        variant = Variant.open(data_dir, tars=tars)
-        self.variant_name = variant.directory.name
-        self._shards = variant.shards()
-        self._video_ids = videos_of_split(data_dir, split)
-        self._chunks: ChunkTable = chunk_table(self._shards, self._video_ids)
-        captions = read_captions(data_dir)
-        video_row = rows_of(captions["video_id"], self._video_ids)
+        self._tokenize, self._group, self._settings = tokenize, loading.group, captions
+        chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
+        video_ids = chunks.video_ids
+        self.stored_text = StoredText(data_dir, video_ids) if has_stored_text else None
+        table = read_captions(data_dir)
+        video_row = rows_of(table["video_id"], video_ids)
         of_split = np.flatnonzero(video_row >= 0)
         self.num_captions = len(of_split)
-        usable = usable_captions(
+        if not self.num_captions:
+            raise UserError(
+                f"the manifest of {data_dir} has no captions of split {split!r}",
+                hint="give prep manifest annotations that have some",
+            )
+        names, rank = self._choose(table["source"], of_split)
+        caption_id = table["caption_id"].to_numpy()
+        self._num_left_out, self._num_not_embedded = int((rank < 0).sum()), 0
+        if self.stored_text is not None:
+            has_text = self.stored_text.has(caption_id[of_split], video_row=video_row[of_split])
+            self._num_not_embedded = int((~has_text & (rank >= 0)).sum())
+            rank = np.where(has_text, rank, np.int16(-1))
+        self._sources: Sources = names
+        self.usable: UsableCaptions = usable_captions(
             video_row=video_row[of_split],
-            begin_s=captions["begin_s"].to_numpy()[of_split],
-            end_s=captions["end_s"].to_numpy()[of_split],
-            chunks=self._chunks,
+            begin_s=table["begin_s"].to_numpy()[of_split],
+            end_s=table["end_s"].to_numpy()[of_split],
+            chunks=chunks.table,
         )
-        # Samples that are loaded together shall share a chunk.
-        self.usable: UsableCaptions = usable if loading.group == 1 else usable.by_chunk()
-        self._group = loading.group
-        rows = of_split[self.usable.caption]
-        self._caption_ids: NDArray[np.int64] = captions["caption_id"].to_numpy()[rows]
-        self._texts: pa.ChunkedArray = captions["text"].take(pa.array(rows))
+        self._captions: ClipCaptions = group_captions(self.usable, rank=rank, sources=names)
+        self.clips = VideoClips(chunks, self._captions.spans, shape)
+        self._rows = of_split[self._captions.caption].astype(np.int32)
+        self._caption_ids: NDArray[np.int64] = caption_id[self._rows]
+        self._rank_counts = np.bincount(rank[self._captions.caption], minlength=len(names.names))
+        self._texts: pa.ChunkedArray = table["text"]
         if not len(self):
             raise UserError(
                 f"no caption of split {split!r} can be shown: {self.describe()}",
                 hint=f"see prep status --data {data_dir}; captions come from prep manifest",
             )
+        self._relevant = self._relevant_captions(table)
         self._loader = Loader(self, loading)
 
     def __len__(self) -> int:
-        return len(self.usable.caption)
+        return len(self.clips)
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
+        """Samples of an epoch: clips."""
         return len(self)
+
+    @property
+    def num_clips(self) -> int:
+        """Ids of clips are from 0 to below this."""
+        return len(self)
+
+    @property
+    def num_caption_ids(self) -> int:
+        """Ids of captions are from 0 to below this."""
+        return int(self._caption_ids.max()) + 1
+
+    @property
+    def variant_name(self) -> str:
+        """The variants that the samples are made of."""
+        video = self.clips.chunks.variant_name
+        return video if self.stored_text is None else f"{video} and {self.stored_text.variant_name}"
 
     def describe(self) -> str:
         """One line: captions that are used, and those that are not, by reason; and what is not as it was asked for."""
-        parts = [f"{len(self):,} of {self.num_captions:,} captions of split {self.split!r}"]
+        num_used = len(self._rows)
+        parts = [f"{num_used:,} of {self.num_captions:,} captions of split {self.split!r}"]
+        if num_used != len(self):
+            parts[0] += f", one at a time for each of {len(self):,} clips"
+        if len(self._sources.names) > 1 or self._settings.sources is not None:
+            parts.append(self._sources.describe(self._rank_counts))
         parts += [f"{count:,} {reason.replace('_', ' ')}" for reason, count in self.usable.num_unusable.items()]
+        if self._num_left_out:
+            parts.append(f"{self._num_left_out:,} of other sources left out")
+        if self._num_not_embedded:
+            parts.append(f"{self._num_not_embedded:,} without embedding")
         if self.usable.num_shortened:
             parts.append(f"{self.usable.num_shortened:,} shortened to the end of the video")
-        if num_shrunk := self._num_shrunk:
-            parts.append(f"{num_shrunk:,} shorter than {self._shape.sampling.window}, with a smaller stride")
-        if self._num_open:
-            open_ = f"{self._num_open} of {len(self._shards)} shards decoded by way of the container: open GOPs"
-            parts.append(open_)
-        return "; ".join(parts)
-
-    @cached_property
-    def _num_open(self) -> int:
-        """Shards whose first chunk cannot be decoded by packets; a shard's chunks come from one recipe."""
-        if self._decode_rule != "packets":
-            return 0
-        return sum(not has_closed_gops(shard) for shard in self._shards)
+        return "; ".join(parts + self.clips.describe())
 
     @property
     def fingerprint(self) -> str:
@@ -140,39 +153,38 @@ class VideoCaptions:
         digest = hashlib.sha256(self.variant_name.encode())
         if self._group > 1:
             digest.update(f"groups of {self._group}".encode())
-        for array in (self._caption_ids, self.usable.begin_us, self.usable.end_us):
+        digest.update(f"{self._sources.names} {self._sources.weights.tolist()} {self._settings.min_relevancy}".encode())
+        for array in (self._caption_ids, self.clips.spans.begin_us, self.clips.spans.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
+    def require_different_texts(self) -> None:
+        """Raises a UserError where all captions are the same text: there is nothing to tell apart."""
+        require_different(self._texts, self._rows, split=self.split)
+
     def text(self, sample: int) -> str:
-        """The caption's words."""
-        return str(self._texts[sample].as_py())
+        """The words of a clip's caption in an evaluation."""
+        return self._text_at(self._first_place(sample))
 
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""
-        return self._key(int(self.usable.first_chunk[sample]))
+        return self.clips.key(sample)
 
     def span_s(self, sample: int) -> tuple[float, float]:
         """Begin and end of the clip in its video, seconds."""
-        return float(self.usable.begin_us[sample]) / 1e6, float(self.usable.end_us[sample]) / 1e6
+        return self.clips.span_s(sample)
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
-        try:
-            plan = self.plan(Visit(sample, sample, None))
-            clip = self.clip(plan, self._decoded(plan, {}))
-        except SampleFailed:
-            return []
-        pictures = clip.video if self._shape.rgb else rgb_pictures(clip.video, clip.colour, size_px=self._shape.size_px)
-        return list(pictures)[:num_frames]
+        return self.clips.pictures(sample, num_frames=num_frames)
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """See `train.data.loader.Loader`."""
         return self._loader.batches(position=position, max_failures=max_failures)
 
-    def evaluation_batches(self) -> Iterator[LoadedBatch]:
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
         """See `train.data.loader.Loader`."""
-        return self._loader.evaluation_batches()
+        return self._loader.evaluation_batches(every=every)
 
     def state_dict(self) -> LoaderState:
         """See `train.data.loader.Loader`."""
@@ -184,90 +196,73 @@ class VideoCaptions:
 
     def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
         """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
-        plans = [self.plan(visit) for visit in visits]
-        shared = self._decode_shared(plans) if len(plans) > 1 else {}
-        return [self._load(plan, shared) for plan in plans]
-
-    def plan(self, visit: Visit) -> ClipPlan:
-        """Which frames a visit shows."""
-        first, last = int(self.usable.first_chunk[visit.sample]), int(self.usable.last_chunk[visit.sample])
-        begin_us, end_us = int(self.usable.begin_us[visit.sample]), int(self.usable.end_us[visit.sample])
-        chunks = [self._chunks.times(chunk) for chunk in range(first, last + 1)]
-        rng = visit.rng()
-        places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng)
-        return ClipPlan(visit, tuple((first + place.chunk, place.frame) for place in places), rng)
-
-    def read(self, chunk: int, frames: Collection[int]) -> ChunkBytes:
-        """The bytes that give `frames` of a chunk; SampleFailed where they cannot be had."""
-        shard, row = self._shards[int(self._chunks.shard[chunk])], int(self._chunks.row[chunk])
-        return read_chunk(shard, row, frames, rule=self._decode_rule, key=self._key(chunk))
-
-    def decode(self, content: ChunkBytes) -> ChunkFrames:
-        """Frames of a chunk that was read; SampleFailed where they do not come out."""
-        return self._decoder.decode(content)
-
-    def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
-        """Crops the frames of a plan, which are among those decoded of each chunk; SampleFailed where they differ."""
-        pictures = [decoded[chunk][frame] for chunk, frame in plan.places]
-        in_graph = self._decode_rule == "filter"
-        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=self.key(plan.visit.sample))
+        return self.clips.load(visits, self.sample)
 
     def sample(self, visit: Visit, clip: Clip) -> Sample:
-        """The clip with its caption and its names."""
-        return Sample(
+        """The clip with a caption and its names."""
+        place, relevancy = self._place(visit)
+        caption_id = int(self._caption_ids[place])
+        sample = Sample(
             position=visit.position,
             key=self.key(visit.sample),
-            caption_id=int(self._caption_ids[visit.sample]),
+            clip_id=visit.sample,
+            caption_id=caption_id,
             video=clip.video,
             colour=clip.colour,
-            tokens=self._tokenize(self.text(visit.sample)),
         )
+        if self.stored_text is not None:
+            sample["text"] = self.stored_text.embedding(caption_id)
+        if self._tokenize is not None:
+            sample["tokens"] = self._tokenize(self._text_at(place))
+        if self._relevant is not None:
+            sample["relevancy"] = relevancy
+        return sample
 
-    def _load(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> Sample | FailedSample:
-        try:
-            return self.sample(plan.visit, self.clip(plan, self._decoded(plan, shared)))
-        except SampleFailed as error:
-            return FailedSample(plan.visit.position, error.key, error.reason, error.detail)
+    def _choose(self, source: pa.ChunkedArray, of_split: NDArray[np.int64]) -> tuple[Sources, NDArray[np.int16]]:
+        """The sources, and the rank of each of the split's captions."""
+        # The dictionary has the sources of other splits too: those that are there are wanted.
+        every = pc.unique(source).dictionary_decode() if pa.types.is_dictionary(source.type) else pc.unique(source)
+        code = rows_of(source, every)[of_split]
+        there = np.unique(code)
+        names = [every[int(one)].as_py() for one in there]
+        sources = choose_sources(names, wanted=self._settings.sources)
+        return sources, sources.rank[np.searchsorted(there, code)]
 
-    def _decoded(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> dict[int, ChunkFrames]:
-        return {
-            chunk: shared.get(chunk) or self.decode(self.read(chunk, frames)) for chunk, frames in plan.by_chunk.items()
-        }
+    def _relevant_captions(self, table: pa.Table) -> RelevantCaptions | None:
+        if self._settings.min_relevancy is None:
+            return None
+        by_id = np.argsort(self._rows, kind="stable")
+        self._place_of_used = by_id
+        place_in_used = np.empty_like(by_id)
+        place_in_used[by_id] = np.arange(len(by_id))
+        labels = [name for name in LABELS if name in table.column_names]
+        used = table.select(["text", *labels]).take(pa.array(self._rows[by_id]))
+        own = place_in_used[self._captions.choice.first(np.arange(len(self)))]
+        return RelevantCaptions(used, own, min_relevancy=self._settings.min_relevancy)
 
-    def _decode_shared(self, plans: Sequence[ClipPlan]) -> dict[int, ChunkFrames]:
-        """Frames of the chunks that several plans show; a chunk that fails is left to each of them to fail with."""
-        wanted: dict[int, set[int]] = {}
-        for plan in plans:
-            for chunk, frames in plan.by_chunk.items():
-                wanted.setdefault(chunk, set()).update(frames)
-        shared: dict[int, ChunkFrames] = {}
-        for chunk, frames in wanted.items():
-            if sum(chunk in plan.by_chunk for plan in plans) > 1:
-                try:
-                    shared[chunk] = self.decode(self.read(chunk, frames))
-                except SampleFailed:
-                    continue
-        return shared
+    def _place(self, visit: Visit) -> tuple[int, float]:
+        """Place of the caption that a visit shows, and its relevancy."""
+        if visit.seed is None:
+            return self._first_place(visit.sample), 1.0
+        if self._relevant is not None:
+            used, relevancy = self._relevant.draw(visit.sample, position=visit.position, seed=visit.seed)
+            return int(self._place_of_used[used]), relevancy
+        clip, position = np.array([visit.sample]), np.array([visit.position])
+        return int(self._captions.choice.draw(clip, position=position, seed=visit.seed)[0]), 1.0
 
-    def _key(self, chunk: int) -> str:
-        video_id = self._video_ids[int(self._chunks.video_row[chunk])].as_py()
-        return chunk_key(video_id, int(self._chunks.start_ms[chunk]))
+    def _first_place(self, sample: int) -> int:
+        return int(self._captions.choice.first(np.array([sample]))[0])
 
-    @property
-    def _num_shrunk(self) -> int:
-        sampling, first = self._shape.sampling, self.usable.first_chunk
-        if sampling.rule != "stride":
-            return 0
-        span_us = self.usable.end_us - self.usable.begin_us
-        window = sampling.num_frames * sampling.stride * US_PER_S * self._chunks.fps_den[first]
-        return int((span_us * self._chunks.fps_num[first] < window).sum())
+    def _text_at(self, place: int) -> str:
+        return str(self._texts[int(self._rows[place])].as_py())
 
 
-def videos_of_split(data_dir: Path, split: str) -> pa.Array:
-    """Ids of the videos of a split; UserError where it has none."""
-    videos = read_videos(data_dir)
-    of_split = videos.filter(pc.equal(videos["split"], split))
-    if not of_split.num_rows:
-        there = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
-        raise UserError(f"{data_dir} has no videos of split {split!r}", hint=f"splits of this manifest: {there}")
-    return of_split["video_id"].combine_chunks()
+def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, split: str) -> None:
+    """Raises a UserError where the texts at `rows` are all the same."""
+    first = texts[int(rows[0])]
+    is_first = pc.equal(texts, first).to_numpy()
+    if is_first[rows].all():
+        raise UserError(
+            f"all {len(rows):,} captions of split {split!r} are {first.as_py()!r:.60}: there is nothing to tell apart",
+            hint="give prep manifest annotations with different captions",
+        )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.store import open_captions
+from train.data.caption_choice import smallest
 from train.data.chunk_table import rows_of
 from train.data.clips import US_PER_S
 from train.data.latents.records import LatentRecords
@@ -59,7 +60,7 @@ def pair_captions(
     parts: list[dict[str, NDArray[np.int64]]] = [{"id": none, "address": none, "first": none, "last": none}]
     num_captions = num_embedded = 0
     for caption_id, video_row, begin_s, end_s in _captions(data_dir, video_ids):
-        row_of_text = _find(caption_id, text, video_row=video_row, video_ids=video_ids)
+        row_of_text = find_embedded(caption_id, text, video_row=video_row, video_ids=video_ids)
         embedded = row_of_text >= 0
         first, last = span.overlapped(video_row=video_row, begin_s=begin_s, end_s=end_s)
         used = embedded & (last > first)
@@ -82,12 +83,6 @@ def pair_captions(
     )
 
 
-def smallest(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same numbers, which are not negative, in four bytes each where they fit."""
-    fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
-    return numbers.astype(np.int32) if fits else numbers
-
-
 def _captions(
     data_dir: Path, video_ids: pa.Array
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]]:
@@ -100,7 +95,7 @@ def _captions(
             yield caption_id, video_row[rows], begin_s, end_s
 
 
-def _find(
+def find_embedded(
     caption_id: NDArray[np.int64], text: TextRows, *, video_row: NDArray[np.int64], video_ids: pa.Array
 ) -> NDArray[np.int64]:
     """For each caption its place in `text`, -1 where it has none."""

@@ -16,13 +16,13 @@ from manifests.errors import UserError
 from manifests.store import read_videos
 from shards.dataset import current_variant
 from shards.reader import Variant
+from train.data.chunk_set import videos_of_split
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.records import LatentRecords, key_of, read_records
 from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
 from train.data.latents.text_rows import TextMembers, read_text_rows
 from train.data.order import mix
-from train.data.video_captions import videos_of_split
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Which caption a visit of a clip shows: first a source by its weight, then one of its captions, all alike.
+
+What is drawn is a pure function of (seed, position), like everything about a visit. Captions of a clip stand in one
+row, source after source: an entry in the arrays is called a place, and the places of one source of a clip a run.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from train.data.caption_settings import parse_weights
+from train.data.order import mix
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of captions that are used.
+
+    Attributes:
+        names: in the order in which they count as first, second, ...
+        weights: float64 [names], each more than 0.
+        rank: int16, by the code that a source has in the manifest; -1 for those left out.
+    """
+
+    names: tuple[str, ...]
+    weights: NDArray[np.float64]
+    rank: NDArray[np.int16]
+
+    def describe(self, num_captions: NDArray[np.int64]) -> str:
+        """Names with their weights and numbers of captions."""
+        each = zip(self.names, self.weights.tolist(), num_captions.tolist(), strict=True)
+        return "sources " + ", ".join(f"{name} = {weight:g} ({number:,} captions)" for name, weight, number in each)
+
+
+def choose_sources(names: list[str], *, wanted: str | None) -> Sources:
+    """Sources among `names`, those of the manifest.
+
+    Args:
+        wanted: `--captions.sources`: names, or patterns as of a shell; the first that fits a source gives its weight.
+            None gives every source the weight 1, in the order of the alphabet.
+
+    Raises:
+        UserError: something wanted fits no source.
+    """
+    pairs = [(name, 1.0) for name in sorted(names)] if wanted is None else list(parse_weights(wanted).items())
+    chosen: list[tuple[str, float]] = []
+    left = sorted(names)
+    for pattern, weight in pairs:
+        # A source that is named in full is meant, whatever its name looks like as a pattern.
+        found = [name for name in left if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
+        if not found and not any(name == pattern or fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"no caption of this manifest has the source {pattern!r} (asked for by --captions.sources)",
+                hint=f"sources there: {', '.join(sorted(names)) or 'none'}",
+            )
+        left = [name for name in left if name not in found]
+        chosen += [(name, weight) for name in found if weight > 0]
+    rank = np.full(len(names), -1, np.int16)
+    for place, (name, _) in enumerate(chosen):
+        rank[names.index(name)] = place
+    return Sources(tuple(name for name, _ in chosen), np.array([weight for _, weight in chosen]), rank)
+
+
+@dataclass(frozen=True)
+class CaptionChoice:
+    """The captions of clips.
+
+    Attributes:
+        first_place: [R + 1] where each run begins.
+        first_run: [N + 1] the first run of each clip; None where every clip has one.
+        before: [R + 1] float64, the weights of all runs before; None likewise.
+    """
+
+    first_place: NDArray[Any]
+    first_run: NDArray[Any] | None
+    before: NDArray[np.float64] | None
+
+    def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first caption of the first source of each clip."""
+        runs = clips if self.first_run is None else self.first_run[clips]
+        return self.first_place[runs].astype(np.int64)
+
+    def draw(self, clips: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """A caption of each clip for its visit at `position`."""
+        runs = clips
+        if self.first_run is not None and self.before is not None:
+            low, high = self.first_run[clips], self.first_run[clips + 1]
+            share = uniform(position, seed=seed, what="source")
+            wanted = self.before[low] + share * (self.before[high] - self.before[low])
+            # Rounding may lead a little out of the clip.
+            runs = np.clip(np.searchsorted(self.before, wanted, side="right") - 1, low, high - 1)
+        begin, end = self.first_place[runs].astype(np.int64), self.first_place[runs + 1].astype(np.int64)
+        return begin + below(end - begin, position, seed=seed, what="caption")
+
+
+def caption_choice(
+    clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
+) -> CaptionChoice:
+    """Makes the choice from the clip and the source's rank of each place, ascending by both."""
+    begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
+    first_place = smallest(np.r_[begins, len(clip)])
+    if len(begins) == num_clips:
+        return CaptionChoice(first_place, None, None)
+    first_run = np.searchsorted(clip[begins], np.arange(num_clips + 1))
+    return CaptionChoice(first_place, smallest(first_run), np.r_[0.0, np.cumsum(weights[rank[begins]])])
+
+
+def uniform(position: NDArray[np.int64], *, seed: int, what: str) -> NDArray[np.float64]:
+    """A number in [0, 1) for each position: a pure function of (seed, what, position)."""
+    return (_hashes(position, seed=seed, what=what) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def below(counts: NDArray[np.int64], position: NDArray[np.int64], *, seed: int, what: str) -> NDArray[np.int64]:
+    """A whole number from 0 to below each of `counts`: a pure function of (seed, what, position)."""
+    hashes = _hashes(position, seed=seed, what=what)
+    return ((hashes >> np.uint64(32)) * counts.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
+def _hashes(position: NDArray[np.int64], *, seed: int, what: str) -> NDArray[np.uint64]:
+    digest = hashlib.blake2b(f"{what}/{seed}".encode(), digest_size=8).digest()
+    return mix(position.astype(np.uint64) + np.frombuffer(digest, "<u8"))
+
+
+def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """The same numbers, which are not negative, in four bytes each where they fit."""
+    fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
+    return numbers.astype(np.int32) if fits else numbers

@@ -1,0 +1,136 @@
+"""Pictures of clips: spans of videos, decoded from chunks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.batch import Sample
+from train.data.chunk_set import ChunkSet
+from train.data.clip_captions import Spans
+from train.data.clips import US_PER_S
+from train.data.decoding.chunks import ChunkFrames
+from train.data.decoding.clip import Clip, ClipShape, frame_places, make_clip
+from train.data.decoding.rgb import rgb_pictures
+from train.data.failures import FailedSample, SampleFailed
+from train.data.loader import Visit
+
+
+@dataclass(frozen=True)
+class ClipPlan:
+    """What a visit shows: (chunk, frame) of each picture; `rng` goes on to draw the crop."""
+
+    visit: Visit
+    places: tuple[tuple[int, int], ...]
+    rng: np.random.Generator | None
+
+    @cached_property
+    def by_chunk(self) -> dict[int, set[int]]:
+        """The frames of each chunk."""
+        by_chunk: dict[int, set[int]] = {}
+        for chunk, frame in self.places:
+            by_chunk.setdefault(chunk, set()).add(frame)
+        return by_chunk
+
+
+class VideoClips:
+    """The clips of `spans`, shown as `shape` says; a sample's number is its clip's. Safe to use from many threads."""
+
+    def __init__(self, chunks: ChunkSet, spans: Spans, shape: ClipShape) -> None:
+        self.chunks, self.spans, self._shape = chunks, spans, shape
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def key(self, clip: int) -> str:
+        """The chunk in which a clip begins."""
+        return self.chunks.key(int(self.spans.first_chunk[clip]))
+
+    def span_s(self, clip: int) -> tuple[float, float]:
+        """Begin and end of a clip in its video, seconds."""
+        return float(self.spans.begin_us[clip]) / 1e6, float(self.spans.end_us[clip]) / 1e6
+
+    def pictures(self, clip: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
+        try:
+            plan = self.plan(Visit(clip, clip, None))
+            shown = self.clip(plan, self._decoded(plan, {}))
+        except SampleFailed:
+            return []
+        pictures = shown.video
+        if not self._shape.rgb:
+            pictures = np.stack(rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px))
+        return list(pictures)[:num_frames]
+
+    def load(
+        self, visits: Sequence[Visit], finish: Callable[[Visit, Clip], Sample]
+    ) -> list[Sample | FailedSample]:
+        """Reads, decodes and crops clips, and lets `finish` make samples of them.
+
+        A chunk that several of them show is decoded once.
+        """
+        plans = [self.plan(visit) for visit in visits]
+        shared = self._decode_shared(plans) if len(plans) > 1 else {}
+        loaded: list[Sample | FailedSample] = []
+        for plan in plans:
+            try:
+                loaded.append(finish(plan.visit, self.clip(plan, self._decoded(plan, shared))))
+            except SampleFailed as error:
+                loaded.append(FailedSample(plan.visit.position, error.key, error.reason, error.detail))
+        return loaded
+
+    def plan(self, visit: Visit) -> ClipPlan:
+        """Which frames a visit shows."""
+        spans, number = self.spans, visit.sample
+        first, last = int(spans.first_chunk[number]), int(spans.last_chunk[number])
+        chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
+        rng = visit.rng()
+        begin_us, end_us = int(spans.begin_us[number]), int(spans.end_us[number])
+        num_views = self._shape.views.num_clips
+        places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+        return ClipPlan(visit, tuple((first + place.chunk, place.frame) for place in places), rng)
+
+    def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
+        """Crops the frames of a plan, which are among those decoded of each chunk; SampleFailed where they differ."""
+        pictures = [decoded[chunk][frame] for chunk, frame in plan.places]
+        in_graph = self.chunks.rule == "filter"
+        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=self.key(plan.visit.sample))
+
+    def describe(self) -> list[str]:
+        """What is not as it was asked for."""
+        parts = [self.chunks.describe()] if self.chunks.describe() else []
+        if num_shrunk := self._num_shrunk:
+            parts.append(f"{num_shrunk:,} shorter than {self._shape.sampling.window}, with a smaller stride")
+        return parts
+
+    def _decoded(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> dict[int, ChunkFrames]:
+        chunks = self.chunks
+        return {
+            chunk: shared.get(chunk) or chunks.decode(chunks.read(chunk, frames))
+            for chunk, frames in plan.by_chunk.items()
+        }
+
+    def _decode_shared(self, plans: Sequence[ClipPlan]) -> dict[int, ChunkFrames]:
+        """Frames of the chunks that several plans show; a chunk that fails is left to each of them to fail with."""
+        wanted: dict[int, set[int]] = {}
+        for plan in plans:
+            for chunk, frames in plan.by_chunk.items():
+                wanted.setdefault(chunk, set()).update(frames)
+        shared: dict[int, ChunkFrames] = {}
+        for chunk, frames in wanted.items():
+            if sum(chunk in plan.by_chunk for plan in plans) > 1:
+                try:
+                    shared[chunk] = self.chunks.decode(self.chunks.read(chunk, frames))
+                except SampleFailed:
+                    continue
+        return shared
+
+    @property
+    def _num_shrunk(self) -> int:
+        sampling, spans, table = self._shape.sampling, self.spans, self.chunks.table
+        if sampling.rule != "stride":
+            return 0
+        window = sampling.num_frames * sampling.stride * US_PER_S * table.fps_den[spans.first_chunk]
+        return int(((spans.end_us - spans.begin_us) * table.fps_num[spans.first_chunk] < window).sum())
