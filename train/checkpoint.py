@@ -24,6 +24,8 @@ class Checkpoint:
 
     Attributes:
         loader: where each rank's batches end.
+        precision: of train.precision.Precision.
+        ema: averages of the weights by the names in `model`; {} where none are kept.
     """
 
     task: str
@@ -32,6 +34,13 @@ class Checkpoint:
     model: dict[str, Any]
     objective: dict[str, Any]
     optimizer: dict[str, Any]
+    precision: dict[str, Any]
+    ema: dict[str, Any]
+
+    @property
+    def evaluated(self) -> dict[str, Any]:
+        """The weights to evaluate: the averages where there are some."""
+        return {**self.model, **self.ema}
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:

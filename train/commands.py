@@ -15,21 +15,25 @@ from train.evaluation.examples import retrieval_examples
 from train.evaluation.retrieval import distinct_texts, score_retrieval
 from train.loop import check_batch, train
 from train.models.attention import open_attention
+from train.precision import open_precision
 from train.progress import Progress
 from train.report import write_page
 from train.run_folder import create_run, open_run, reopen_run
 from train.settings import DualEncoderSettings, load_settings
 from train.surroundings import machine, versions
 from train.tasks.dual_encoder import DualEncoderTask, Samples
+from train.tracking.trackers import check_tracking
 
 
 def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     """Trains a dual encoder and writes the run's results page."""
     world = World()
+    check_tracking(settings.track)
     device = choose_device(settings.device)
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    precision = open_precision(settings.precision, device_type=device.type)
     progress = Progress()
-    progress.say(f"attention: {door.name} ({door.reason})")
+    progress.say(f"attention: {door.name} ({door.reason}); precision: {precision.name} ({precision.reason})")
     task = DualEncoderTask(settings, door=door, device=device)
     old_run = reopen_run(settings) if resume else None
     samples = task.training_set(world)
@@ -40,6 +44,7 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     facts = {
         "task": task.name,
         "attention": f"{door.name} ({door.reason})",
+        "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
         "machine": machine(device),
@@ -71,7 +76,7 @@ def evaluate_retrieval(run_path: Path, *, shards: str | None, split: str) -> tup
     checkpoint = load_checkpoint(path, device=device)
     model = task.build_model(samples).to(device)
     try:
-        model.load_state_dict(checkpoint.model)
+        model.load_state_dict(checkpoint.evaluated)
     except RuntimeError as error:
         raise UserError(
             f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",

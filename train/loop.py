@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,16 @@ from train.data.place import LoaderState, Place
 from train.data.prefetch import prefetch
 from train.distributed.world import World
 from train.objective import Objective
-from train.optimizer import learning_rate, make_optimizer
+from train.optim.ema import Ema
+from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from train.precision import Precision, open_precision
 from train.progress import Progress
 from train.run_folder import RunFolder, append_lines, keep_lines
 from train.settings import TrainingSettings
 from train.step import Step
 from train.tasks import Task
+from train.throughput import Throughput
+from train.tracking.trackers import Trackers, open_trackers
 
 
 @dataclass
@@ -35,6 +40,9 @@ class _State:
     model: nn.Module
     objective: Objective
     optimizer: torch.optim.Optimizer
+    precision: Precision
+    throughput: Throughput
+    ema: Ema | None
     step: int = 0
     place: Place = field(default_factory=lambda: Place(0))
     num_failed: int = 0
@@ -66,22 +74,30 @@ def train(
     left_to_fail = settings.max_failures - state.num_failed
     batches = prefetch(samples.batches(max_failures=left_to_fail), device)
     state.model.train()
-    progress.begin(state.step, settings.steps)
+    trackers = Trackers([])
+    if world.is_first:
+        trackers = open_trackers(settings, run=run, progress=progress, step=state.step)
     try:
         while state.step < settings.steps:
             epoch = state.place.position / samples.num_samples if samples.num_samples else 0.0
-            step = Step(number=state.step + 1, epoch=epoch, world=world, seed=settings.seed)
+            step = Step(
+                number=state.step + 1,
+                epoch=epoch,
+                world=world,
+                seed=settings.seed,
+                autocast=state.precision.autocast,
+                scale=state.precision.scale,
+            )
             line = _one_step(state, step, batches, settings, run=run)
             if samples.num_samples:
                 line["epoch"] = state.place.position / samples.num_samples
-            append_lines(run.metrics, [line])
-            progress.show(line)
+            trackers.log(line)
             if state.step % settings.checkpoint_every == 0 or state.step == settings.steps:
                 _save(task, state, samples, settings, run=run)
     finally:
         # Ends the loader's threads, whatever happened.
         batches.close()
-        progress.end()
+        trackers.close()
     return state.model
 
 
@@ -106,8 +122,15 @@ def _begin(
     torch.manual_seed(settings.seed)
     model = task.build_model(samples).to(device)
     objective = task.build_objective(samples, world).to(device)
-    trained = nn.ModuleList([model, objective])
-    state = _State(model, objective, make_optimizer(trained, lr=settings.lr, weight_decay=settings.weight_decay))
+    precision = open_precision(settings.precision, device_type=device.type)
+    state = _State(
+        model,
+        objective,
+        make_optimizer(model, objective, settings),
+        precision,
+        Throughput(device=device, precision=precision.name),
+        Ema(model, decay=settings.optimizer.ema) if settings.optimizer.ema else None,
+    )
     path = latest_checkpoint(run.checkpoints)
     if path is not None:
         saved = load_checkpoint(path, device=device)
@@ -117,9 +140,11 @@ def _begin(
         model.load_state_dict(saved.model)
         objective.load_state_dict(saved.objective)
         state.optimizer.load_state_dict(saved.optimizer)
+        state.precision.load_state_dict(saved.precision)
+        if state.ema is not None:
+            state.ema.load_state_dict(saved.ema)
         state.step = saved.step
         state.place = Place(saved.loader[0]["position"], tuple(saved.loader[0]["ahead"]))
-    keep_lines(run.metrics, lambda line: line["step"] <= state.step)
     state.num_failed = len(keep_lines(run.failures, lambda line: line["position"] < state.place.position))
     return state
 
@@ -136,30 +161,34 @@ def _one_step(
     began = time.perf_counter()
     loaded = _next_batch(batches, state, settings, run=run)
     waited_s = time.perf_counter() - began
-    lr = learning_rate(step.number, peak=settings.lr, warmup_steps=settings.warmup_steps, num_steps=settings.steps)
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
+    lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.optimizer.zero_grad(set_to_none=True)
-    numbers = state.objective.backward(state.model, loaded.batch, step)
+    with state.throughput.counting(state.model) if state.throughput.flops_per_step is None else nullcontext():
+        numbers = state.objective.backward(state.model, loaded.batch, step)
     if not math.isfinite(numbers["loss"]):
-        _stop_at(numbers["loss"], step, loaded.batch, run=run)
+        _stop_at("loss", numbers["loss"], step, loaded.batch, run=run)
     parameters = [*state.model.parameters(), *state.objective.parameters()]
-    grad_norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
-    state.optimizer.step()
+    grad_norm = clip_gradients(parameters, max_norm=settings.max_grad_norm, loss_scale=state.precision.loss_scale)
+    if state.precision.accepts(grad_norm):
+        if not math.isfinite(grad_norm):
+            _stop_at("norm of the gradients", grad_norm, step, loaded.batch, run=run)
+        state.optimizer.step()
+    if state.ema is not None:
+        state.ema.update(state.model, step=step.number)
     state.objective.after_step(step)
     state.step, state.place = step.number, loaded.place
-    step_s = time.perf_counter() - began
-    return {
+    line = {
         "step": step.number,
         "loss": numbers["loss"],
         "lr": lr,
-        "grad_norm": grad_norm.item(),
+        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
         **numbers,
-        "samples_per_s": settings.batch / step_s,
-        "step_s": step_s,
-        "data_wait_s": waited_s,
+        **state.throughput.numbers(step_s=time.perf_counter() - began, waited_s=waited_s, num_samples=settings.batch),
         "num_failed": state.num_failed,
     }
+    if state.precision.name == "fp16":
+        line |= {"loss_scale": state.precision.loss_scale, "num_skipped": state.precision.num_skipped}
+    return line
 
 
 def _next_batch(
@@ -182,11 +211,11 @@ def _record(failed: tuple[FailedSample, ...], state: _State, *, run: RunFolder) 
     append_lines(run.failures, [failure.as_json() for failure in failed])
 
 
-def _stop_at(loss: float, step: Step, batch: Batch, *, run: RunFolder) -> None:
+def _stop_at(what: str, value: float, step: Step, batch: Batch, *, run: RunFolder) -> None:
     path = run.path / "bad_batch.json"
     keys, caption_ids = list(batch["key"]), batch["caption_id"].tolist()
-    publish_json(path, {"step": step.number, "loss": str(loss), "keys": keys, "caption_ids": caption_ids})
-    raise FailedWork(f"the loss is {loss} at step {step.number}; the keys of its batch are in {path}")
+    publish_json(path, {"step": step.number, what: str(value), "keys": keys, "caption_ids": caption_ids})
+    raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
 
 
 def _save(task: Task, state: _State, samples: TrainingSet, settings: TrainingSettings, *, run: RunFolder) -> None:
@@ -202,5 +231,7 @@ def _save(task: Task, state: _State, samples: TrainingSet, settings: TrainingSet
             model=state.model.state_dict(),
             objective=state.objective.state_dict(),
             optimizer=state.optimizer.state_dict(),
+            precision=state.precision.state_dict(),
+            ema=state.ema.state_dict() if state.ema is not None else {},
         ),
     )

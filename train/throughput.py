@@ -31,28 +31,30 @@ class Throughput:
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Counts the FLOPs of the step taken within, by the model's forward passes that have gradients.
+        """Counts the FLOPs of the step taken within, by going through the model once more beforehand.
 
-        So what is computed twice to save memory counts once, as MFU wants it; later steps are taken to cost the same.
-        A compiled model runs as it was written meanwhile.
+        Of its forward passes those with gradients count, so that what is computed twice to save memory counts once, as
+        MFU wants it. The step itself is not touched: it draws what it would have drawn, and a compiled model is
+        counted as it was written. Later steps are taken to cost the same.
         """
         counter = _Counter()
+        devices = [self._device] if self._device.type == "cuda" else []
+        is_counting = False
 
-        def begin(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                counter.__enter__()
+        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal is_counting
+            if is_counting or not torch.is_grad_enabled():
+                return
+            is_counting = True
+            with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), counter:
+                module(*args, **kwargs)
+            is_counting = False
 
-        def end(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                counter.__exit__(None, None, None)
-
-        hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)]
+        hook = model.register_forward_pre_hook(count, with_kwargs=True)
         try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
+            yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
         self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
 
     def numbers(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:

@@ -80,7 +80,7 @@ def test_the_first_line_says_which_attention_and_why(
     )
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
-    assert lines[0] == "attention: sdpa (asked for by --attention sdpa)"
+    assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a cpu)"
     assert lines[1].startswith("data: 9 of 9 captions of split 'train'")
     assert lines[2].startswith("step 1/1  loss ")
 

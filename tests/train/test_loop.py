@@ -25,7 +25,6 @@ from train.data.place import LoaderState
 from train.distributed.world import World
 from train.loop import train
 from train.objective import Objective
-from train.optimizer import learning_rate, make_optimizer
 from train.progress import Progress
 from train.run_folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
 from train.settings import TrainingSettings
@@ -275,7 +274,7 @@ def test_a_checkpoint_executes_nothing_when_it_is_read(tmp_path: Path) -> None:
 def test_the_latest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "nothing") is None
     for step in (999_999, 5, 1_000_000):
-        state = Checkpoint(task="t", step=step, loader=[], model={}, objective={}, optimizer={})
+        state = Checkpoint(task="t", step=step, loader=[], model={}, objective={}, optimizer={}, precision={}, ema={})
         save_checkpoint(tmp_path, state)
     (tmp_path / ".tmp-00-step_2000000.pt").touch()
     assert latest_checkpoint(tmp_path) == tmp_path / "step_1000000.pt"
@@ -289,17 +288,3 @@ def test_a_line_that_a_killed_process_left_unfinished_is_cut_off(tmp_path: Path)
     assert keep_lines(path, lambda line: line["step"] <= 2) == [{"step": 1}, {"step": 2}]
     append_lines(path, [{"step": 3}])
     assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
-
-
-def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [learning_rate(step, peak=2.0, warmup_steps=4, num_steps=10) for step in range(1, 11)]
-    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert all(rates[i] > rates[i + 1] > 0 for i in range(4, 9))
-    assert learning_rate(1, peak=2.0, warmup_steps=0, num_steps=1) == 2.0
-
-
-def test_gains_and_biases_do_not_decay() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    decayed, free = make_optimizer(model, lr=1.0, weight_decay=0.3).param_groups
-    assert (decayed["weight_decay"], [tuple(one.shape) for one in decayed["params"]]) == (0.3, [(3, 2)])
-    assert (free["weight_decay"], len(free["params"])) == (0.0, 3)

@@ -13,7 +13,7 @@ from train.data.prefetch import prefetch
 from train.data.video_captions import VideoCaptions
 from train.distributed.world import World
 from train.models.dual_encoder import DualEncoder
-from train.optimizer import make_optimizer
+from train.optim.optimizer import make_optimizer
 from train.settings import DualEncoderSettings
 from train.step import Step
 from train.tasks.dual_encoder import DualEncoderTask
@@ -37,8 +37,7 @@ class BatchLinks:
         torch.manual_seed(settings.seed)
         self._model: DualEncoder = task.build_model(samples).to(device)
         self._objective = task.build_objective(samples, World()).to(device)
-        trained = nn.ModuleList([self._model, self._objective])
-        self._optimizer = make_optimizer(trained, lr=settings.lr, weight_decay=settings.weight_decay)
+        self._optimizer = make_optimizer(self._model, self._objective, settings)
 
     def measure(self, samples: list[Sample], *, seconds: float) -> dict[str, Rate | None]:
         """The links for `seconds` each, on `samples` (repeated up to a batch); None where there is nothing to do."""
