@@ -5,6 +5,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from manifests.errors import UserError, run_command
+from manifests.whole_numbers import refuse_fractions
 from prep import advise_command, chunk_commands, latents_commands, retry_command, set_commands, text_commands
 from prep.manifest_commands import app as manifest_app
 
@@ -13,6 +14,7 @@ app = App(
     help="Turn long videos into training shards, once; again only what a change changes.",
     help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
     version_flags=["--version"],
+    config=refuse_fractions,
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
 )
 app.command(manifest_app)

@@ -7,7 +7,9 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from manifests.errors import FailedWork, UserError, run_command
+from manifests.errors import UserError, run_command
+from train.evaluation.cli import evaluate
+from manifests.whole_numbers import refuse_fractions
 from train.settings import DualEncoderSettings, add_files
 
 app = App(
@@ -17,9 +19,8 @@ app = App(
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
-    config=add_files,
+    config=[add_files, refuse_fractions],
 )
-evaluate = App(name="eval", help="Scores a trained run.")
 app.command(evaluate)
 
 
@@ -87,43 +88,6 @@ def bench(
         print_report(result)
 
 
-@evaluate.command
-def retrieval(
-    run: Path,
-    *,
-    shards: str | None = None,
-    split: str = "val",
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-) -> None:
-    """Text-video retrieval of a run: R@1, R@5, R@10 and median rank, both ways, beside chance.
-
-    Example:
-
-        train eval retrieval runs/first --shards data
-
-    Parameters
-    ----------
-    run
-        Folder that train dual-encoder --out made.
-    shards
-        Data folder or tars; as in training when left out.
-    split
-        Split to score.
-    as_json
-        Print one JSON object.
-    """
-    from train.commands import evaluate_retrieval
-    from train.report import describe_retrieval
-
-    result, num_failed = evaluate_retrieval(run, shards=shards, split=split)
-    if as_json:
-        print(json.dumps({name: value for name, value in result.items() if name != "examples"}))
-    else:
-        print(describe_retrieval(result))
-    if num_failed:
-        raise FailedWork(f"{num_failed} samples could not be decoded; see `failed` in {run}/evaluations")
-
-
 def main() -> None:
     """Entry point of the `train` program."""
     run_command(_call)
@@ -135,3 +99,7 @@ def _call() -> None:
     except CycloptsError as error:
         message = " ".join(str(error).split())
         raise UserError(message[:1].lower() + message[1:], hint="see train --help, or --help after a command") from None
+
+
+if __name__ == "__main__":
+    main()
