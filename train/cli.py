@@ -8,8 +8,8 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
-from train.evaluation.cli import evaluate
 from manifests.whole_numbers import refuse_fractions
+from train.evaluation.cli import evaluate
 from train.settings import DualEncoderSettings, add_files
 
 app = App(
