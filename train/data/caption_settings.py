@@ -13,7 +13,7 @@ class CaptionSettings:
     sources: str | None = None
     """Weights of sources, `human=1,*rephraser*=2`; others are left out. All alike when left out."""
     min_relevancy: float | None = None
-    """Show any sentence more relevant than this, by verb and nouns (EK-100 retrieval: 0.1); a clip's own if left out."""
+    """Show any sentence more relevant than this, by verb and nouns (0.1 for EK-100); a clip's own if left out."""
 
     def __post_init__(self) -> None:
         if self.sources is not None:

@@ -104,8 +104,8 @@ class TrainingSet(Protocol):
         """Endless batches in training order; TooManyFailures when more than `max_failures` samples failed."""
         ...
 
-    def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        """This rank's part of all samples, each once, in order; the last batch may be smaller, or empty."""
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+        """This rank's part of every `every`-th sample, each once, in order; the last batch may be smaller, or empty."""
         ...
 
     def load_state_dict(self, *states: LoaderState) -> None:
@@ -142,11 +142,11 @@ class Loader:
                 self.place = begin.after(num_common, num_own, **where)
                 yield filling.take(self.place)
 
-    def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        """This rank's part of all samples, each once, in order; the last batch may be smaller, or empty."""
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+        """This rank's part of every `every`-th sample, each once, in order; the last batch may be smaller, or empty."""
         settings = self._settings
         filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=None)
-        numbers = range(settings.rank, len(self._samples), settings.num_ranks)
+        numbers = range(settings.rank * every, len(self._samples), settings.num_ranks * every)
         visits: Iterator[list[Visit | None]] = ([Visit(number, number, None)] for number in numbers)
         for number, outcome in zip(numbers, self._outcomes(visits), strict=True):
             if filling.add(outcome):

@@ -36,7 +36,9 @@ class RelevantCaptions:
         _, self._caption_of_sentence = np.unique(sentence, return_index=True)
         self._own = sentence[own]
         self._min = min_relevancy
-        self._relevancy: Relevancy = relevancy_of_classes(_take(actions, own), _take(actions, self._caption_of_sentence))
+        self._relevancy: Relevancy = relevancy_of_classes(
+            _take(actions, own), _take(actions, self._caption_of_sentence)
+        )
 
     @property
     def num_sentences(self) -> int:

@@ -15,6 +15,7 @@ from shards.tars import TarBytes
 from train.data.batch import Sample
 from train.data.caption_choice import Sources, choose_sources
 from train.data.caption_settings import CaptionSettings
+from train.data.caption_texts import require_different
 from train.data.chunk_set import ChunkSet
 from train.data.chunk_table import rows_of
 from train.data.clip_captions import ClipCaptions, group_captions
@@ -255,14 +256,3 @@ class VideoCaptions:
 
     def _text_at(self, place: int) -> str:
         return str(self._texts[int(self._rows[place])].as_py())
-
-
-def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, split: str) -> None:
-    """Raises a UserError where the texts at `rows` are all the same."""
-    first = texts[int(rows[0])]
-    is_first = pc.equal(texts, first).to_numpy()
-    if is_first[rows].all():
-        raise UserError(
-            f"all {len(rows):,} captions of split {split!r} are {first.as_py()!r:.60}: there is nothing to tell apart",
-            hint="give prep manifest annotations with different captions",
-        )

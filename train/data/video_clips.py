@@ -64,9 +64,7 @@ class VideoClips:
             pictures = np.stack(rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px))
         return list(pictures)[:num_frames]
 
-    def load(
-        self, visits: Sequence[Visit], finish: Callable[[Visit, Clip], Sample]
-    ) -> list[Sample | FailedSample]:
+    def load(self, visits: Sequence[Visit], finish: Callable[[Visit, Clip], Sample]) -> list[Sample | FailedSample]:
         """Reads, decodes and crops clips, and lets `finish` make samples of them.
 
         A chunk that several of them show is decoded once.

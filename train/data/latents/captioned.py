@@ -1,17 +1,20 @@
-"""The training set of a dual encoder on latents: segments with the stored embedding of one of their captions."""
+"""The training set of a dual encoder on latents: segments with one of their captions, as tokens or as embedding."""
 
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from manifests.store import read_captions
+from train.data.caption_texts import CaptionTexts
 from train.data.latents.loader import LatentLoader
 from train.data.latents.records import FrameShape
 from train.data.latents.segment_set import Visits
 from train.data.latents.segments import times_us
+
+if TYPE_CHECKING:
+    from train.models.text import Tokenize
 
 _SPREAD = 2.0  # standard deviations on either side of grey
 
@@ -29,8 +32,20 @@ class CaptionedLatents(LatentLoader):
         seed: int,
         rank: int = 0,
         num_ranks: int = 1,
+        tokenize: "Tokenize | None" = None,
+        sources: str | None = None,
     ) -> None:
-        super().__init__(data_dir, split=split, segment=segment, batch=batch, seed=seed, rank=rank, num_ranks=num_ranks)
+        super().__init__(
+            data_dir,
+            split=split,
+            segment=segment,
+            batch=batch,
+            seed=seed,
+            rank=rank,
+            num_ranks=num_ranks,
+            tokenize=tokenize,
+            sources=sources,
+        )
         self._data_dir = data_dir
         self.split = split
 
@@ -50,17 +65,21 @@ class CaptionedLatents(LatentLoader):
         return self.samples.segments.num_frames
 
     @property
-    def text_width(self) -> int:
-        """Width of the stored embeddings."""
-        assert self.samples.text is not None  # asked for in __init__
-        return self.samples.text.width
+    def text_width(self) -> int | None:
+        """Width of the stored embeddings; None where captions come as tokens."""
+        return None if self.samples.text is None else self.samples.text.width
 
     def text(self, sample: int) -> str:
         """The words of the caption."""
         caption_id = self._visit(sample).caption_id
         assert caption_id is not None
-        # Captions are ordered by their ids, which are dense from 0 (manifests.schema).
-        return str(self._texts[int(caption_id[0])].as_py())
+        return self._texts.text(int(caption_id[0]))
+
+    def require_different_texts(self) -> None:
+        """Raises a UserError where all captions are the same text: there is nothing to tell apart."""
+        captions = self.samples.captions
+        assert captions is not None
+        self._texts.require_different(captions.caption_id, split=self.split)
 
     def key(self, sample: int) -> str:
         """The chunk."""
@@ -89,8 +108,8 @@ class CaptionedLatents(LatentLoader):
         return list((np.clip(colours / (2 * _SPREAD) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     @cached_property
-    def _texts(self) -> pa.ChunkedArray:
-        return read_captions(self._data_dir)["text"]
+    def _texts(self) -> CaptionTexts:
+        return CaptionTexts(self._data_dir)
 
     def _visit(self, sample: int) -> Visits:
         at = np.array([sample])

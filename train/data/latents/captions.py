@@ -1,19 +1,24 @@
 """Which captions a segment can be shown with: those of its video whose span overlaps it and that are embedded.
 
-Everything is arrays: a pair of segment and caption takes four bytes, a caption twelve, a segment eight.
+Captions may come with stored embeddings, and those without one are then left out, or as they are.
+
+Everything is arrays: a pair of segment and caption takes four bytes, a caption up to twelve, a segment eight; where a
+segment has captions of several sources, each source of each takes twelve more.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.store import open_captions
-from train.data.caption_choice import smallest
+from train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
 from train.data.chunk_table import rows_of
 from train.data.clips import US_PER_S
 from train.data.latents.records import LatentRecords
@@ -29,70 +34,126 @@ class SegmentCaptions:
 
     Attributes:
         segment: [S] numbers of the segments, ascending.
-        first_pair: [S + 1] where the captions of each begin in `pair_caption`.
-        pair_caption: [P] places in the two arrays below; within a segment the lowest id comes first.
-        caption_id, address: [C] the captions, ascending by id, and where their embeddings lie in the mapped tars.
+        choice: of a place in `pair_caption` for each of these segments.
+        pair_caption: [P] places in the two arrays below; within a segment source by source, then ascending by id.
+        caption_id, address: [C] the captions, and where their embeddings lie in the mapped tars (None: nowhere).
         num_captions: captions of the split in the manifest.
-        num_not_embedded: those of them that the text column does not have.
-        num_not_shown: embedded captions that overlap no segment.
+        num_other_sources: those of them whose source is left out.
+        num_not_embedded: those of the others that the text column does not have.
+        num_not_shown: captions left that overlap no segment.
     """
 
     segment: NDArray[np.int64]
-    first_pair: NDArray[np.int64]
+    choice: CaptionChoice
     pair_caption: NDArray[np.int32]
     caption_id: NDArray[np.int64]
-    address: NDArray[np.int64]
+    address: NDArray[np.int64] | None
+    sources: Sources
     num_captions: int
+    num_other_sources: int
     num_not_embedded: int
     num_not_shown: int
 
 
 def pair_captions(
-    data_dir: Path, *, records: LatentRecords, segments: Segments, text: TextRows, video_ids: pa.Array
+    data_dir: Path,
+    *,
+    records: LatentRecords,
+    segments: Segments,
+    text: TextRows | None,
+    video_ids: pa.Array,
+    wanted_sources: str | None,
 ) -> SegmentCaptions:
     """Reads the captions of the videos `video_ids` and finds the segments of each.
 
+    Args:
+        text: the stored embeddings, or None where captions need none.
+        wanted_sources: see `choose_sources`.
+
     Raises:
-        UserError: the text column has a caption under another video than the manifest.
+        UserError: the text column has a caption under another video than the manifest, or there is no such source.
     """
     span = _Spans(records, segments)
     none = np.empty(0, np.int64)
-    parts: list[dict[str, NDArray[np.int64]]] = [{"id": none, "address": none, "first": none, "last": none}]
-    num_captions = num_embedded = 0
-    for caption_id, video_row, begin_s, end_s in _captions(data_dir, video_ids):
-        row_of_text = find_embedded(caption_id, text, video_row=video_row, video_ids=video_ids)
-        embedded = row_of_text >= 0
-        first, last = span.overlapped(video_row=video_row, begin_s=begin_s, end_s=end_s)
+    parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "address", "source", "first", "last"), none)]
+    names: list[str] = []
+    num_read, num_embedded = [none], [none]  # by source
+    for block in _captions(data_dir, video_ids, names):
+        address, embedded = none, np.ones(len(block.caption_id), bool)
+        first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
+        if text is not None:
+            row_of_text = find_embedded(block.caption_id, text, video_row=block.video_row, video_ids=video_ids)
+            embedded = row_of_text >= 0
         used = embedded & (last > first)
-        address = text.address[row_of_text[used]]
-        parts.append({"id": caption_id[used], "address": address, "first": first[used], "last": last[used]})
-        num_captions += len(caption_id)
-        num_embedded += int(embedded.sum())
+        if text is not None:
+            address = text.address[row_of_text[used]]
+        parts.append(
+            {
+                "id": block.caption_id[used],
+                "address": address,
+                "source": block.source[used],
+                "first": first[used],
+                "last": last[used],
+            }
+        )
+        num_read.append(block.source)
+        num_embedded.append(block.source[embedded])
+    sources = choose_sources(names, wanted=wanted_sources)
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
-    counts, pair_caption = _pairs(joined["first"], joined["last"], num_segments=len(segments))
+    rank = sources.rank[joined["source"]]
+    # Ascending places of captions are then ascending ids, source by source.
+    order = np.lexsort((joined["id"], rank))
+    order = order[rank[order] >= 0]
+    counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
     segment = np.flatnonzero(counts)
+    choice = caption_choice(
+        np.repeat(np.arange(len(segment)), counts[segment]),
+        rank[order][pair_caption],
+        num_clips=len(segment),
+        weights=sources.weights,
+    )
+    is_wanted = sources.rank >= 0
+    num_captions, num_of_wanted, num_left = (
+        sum(int(keep[part].sum()) for part in which)
+        for keep, which in ((np.ones_like(is_wanted), num_read), (is_wanted, num_read), (is_wanted, num_embedded))
+    )
     return SegmentCaptions(
         segment=smallest(segment),
-        first_pair=smallest(np.concatenate([[0], np.cumsum(counts[segment])])),
+        choice=choice,
         pair_caption=pair_caption,
-        caption_id=smallest(joined["id"]),
-        address=joined["address"],
+        caption_id=smallest(joined["id"][order]),
+        address=None if text is None else joined["address"][order],
+        sources=sources,
         num_captions=num_captions,
-        num_not_embedded=num_captions - num_embedded,
-        num_not_shown=num_embedded - len(joined["id"]),
+        num_other_sources=num_captions - num_of_wanted,
+        num_not_embedded=num_of_wanted - num_left,
+        num_not_shown=num_left - len(order),
     )
 
 
-def _captions(
-    data_dir: Path, video_ids: pa.Array
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]]:
-    """Id, row of the video, begin and end of the captions of `video_ids`, in blocks, ascending by id."""
+@dataclass(frozen=True)
+class _Block:
+    caption_id: NDArray[np.int64]
+    video_row: NDArray[np.int64]
+    begin_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    source: NDArray[np.int16]  # place in the names found so far
+
+
+def _captions(data_dir: Path, video_ids: pa.Array, names: list[str]) -> Iterator[_Block]:
+    """The captions of `video_ids` in blocks, ascending by id; names of sources are added to `names`."""
+    columns = ["caption_id", "video_id", "begin_s", "end_s", "source"]
     with open_captions(data_dir) as file:
-        for batch in file.iter_batches(_BLOCK, columns=["caption_id", "video_id", "begin_s", "end_s"]):
+        for batch in file.iter_batches(_BLOCK, columns=columns):
             video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
             rows = np.flatnonzero(video_row >= 0)
+            coded = pc.dictionary_encode(batch["source"].take(pa.array(rows)))
+            for name in coded.dictionary.to_pylist():
+                if name not in names:
+                    names.append(name)
+            code = np.array([names.index(name) for name in coded.dictionary.to_pylist()], np.int16)
             caption_id, begin_s, end_s = (batch[name].to_numpy()[rows] for name in ("caption_id", "begin_s", "end_s"))
-            yield caption_id, video_row[rows], begin_s, end_s
+            yield _Block(caption_id, video_row[rows], begin_s, end_s, code[coded.indices.to_numpy()])
 
 
 def find_embedded(

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from train.data.batch import Batch
+from train.data.caption_texts import CaptionTexts
 from train.data.latents.keys import Keys
 from train.data.latents.segment_set import SegmentSet, Visits
 
 if TYPE_CHECKING:
     import torch
+
+    from train.models.text import Tokenize
 
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -41,10 +46,11 @@ class Gather:
     Args:
         batch: samples of the largest batch.
         depth: buffers; a batch is overwritten by the `depth`-th after it. None gives every batch new ones.
+        words: of captions that have no stored embeddings.
     """
 
-    def __init__(self, samples: SegmentSet, *, batch: int, depth: int | None) -> None:
-        self._samples = samples
+    def __init__(self, samples: SegmentSet, *, batch: int, depth: int | None, words: "Words | None" = None) -> None:
+        self._samples, self._words = samples, words
         self._row_bytes = samples.segment_bytes
         self._text_bytes = 0 if samples.text is None else samples.text.row_bytes
         self._pads = samples.segments.tails == "pad"
@@ -75,11 +81,15 @@ class Gather:
             input="latents",
             position=visits.position[begin:end],
             key=Keys(of.chunk[begin:end], self._samples),
+            clip_id=visits.clip_id[begin:end],
             latents=latents,
         )
-        if text is not None and of.text_address is not None and visits.caption_id is not None:
-            _copy(of.text_address[begin:end].tolist(), buffers.text_at, self._text_bytes)
+        if visits.caption_id is not None:
             batch["caption_id"] = visits.caption_id[begin:end]
+            if self._words is not None:
+                batch["tokens"] = self._words.tokens(batch["caption_id"])
+        if text is not None and of.text_address is not None:
+            _copy(of.text_address[begin:end].tolist(), buffers.text_at, self._text_bytes)
             batch["text"] = text
         if visits.num_frames is not None:
             batch["num_frames"] = visits.num_frames[begin:end]
@@ -107,6 +117,19 @@ class Gather:
         return Buffers(latents, embeddings, latents.data_ptr(), embeddings.data_ptr())
 
 
+class Words:
+    """Captions as tokens, from their ids."""
+
+    def __init__(self, texts: CaptionTexts, tokenize: "Tokenize") -> None:
+        self._texts, self._tokenize = texts, tokenize
+
+    def tokens(self, caption_id: "torch.Tensor") -> "torch.Tensor":
+        """int64 [B, L]."""
+        import torch
+
+        return torch.from_numpy(np.stack([self._tokenize(self._texts.text(one)) for one in caption_id.tolist()]))
+
+
 class VisitBlock:
     """Visits as tensors where a batch has them; a batch's tensors are slices of these, which nothing overwrites."""
 
@@ -115,6 +138,7 @@ class VisitBlock:
 
         self.visits = visits
         self.position = torch.from_numpy(visits.position)
+        self.clip_id = torch.from_numpy(visits.sample)
         self.caption_id = None if visits.caption_id is None else torch.from_numpy(visits.caption_id)
         self.num_frames = torch.from_numpy(visits.num_frames) if pads else None
 

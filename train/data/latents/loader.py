@@ -2,18 +2,23 @@
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from train.data.caption_texts import CaptionTexts
 from train.data.filling import LoadedBatch
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
-from train.data.latents.gather import Gather, VisitBlock
-from train.data.latents.segment_set import SegmentSet
+from train.data.latents.gather import Gather, VisitBlock, Words
+from train.data.latents.segment_set import Captions, SegmentSet
 from train.data.latents.segments import Tails
 from train.data.order import SampleOrder
 from train.data.place import LoaderState, Place, resumed
+
+if TYPE_CHECKING:
+    from train.models.text import Tokenize
 
 # Visits are worked out this many at a time; the first blocks are small, so that the first batch does not wait.
 _BLOCK = 1 << 14
@@ -34,7 +39,9 @@ class LatentLoader:
         segment: length of a segment in seconds, a whole number of frames.
         batch: samples of this rank's batch.
         seed: of order and captions.
-        text: whether samples have embeddings; segments without an embedded caption are then left out.
+        text: whether samples have captions; segments without one are then left out.
+        tokenize: captions come as its tokens; without it as stored embeddings, and those without one are left out.
+        sources: weights of captions' sources (train.data.caption_settings).
         tails: what becomes of the frames after the last full segment of a chunk: "drop", or "pad" with zeros
             (batches then say `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.
@@ -61,6 +68,8 @@ class LatentLoader:
         rank: int = 0,
         num_ranks: int = 1,
         text: bool = True,
+        tokenize: "Tokenize | None" = None,
+        sources: str | None = None,
         tails: Tails = "drop",
         depth: int = 2,
         copy: bool = False,
@@ -68,10 +77,14 @@ class LatentLoader:
     ) -> None:
         if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
             raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
-        self.samples = SegmentSet(data_dir, split=split, segment=segment, text=text, tails=tails)
+        captions: Captions = "none" if not text else "stored" if tokenize is None else "words"
+        self.samples = SegmentSet(
+            data_dir, split=split, segment=segment, captions=captions, tails=tails, wanted_sources=sources
+        )
+        words = Words(CaptionTexts(data_dir), tokenize) if text and tokenize is not None else None
         self._batch, self._seed, self._rank, self._num_ranks = batch, seed, rank, num_ranks
         self._order = SampleOrder(len(self.samples), seed)
-        self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth)
+        self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth, words=words)
         self._checksums = Checksums(self.samples) if verify else None
         self.place = Place(0)
 
@@ -83,6 +96,17 @@ class LatentLoader:
     def num_samples(self) -> int:
         """As `len`."""
         return len(self)
+
+    @property
+    def num_clips(self) -> int:
+        """Ids of clips are from 0 to below this."""
+        return len(self)
+
+    @property
+    def num_caption_ids(self) -> int:
+        """Ids of captions are from 0 to below this; 0 in a set without."""
+        captions = self.samples.captions
+        return 0 if captions is None else int(captions.caption_id.max()) + 1
 
     @property
     def fingerprint(self) -> str:
@@ -113,13 +137,13 @@ class LatentLoader:
             self.place = place
             yield LoadedBatch(batch, failed, place)
 
-    def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        """This rank's part of all samples, each once, in order; ranks differ by one sample at most.
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+        """This rank's part of every `every`-th sample, each once, in order; ranks differ by one sample at most.
 
         The last batch may be smaller, or empty where all that was left has failed.
         """
-        for batch, failed, num_taken in self._filled(self._evaluation_blocks(), max_failures=None):
-            yield LoadedBatch(batch, failed, Place(min(num_taken * self._num_ranks, len(self))))
+        for batch, failed, num_taken in self._filled(self._evaluation_blocks(every), max_failures=None):
+            yield LoadedBatch(batch, failed, Place(min(num_taken * self._num_ranks * every, len(self))))
 
     def state_dict(self) -> LoaderState:
         """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""
@@ -153,10 +177,11 @@ class LatentLoader:
             begin += count
             num_batches = min(num_batches * _GROWTH, largest)
 
-    def _evaluation_blocks(self) -> Iterator[VisitBlock]:
-        count = max(_BLOCK // self._batch, 1) * self._batch * self._num_ranks
+    def _evaluation_blocks(self, every: int) -> Iterator[VisitBlock]:
+        step = self._num_ranks * every
+        count = max(_BLOCK // self._batch, 1) * self._batch * step
         for begin in range(0, len(self), count):
-            samples = np.arange(begin + self._rank, min(begin + count, len(self)), self._num_ranks)
+            samples = np.arange(begin + self._rank * every, min(begin + count, len(self)), step)
             yield self._block(samples, samples, seed=None)
 
     def _block(self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None) -> VisitBlock:

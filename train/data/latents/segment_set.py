@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +21,10 @@ from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.records import LatentRecords, key_of, read_records
 from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
-from train.data.latents.text_rows import TextMembers, read_text_rows
-from train.data.order import mix
+from train.data.latents.text_rows import TextMembers, TextRows, read_text_rows
+
+# Segments alone, with embeddings that prep text made, or with the captions' words.
+Captions = Literal["none", "stored", "words"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,16 @@ class Visits:
     """Samples to be shown, one entry of each array a visit.
 
     Attributes:
+        sample: number in the set: the clip_id.
         position: in the endless order.
         chunk: place in the records.
         address: where the latents begin in the mapped tars.
         num_frames: how many frames there are; fewer than a segment's for a tail.
-        caption_id, text_address: of the caption, and where its embedding begins; None in a set without text.
+        caption_id: of the caption; None in a set without.
+        text_address: where its embedding begins; None where none are stored.
     """
 
+    sample: NDArray[np.int64]
     position: NDArray[np.int64]
     chunk: NDArray[np.int64]
     address: NDArray[np.int64]
@@ -71,13 +76,22 @@ class SegmentSet:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
     """
 
-    def __init__(self, data_dir: Path, *, split: str, segment: str, text: bool, tails: Tails) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        split: str,
+        segment: str,
+        captions: Captions,
+        tails: Tails,
+        wanted_sources: str | None = None,
+    ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
         self.video_ids: pa.Array = videos_of_split(data_dir, split)
         self._latents = Variant.open(data_dir, column="latents")
-        self._text_variant = Variant.open(data_dir, column="text") if text else None
+        self._text_variant = Variant.open(data_dir, column="text") if captions == "stored" else None
         self._stale = self._other_video_variant(data_dir)
         latent_shards = self._latents.shards()
         text_shards = self._text_variant.shards() if self._text_variant else []
@@ -97,8 +111,8 @@ class SegmentSet:
         self.segments: Segments = cut(records, num_frames=num_frames, tails=tails)
         self.text: TextMembers | None = None
         self.captions: SegmentCaptions | None = None
-        if self._text_variant:
-            self._add_text(data_dir, starts[len(latent_shards) :])
+        if captions != "none":
+            self._add_captions(data_dir, starts[len(latent_shards) :], wanted_sources=wanted_sources)
         # Arrow would keep what the indexes and captions took while they were read.
         pa.default_memory_pool().release_unused()
         if not len(self):
@@ -140,6 +154,7 @@ class SegmentSet:
         if captions is not None:
             counts = {
                 f"{len(segments) - len(self):,} segments without captions left out": len(segments) - len(self),
+                f"{captions.num_other_sources:,} captions of other sources left out": captions.num_other_sources,
                 f"{captions.num_not_embedded:,} captions without embedding": captions.num_not_embedded,
                 f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,
             }
@@ -160,7 +175,8 @@ class SegmentSet:
         arrays: list[NDArray[Any]] = [self.records.video_row, self.records.start_ms, self.segments.first]
         if self.captions is not None:
             captions = self.captions
-            arrays += [captions.segment, captions.first_pair, captions.pair_caption, captions.caption_id]
+            digest.update(f"{captions.sources.names} {captions.sources.weights.tolist()}".encode())
+            arrays += [captions.segment, captions.choice.first_place, captions.pair_caption, captions.caption_id]
         for array in arrays:
             digest.update(f"{self.segments.num_frames} {array.dtype} {len(array)}\n".encode())
             digest.update(np.ascontiguousarray(array).data)
@@ -174,13 +190,13 @@ class SegmentSet:
         frame = (segment - self.segments.first[chunk]) * self.segments.num_frames
         caption_id = text_address = None
         if captions is not None:
-            place = captions.first_pair[samples].astype(np.int64)
-            if seed is not None:
-                place += _draw(captions.first_pair[samples + 1] - place, position=position, seed=seed)
+            choice = captions.choice
+            place = choice.first(samples) if seed is None else choice.draw(samples, position=position, seed=seed)
             caption = captions.pair_caption[place]
             caption_id = captions.caption_id[caption].astype(np.int64)
-            text_address = captions.address[caption]
+            text_address = None if captions.address is None else captions.address[caption]
         return Visits(
+            sample=samples.astype(np.int64),
             position=position,
             chunk=chunk,
             address=self.records.array_address[chunk] + frame * self.records.shape.frame_bytes,
@@ -189,16 +205,22 @@ class SegmentSet:
             text_address=text_address,
         )
 
-    def _add_text(self, data_dir: Path, starts: NDArray[np.int64]) -> None:
-        assert self._text_variant is not None
-        shards = self._text_variant.shards()
-        if not shards:
-            raise self._nothing_of(self._text_variant, data_dir)
-        self.text, rows = read_text_rows(shards, starts=starts, video_ids=self.video_ids)
-        if not (self.text.video_row >= 0).any():
-            raise self._nothing_of(self._text_variant, data_dir)
+    def _add_captions(self, data_dir: Path, starts: NDArray[np.int64], *, wanted_sources: str | None) -> None:
+        rows: TextRows | None = None
+        if self._text_variant:
+            shards = self._text_variant.shards()
+            if not shards:
+                raise self._nothing_of(self._text_variant, data_dir)
+            self.text, rows = read_text_rows(shards, starts=starts, video_ids=self.video_ids)
+            if not (self.text.video_row >= 0).any():
+                raise self._nothing_of(self._text_variant, data_dir)
         self.captions = pair_captions(
-            data_dir, records=self.records, segments=self.segments, text=rows, video_ids=self.video_ids
+            data_dir,
+            records=self.records,
+            segments=self.segments,
+            text=rows,
+            video_ids=self.video_ids,
+            wanted_sources=wanted_sources,
         )
 
     def _nothing_of(self, variant: Variant, data_dir: Path) -> UserError:
@@ -228,10 +250,3 @@ class SegmentSet:
         if made_of is None or current is None or made_of == current:
             return ""
         return f"made of the chunks of {made_of}, and {current} is the current variant"
-
-
-def _draw(counts: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """A number below each of `counts`: a pure function of (seed, position)."""
-    digest = hashlib.blake2b(f"caption/{seed}".encode(), digest_size=8).digest()
-    hashes = mix(position.astype(np.uint64) + np.frombuffer(digest, "<u8"))
-    return ((hashes >> np.uint64(32)) * counts.astype(np.uint64) >> np.uint64(32)).astype(np.int64)

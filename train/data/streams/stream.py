@@ -115,8 +115,8 @@ class VideoStream:
                 self.place = begin.after(num_common, num_own, rank=loading.rank, num_ranks=loading.num_ranks)
                 yield filling.take(self.place)
 
-    def evaluation_batches(self) -> Iterator[LoadedBatch]:
-        """This rank's part of all clips, each once, in the order of the tars; the last batch may be smaller.
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+        """This rank's part of every `every`-th clip, once, in the order of the tars; the last batch may be smaller.
 
         Raises:
             UserError: the tars hold no clips.
@@ -124,7 +124,7 @@ class VideoStream:
         loading = self._loading
         filling = BatchFilling(loading.batch, pin=loading.pin, max_failures=None)
         position = 0
-        for work, outcome in self._outcomes(self._evaluation_work()):
+        for work, outcome in self._outcomes(self._evaluation_work(every)):
             position = work.position + 1
             if isinstance(work.item, StreamedClip):
                 # Without the file: what an evaluation shows of a clip is its caption.
@@ -186,10 +186,10 @@ class VideoStream:
             num_passed = (next_wanted - position) // num_items
             epoch, position = epoch + 1 + num_passed, position + num_passed * num_items
 
-    def _evaluation_work(self) -> Iterator[_Work]:
+    def _evaluation_work(self, every: int) -> Iterator[_Work]:
         loading, num_items = self._loading, 0
         for item in self._items(self._tars):
-            if num_items % loading.num_ranks == loading.rank:
+            if num_items % every == 0 and num_items // every % loading.num_ranks == loading.rank:
                 yield _Work(num_items, item, None)
             num_items += 1
         self._require(num_items, at_least=1)
