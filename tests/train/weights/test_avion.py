@@ -1,0 +1,290 @@
+"""Weights of AVION and LaViLa, synthesised under their names, against forward passes written down here.
+
+The towers below are spelled out with torch's functions alone; names, shapes, activations and eps are those of the
+published code.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from manifests.errors import UserError
+from tests.train.weights import small
+from tests.train.weights.small import our_model, quiet, tokens
+from train.weights.avion_format import MISTYPED_MEAN
+from train.weights.loading import load_weights
+from train.weights.settings import Init
+from train.weights.sources import Source, open_weights
+
+NUM_FRAMES = 4
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a project calls the parts of a block."""
+
+    qkv_weight: str = "attn.in_proj_weight"
+    qkv_bias: str = "attn.in_proj_bias"
+    out: str = "attn.out_proj"
+    fc1: str = "mlp.c_fc"
+    fc2: str = "mlp.c_proj"
+    ln_1: str = "ln_1"
+    ln_2: str = "ln_2"
+
+
+PLAIN = Names()
+FLASH = Names(qkv_weight="attn.Wqkv.weight", qkv_bias="attn.Wqkv.bias", fc1="mlp.fc1", fc2="mlp.fc2")
+TIMM = Names("attn.qkv.weight", "attn.qkv.bias", "attn.proj", "mlp.fc1", "mlp.fc2", "norm1", "norm2")
+
+
+def random_block(prefix: str, width: int, names: Names) -> dict[str, tuple[int, ...]]:
+    """Shapes of a block's tensors."""
+    shapes: dict[str, tuple[int, ...]] = {names.qkv_weight: (3 * width, width), names.qkv_bias: (3 * width,)}
+    for name, (rows, columns) in {
+        names.out: (width, width),
+        names.fc1: (4 * width, width),
+        names.fc2: (width, 4 * width),
+    }.items():
+        shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    for name in (names.ln_1, names.ln_2):
+        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+    width = small.TEXT_WIDTH
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embedding.weight": (small.VOCABULARY, width),
+        "positional_embedding": (small.CONTEXT, width),
+        "ln_final.weight": (width,),
+        "ln_final.bias": (width,),
+        "text_projection": (width, small.EMBEDDING),
+    }
+    for number in range(small.DEPTH):
+        shapes |= random_block(f"transformer.resblocks.{number}", width, PLAIN)
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
+
+
+def filled(shapes: dict[str, tuple[int, ...]]) -> State:
+    generator = torch.Generator().manual_seed(3)
+    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def avion_state(names: Names, *, is_conv_a_matrix: bool, num_frames: int = NUM_FRAMES) -> State:
+    """A state dict as `CLIP_VITB16(num_frames=4, ...)` has it, small."""
+    width = small.WIDTH
+    shapes: dict[str, tuple[int, ...]] = {
+        "visual.class_embedding": (width,),
+        "visual.positional_embedding": (1 + (small.IMAGE_PX // small.PATCH_PX) ** 2, width),
+        "visual.conv1.weight": (width, 3, small.PATCH_PX, small.PATCH_PX),
+        "visual.image_projection": (width, small.EMBEDDING),
+        "logit_scale": (),
+    }
+    if num_frames > 1:
+        shapes["visual.temporal_embedding"] = (num_frames, width)
+    for name in ("ln_pre", "ln_post"):
+        shapes |= {f"visual.{name}.weight": (width,), f"visual.{name}.bias": (width,)}
+    for number in range(small.DEPTH):
+        shapes |= random_block(f"visual.transformer.resblocks.{number}", width, names)
+    state = filled(shapes | text_shapes("textual."))
+    if is_conv_a_matrix:
+        state["visual.conv1.weight"] = state["visual.conv1.weight"].flatten(1)
+    return state
+
+
+def block(
+    x_BLD: torch.Tensor, state: State, prefix: str, names: Names, *, heads: int, act: Any, eps: float, mask: Any
+) -> Any:
+    """A pre-norm block, step by step."""
+
+    def get(name: str) -> torch.Tensor:
+        return state[f"{prefix}.{name}"]
+
+    b, n, d = x_BLD.shape
+    normed = functional.layer_norm(x_BLD, (d,), get(f"{names.ln_1}.weight"), get(f"{names.ln_1}.bias"), eps)
+    q, k, v = (normed @ get(names.qkv_weight).T + get(names.qkv_bias)).chunk(3, dim=-1)
+    q, k, v = (one.reshape(b, n, heads, d // heads).transpose(1, 2) for one in (q, k, v))
+    scores = q @ k.transpose(2, 3) / (d // heads) ** 0.5
+    mixed = ((scores + mask).softmax(-1) @ v).transpose(1, 2).reshape(b, n, d)
+    x_BLD = x_BLD + mixed @ get(f"{names.out}.weight").T + get(f"{names.out}.bias")
+    normed = functional.layer_norm(x_BLD, (d,), get(f"{names.ln_2}.weight"), get(f"{names.ln_2}.bias"), eps)
+    inner = act(normed @ get(f"{names.fc1}.weight").T + get(f"{names.fc1}.bias"))
+    return x_BLD + inner @ get(f"{names.fc2}.weight").T + get(f"{names.fc2}.bias")
+
+
+def avion_video(clips_BCTHW: torch.Tensor, state: State, names: Names) -> torch.Tensor:
+    """AVION's encode_image: GELU, eps 1e-6, tokens of all frames in one row, temporal embedding repeated a frame."""
+    state = {name.removeprefix("visual."): tensor for name, tensor in state.items()}
+    kernel = state["conv1.weight"].reshape(small.WIDTH, 3, small.PATCH_PX, small.PATCH_PX)
+    frames = [
+        functional.conv2d(clips_BCTHW[:, :, t], kernel, stride=small.PATCH_PX).flatten(2).transpose(1, 2)
+        for t in range(clips_BCTHW.shape[2])
+    ]
+    positions = state["positional_embedding"]
+    rows = [frame + positions[1:] + state["temporal_embedding"][t] for t, frame in enumerate(frames)]
+    first = (state["class_embedding"] + positions[0]).expand(len(clips_BCTHW), 1, -1)
+    x = torch.cat([first, *rows], dim=1)
+    x = functional.layer_norm(x, x.shape[-1:], state["ln_pre.weight"], state["ln_pre.bias"], 1e-6)
+    for number in range(small.DEPTH):
+        prefix = f"transformer.resblocks.{number}"
+        x = block(x, state, prefix, names, heads=small.HEADS, act=functional.gelu, eps=1e-6, mask=0.0)
+    x = functional.layer_norm(x[:, 0], x.shape[-1:], state["ln_post.weight"], state["ln_post.bias"], 1e-6)
+    return x @ state["image_projection"]
+
+
+def text_features(ids_BL: torch.Tensor, state: State, prefix: str, act: Any) -> torch.Tensor:
+    """CLIP's text tower, eps 1e-5."""
+    state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    x = state["token_embedding.weight"][ids_BL] + state["positional_embedding"]
+    mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1).to(x.dtype)
+    for number in range(small.DEPTH):
+        name = f"transformer.resblocks.{number}"
+        x = block(x, state, name, PLAIN, heads=small.TEXT_HEADS, act=act, eps=1e-5, mask=mask)
+    x = functional.layer_norm(x, x.shape[-1:], state["ln_final.weight"], state["ln_final.bias"], 1e-5)
+    return x[torch.arange(len(x)), ids_BL.argmax(1)] @ state["text_projection"]
+
+
+def double(state: State) -> State:
+    return {name: tensor.double() for name, tensor in state.items()}
+
+
+def clips(num_frames: int) -> torch.Tensor:
+    shape = (2, 3, num_frames, small.IMAGE_PX, small.IMAGE_PX)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def training_checkpoint(state: State) -> dict[str, Any]:
+    """What AVION's and LaViLa's scripts save: DDP's prefixes, a Namespace of arguments and a score of NumPy."""
+    return {
+        "epoch": 5,
+        "state_dict": {f"module.{name}": tensor for name, tensor in state.items()},
+        "optimizer": {"state": {}, "param_groups": [{"lr": 3e-5}]},
+        "scaler": {"scale": 65536.0},
+        "best_acc1": np.float64(33.2),
+        "args": Namespace(model="CLIP_VITB16", clip_length=4, output_dir="exp", lr=3e-5),
+    }
+
+
+def opened(path: Path, **settings: Any) -> Source:
+    source = open_weights(Init(weights=str(path), **settings), say=quiet)
+    assert source is not None
+    return source
+
+
+@pytest.mark.parametrize(("names", "is_conv_a_matrix"), [(PLAIN, False), (FLASH, False), (FLASH, True)])
+def test_our_towers_compute_what_avions_do(tmp_path: Path, names: Names, is_conv_a_matrix: bool) -> None:
+    state = avion_state(names, is_conv_a_matrix=is_conv_a_matrix)
+    torch.save(training_checkpoint(state), tmp_path / "checkpoint_best.pt")
+    source = opened(tmp_path / "checkpoint_best.pt")
+    facts = source.facts
+    assert (facts.activation, facts.video_eps, facts.text_eps) == ("gelu", 1e-6, 1e-5)
+    ours = our_model(activation="gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
+    loaded = load_weights(ours, source, say=quiet)
+    assert loaded.fitted.changes == () and loaded.logit_scale == pytest.approx(state["logit_scale"].item())
+    ours = ours.double()
+    assert ours.text is not None
+    wanted = avion_video(clips(NUM_FRAMES), double(state), names)
+    torch.testing.assert_close(ours.video(clips(NUM_FRAMES)), wanted, atol=1e-9, rtol=0)
+    text = text_features(tokens(), double(state), "textual.", functional.gelu)
+    torch.testing.assert_close(ours.text(tokens()), text, atol=1e-9, rtol=0)
+
+
+def test_projections_beside_the_towers_are_found_too(tmp_path: Path) -> None:
+    state = avion_state(PLAIN, is_conv_a_matrix=False)
+    state["image_projection"] = state.pop("visual.image_projection")
+    state["text_projection"] = state.pop("textual.text_projection")
+    torch.save(state, tmp_path / "w.pt")
+    assert load_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "w.pt"), say=quiet).fitted.changes == ()
+
+
+def test_more_frames_interpolate_the_temporal_embedding(tmp_path: Path) -> None:
+    state = avion_state(FLASH, is_conv_a_matrix=False)
+    torch.save(state, tmp_path / "w.pt")
+    ours = our_model(num_frames=16)
+    loaded = load_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
+    (change,) = loaded.fitted.changes
+    assert (change.kind, change.old, change.new) == ("resized", (4, small.WIDTH), (16, small.WIDTH))
+    # What AVION's inflate_positional_embeds does: bilinear over (T, D), D unchanged.
+    old = state["visual.temporal_embedding"]
+    wanted = functional.interpolate(old[None, None], size=(16, small.WIDTH), mode="bilinear")[0, 0]
+    torch.testing.assert_close(ours.video.temporal_embedding.data, wanted)
+
+
+def test_the_mistyped_red_mean_is_part_of_the_weights(tmp_path: Path) -> None:
+    torch.save(avion_state(PLAIN, is_conv_a_matrix=False), tmp_path / "w.pt")
+    facts = opened(tmp_path / "w.pt").facts
+    assert facts.mean == MISTYPED_MEAN
+    assert facts.mean[0] * 255 == pytest.approx(108.3272985) and facts.mean[1] * 255 == pytest.approx(116.7460125)
+    assert facts.std is not None and facts.std[0] * 255 == pytest.approx(68.5005327)
+    assert "108.33" in facts.remarks[0] and "GELU" in facts.remarks[0]
+
+
+def lavila_state() -> State:
+    """A state dict as `CLIP_OPENAI_TIMESFORMER_BASE(num_frames=4)` has it, small."""
+    width = small.WIDTH
+    shapes: dict[str, tuple[int, ...]] = {
+        "visual.cls_token": (1, 1, width),
+        "visual.pos_embed": (1, 1 + (small.IMAGE_PX // small.PATCH_PX) ** 2, width),
+        "visual.temporal_embed": (1, NUM_FRAMES, width),
+        "visual.patch_embed.proj.weight": (width, 3, small.PATCH_PX, small.PATCH_PX),
+        "image_projection": (width, small.EMBEDDING),
+        "logit_scale": (),
+    }
+    for name in ("ln_pre", "norm"):
+        shapes |= {f"visual.{name}.weight": (width,), f"visual.{name}.bias": (width,)}
+    for number in range(small.DEPTH):
+        prefix = f"visual.blocks.{number}"
+        shapes |= random_block(prefix, width, TIMM)
+        shapes |= {f"{prefix}.norm3.weight": (width,), f"{prefix}.norm3.bias": (width,)}
+        shapes |= {f"{prefix}.timeattn.qkv.weight": (3 * width, width), f"{prefix}.timeattn.qkv.bias": (3 * width,)}
+        shapes |= {f"{prefix}.timeattn.proj.weight": (width, width), f"{prefix}.timeattn.proj.bias": (width,)}
+    return filled(shapes | text_shapes(""))
+
+
+def test_lavilas_time_attention_has_no_place_and_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    torch.save(training_checkpoint(lavila_state()), tmp_path / "clip.pt")
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"12 left over \(visual.blocks.0.norm3.weight"):
+        load_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "clip.pt"), say=said.append)
+    assert any("visual.blocks.*.timeattn.qkv.weight (2 tensors)" in line and "UNEXPECTED" in line for line in said)
+
+
+def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path) -> None:
+    state = lavila_state()
+    torch.save(training_checkpoint(state), tmp_path / "clip.pt")
+    source = opened(tmp_path / "clip.pt")
+    assert (source.facts.activation, source.facts.video_eps, source.facts.mean) == ("quick_gelu", 1e-6, MISTYPED_MEAN)
+    allow = ("visual.blocks.*.timeattn.*", "visual.blocks.*.norm3.*")
+    ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
+    loaded = load_weights(ours, source, allow=allow, say=quiet)
+    assert {change.why.split()[0] for change in loaded.fitted.changes} == {"allowed"}
+    ours = ours.double()
+    assert ours.text is not None
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+    torch.testing.assert_close(ours.text(tokens()), text_features(tokens(), double(state), "", act), atol=1e-9, rtol=0)
+    # Of one frame, and with a time attention that adds nothing, TimeSformer is an image tower.
+    one = double(state)
+    x = functional.conv2d(clips(1)[:, :, 0], one["visual.patch_embed.proj.weight"], stride=small.PATCH_PX)
+    x = torch.cat([one["visual.cls_token"].expand(2, 1, -1), x.flatten(2).transpose(1, 2)], dim=1)
+    x = x + one["visual.pos_embed"]
+    x = torch.cat([x[:, :1], x[:, 1:] + one["visual.temporal_embed"][:, :1]], dim=1)
+    x = functional.layer_norm(x, x.shape[-1:], one["visual.ln_pre.weight"], one["visual.ln_pre.bias"], 1e-6)
+    for number in range(small.DEPTH):
+        x = block(x, one, f"visual.blocks.{number}", TIMM, heads=small.HEADS, act=act, eps=1e-6, mask=0.0)
+    x = functional.layer_norm(x[:, 0], x.shape[-1:], one["visual.norm.weight"], one["visual.norm.bias"], 1e-6)
+    single = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=1)
+    load_weights(single, source, allow=allow, say=quiet)
+    single = single.double()
+    with torch.no_grad():
+        single.video.temporal_embedding.copy_(one["visual.temporal_embed"][0, :1])
+    torch.testing.assert_close(single.video(clips(1)), x @ one["image_projection"], atol=1e-9, rtol=0)

@@ -1,0 +1,119 @@
+"""Weights of Hugging Face's CLIPModel: the same function, and back again bit by bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from manifests.errors import UserError
+from tests.train.weights import small
+from tests.train.weights.small import images, our_model, quiet, shuffle, tokens
+from train.weights.hf_format import from_hf, to_hf
+from train.weights.loading import load_weights
+from train.weights.settings import Init
+from train.weights.sources import Source, open_weights
+
+transformers = pytest.importorskip("transformers")
+
+
+def hf_model(**changes: Any) -> Any:
+    """A random CLIPModel of the small size; it has QuickGELU unless told otherwise."""
+    tower = {"num_hidden_layers": small.DEPTH, **changes}
+    text = {
+        "hidden_size": small.TEXT_WIDTH,
+        "intermediate_size": 4 * small.TEXT_WIDTH,
+        "num_attention_heads": small.TEXT_HEADS,
+        "vocab_size": small.VOCABULARY,
+        "max_position_embeddings": small.CONTEXT,
+        "bos_token_id": 97,
+        "eos_token_id": 98,
+    }
+    vision = {
+        "hidden_size": small.WIDTH,
+        "intermediate_size": 4 * small.WIDTH,
+        "num_attention_heads": small.HEADS,
+        "image_size": small.IMAGE_PX,
+        "patch_size": small.PATCH_PX,
+    }
+    config = transformers.CLIPConfig(
+        text_config={**text, **tower}, vision_config={**vision, **tower}, projection_dim=small.EMBEDDING
+    )
+    model = transformers.CLIPModel(config)
+    shuffle(model, seed=5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return hf_model()
+
+
+@pytest.fixture(scope="module")
+def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def opened(path: Path) -> Source:
+    source = open_weights(Init(weights=str(path)), say=quiet)
+    assert source is not None
+    return source
+
+
+def test_our_towers_compute_what_clip_model_does(theirs: Any, folder: Path) -> None:
+    source = opened(folder)
+    assert source.facts.activation == "quick_gelu" and "Hugging Face" in source.title
+    ours = our_model(activation="quick_gelu")
+    torch.nn.init.zeros_(ours.video.temporal_embedding)
+    loaded = load_weights(ours, source, say=quiet)
+    with torch.no_grad():
+        seen = theirs(input_ids=tokens(), pixel_values=images())
+        torch.testing.assert_close(ours.embed_video(images()[:, :, None]), seen.image_embeds, atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(ours.embed_text(tokens()), seen.text_embeds, atol=2e-6, rtol=2e-5)
+    assert loaded.logit_scale == pytest.approx(theirs.logit_scale.item())
+    assert [change.kind for change in loaded.fitted.changes] == ["created"]
+
+
+def test_weights_go_there_and_back_bit_by_bit(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    back = to_hf(from_hf(state).tensors)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_a_bare_file_is_known_by_its_names(theirs: Any, tmp_path: Path) -> None:
+    torch.save(
+        {**theirs.state_dict(), "text_model.embeddings.position_ids": torch.arange(12)[None]}, tmp_path / "w.bin"
+    )
+    loaded = load_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
+    assert [change.kind for change in loaded.fitted.changes] == ["created"]
+
+
+def test_a_lost_key_matrix_is_missed(theirs: Any, tmp_path: Path) -> None:
+    state = theirs.state_dict()
+    del state["vision_model.encoder.layers.1.self_attn.k_proj.weight"]
+    torch.save(state, tmp_path / "w.bin")
+    with pytest.raises(
+        UserError, match=r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over"
+    ):
+        load_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "siglip"}, "the model is a 'siglip'"),
+        ({"vision_config": {"hidden_act": "gelu_new"}}, "the activations are gelu_new, quick_gelu"),
+        ({"text_config": {"vocab_size": 99, "eos_token_id": 7}}, "captions end with token 7"),
+    ],
+)
+def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path)

@@ -1,0 +1,167 @@
+"""Weights of open_clip and OpenAI: the same function, and back again bit by bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from manifests.errors import UserError
+from tests.train.weights.small import OPEN_CLIP_CONFIG, images, open_clip_model, our_model, quiet, tokens
+from train.models.dual_encoder import DualEncoder
+from train.weights.loading import load_weights
+from train.weights.open_clip_format import from_open_clip, to_open_clip
+from train.weights.settings import Init
+from train.weights.sources import Source, open_weights
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return open_clip_model("small-clip", tmp_path_factory.mktemp("configs"))
+
+
+def opened(path: Path | str, **settings: Any) -> Source:
+    source = open_weights(Init(weights=str(path), **settings), say=quiet)
+    assert source is not None
+    return source
+
+
+def assert_same_features(ours: DualEncoder, theirs: Any) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.video(images()[:, :, None]), theirs.encode_image(images()), atol=2e-5, rtol=2e-5
+        )
+        assert ours.text is not None
+        torch.testing.assert_close(ours.text(tokens()), theirs.encode_text(tokens()), atol=2e-5, rtol=2e-5)
+
+
+def as_state_dict(state: dict[str, torch.Tensor], path: Path) -> None:
+    torch.save(state, path)
+
+
+def as_safetensors(state: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(state, path)
+
+
+def as_training_checkpoint(state: dict[str, torch.Tensor], path: Path) -> None:
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"epoch": 3, "name": "run", "state_dict": wrapped, "optimizer": {"state": {}, "param_groups": []}}, path)
+
+
+def as_legacy_file(state: dict[str, torch.Tensor], path: Path) -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("write", [as_state_dict, as_safetensors, as_training_checkpoint, as_legacy_file])
+def test_our_towers_compute_what_open_clips_do(theirs: Any, tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "weights"
+    write(theirs.state_dict(), path)
+    ours = our_model()
+    torch.nn.init.zeros_(ours.video.temporal_embedding)
+    loaded = load_weights(ours, opened(path), say=quiet)
+    assert_same_features(ours, theirs)
+    assert loaded.logit_scale == pytest.approx(theirs.logit_scale.item())
+    assert [(change.kind, change.name) for change in loaded.fitted.changes] == [("created", "video.temporal_embedding")]
+    assert loaded.fitted.num_copied == len(ours.state_dict()) - 1
+
+
+def test_weights_go_there_and_back_bit_by_bit(theirs: Any) -> None:
+    state = theirs.state_dict()
+    back = to_open_clip(from_open_clip(state).tensors)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_a_text_tower_of_its_own_is_known_too(tmp_path: Path) -> None:
+    theirs = open_clip_model("small-custom", tmp_path, custom_text=True)
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    ours = our_model()
+    torch.nn.init.zeros_(ours.video.temporal_embedding)
+    load_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
+    assert_same_features(ours, theirs)
+
+
+def test_a_folder_says_activation_norms_and_normalisation(theirs: Any, tmp_path: Path) -> None:
+    save_file(theirs.state_dict(), tmp_path / "open_clip_model.safetensors")
+    config = {
+        "model_cfg": {**OPEN_CLIP_CONFIG, "quick_gelu": True},
+        "preprocess_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.1]},
+    }
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    facts = opened(tmp_path).facts
+    assert (facts.activation, facts.video_eps, facts.mean) == ("quick_gelu", 1e-5, (0.5, 0.4, 0.3))
+    assert (facts.video_heads, facts.text_heads) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("vision_cfg", "pool_type", "avg"),
+        ("vision_cfg", "final_ln_after_pool", True),
+        ("text_cfg", "no_causal_mask", True),
+        ("text_cfg", "pool_type", "last"),
+        ("text_cfg", "act_kwargs", {"approximate": "tanh"}),
+    ],
+)
+def test_what_our_towers_do_not_compute_is_refused(
+    theirs: Any, tmp_path: Path, part: str, name: str, value: object
+) -> None:
+    save_file(theirs.state_dict(), tmp_path / "open_clip_model.safetensors")
+    config = {**OPEN_CLIP_CONFIG, part: {**OPEN_CLIP_CONFIG[part], name: value}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+    with pytest.raises(UserError, match=f"{part}.{name} is"):
+        opened(tmp_path)
+
+
+def test_another_number_of_heads_is_refused_though_the_shapes_fit(theirs: Any, tmp_path: Path) -> None:
+    save_file(theirs.state_dict(), tmp_path / "open_clip_model.safetensors")
+    vision = {**OPEN_CLIP_CONFIG["vision_cfg"], "head_width": 32}
+    config = {"model_cfg": {**OPEN_CLIP_CONFIG, "vision_cfg": vision}, "preprocess_cfg": {}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="video tower has 2 heads, that of the model has 4"):
+        load_weights(our_model(), opened(tmp_path), say=quiet)
+
+
+def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
+    theirs = open_clip_model("small-openai", tmp_path, quick_gelu=True)
+    sizes = {name: torch.tensor(value) for name, value in (("input_resolution", 32), ("context_length", 12))}
+    state = {**theirs.state_dict(), **sizes, "vocab_size": torch.tensor(99)}
+    torch.save(
+        {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in state.items()},
+        tmp_path / "w",
+    )
+    source = opened(tmp_path / "w")
+    assert "OpenAI" in source.title and source.facts.activation == "quick_gelu"
+    ours = our_model(activation="quick_gelu")
+    torch.nn.init.zeros_(ours.video.temporal_embedding)
+    load_weights(ours, source, say=quiet)
+    with torch.no_grad():
+        theirs.half().float()
+    assert_same_features(ours, theirs)
+
+
+def test_a_tag_comes_from_open_clip(theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(theirs.state_dict(), tmp_path / "cached.safetensors")
+    monkeypatch.setattr("open_clip.pretrained.download_pretrained", lambda entry: str(tmp_path / "cached.safetensors"))
+    said: list[str] = []
+    source = open_weights(Init(weights="ViT-B-16:openai"), say=said.append)
+    assert source is not None and source.facts.activation == "quick_gelu" and source.facts.video_heads == 12
+    assert "open_clip's cache, or downloaded" in said[0]
+
+
+def test_an_unknown_tag_lists_those_there_are() -> None:
+    with pytest.raises(UserError, match="no weights of that name and tag") as caught:
+        opened("ViT-B-16:laion9b")
+    assert "openai" in str(caught.value.hint)
+
+
+def test_without_a_network_the_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(entry: object) -> str:
+        raise FileNotFoundError("Failed to download file (open_clip_model.safetensors)")
+
+    monkeypatch.setattr("open_clip.pretrained.download_pretrained", fail)
+    with pytest.raises(UserError, match="cannot download ViT-B-16:openai, and it is not in the cache") as caught:
+        opened("ViT-B-16:openai")
+    assert "network" in str(caught.value.hint)
