@@ -5,8 +5,6 @@ Where a value comes from, the strongest first: a flag, a `--config` file (later 
 took effect as RUN/settings.yaml, which loads back to an equal object.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -16,6 +14,8 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.augment.settings import Augment
+from train.evaluation.settings import DualEncoderEvaluation, EvaluationSettings
+from train.losses.settings import Loss
 from train.models.settings import ModelName, Towers, check_frames, check_picture
 from train.optim.settings import OptimizerSettings
 from train.tracking.settings import TrackSettings
@@ -37,7 +37,32 @@ _TRACKING = Parameter(group="Tracking")
 _UNTRACKED = TrackSettings()
 _TOWERS = Parameter(group="Towers")
 _PLAIN = Towers()
+_EVALUATION = Parameter(group="Evaluation")
+_NO_EVALUATION, _NO_RETRIEVAL = EvaluationSettings(), DualEncoderEvaluation()
+_LOSS = Parameter(group="Loss")
+_INFONCE = Loss()
 _MACHINE = Parameter(group="Machine")
+
+# Least and most: what lies beyond would fail later and less clearly, for want of memory, threads or digits.
+_RANGES: dict[str, tuple[float, float]] = {
+    "steps": (1, 10**10),
+    "batch": (1, 10**6),
+    "lr": (1e-12, 1e3),
+    "warmup_steps": (0, 10**10),
+    "weight_decay": (0, 1e3),
+    "max_grad_norm": (1e-12, 1e12),
+    "seed": (0, 2**63 - 1),
+    "checkpoint_every": (1, 10**10),
+    "workers": (1, 1024),
+    "batches_ahead": (1, 1000),
+    "max_failures": (0, 10**12),
+}
+_CLIP_RANGES: dict[str, tuple[float, float]] = {
+    "num_frames": (1, 1024),
+    "stride": (1, 10**6),
+    "size_px": (2, 4096),
+    "samples_per_chunk": (1, 10**6),
+}
 
 
 @Parameter(name="*")
@@ -76,6 +101,9 @@ class TrainingSettings:
     track: Annotated[TrackSettings, _TRACKING] = _UNTRACKED
     """Who else gets the numbers."""
 
+    evaluate: Annotated[EvaluationSettings, _EVALUATION] = _NO_EVALUATION
+    """Evaluation while the model is trained."""
+
     device: Annotated[Literal["auto", "cpu", "cuda"], _MACHINE] = "auto"
     """Where the model runs."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], _MACHINE] = "auto"
@@ -94,12 +122,7 @@ class TrainingSettings:
     """Samples that may fail before the run stops."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "checkpoint_every", "workers", "batches_ahead"):
-            _require(name, getattr(self, name), lambda value: value >= 1, "at least 1")
-        for name in ("seed", "warmup_steps", "max_failures", "weight_decay"):
-            _require(name, getattr(self, name), lambda value: value >= 0, "0 or more")
-        for name in ("lr", "max_grad_norm"):
-            _require(name, getattr(self, name), lambda value: value > 0, "more than 0")
+        _check_ranges(self, _RANGES)
         if self.optimizer.end_lr > self.lr:
             raise UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
@@ -133,10 +156,14 @@ class DualEncoderSettings(TrainingSettings):
     """Samples that are visited in a row because they share a chunk, which is then decoded once."""
     augment: Annotated[Augment, _AUGMENT] = _NOTHING
     """Changes of the clips in training."""
+    loss: Annotated[Loss, _LOSS] = _INFONCE
+    """What the towers are trained towards."""
     model: Annotated[ModelName, _TRAINING] = "b16"
     """Size of the towers."""
     towers: Annotated[Towers, _TOWERS] = _PLAIN
     """What the towers are made of beyond their size."""
+    evaluate: Annotated[DualEncoderEvaluation, _EVALUATION] = _NO_RETRIEVAL
+    """Evaluation while the model is trained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,10 +172,9 @@ class DualEncoderSettings(TrainingSettings):
                 f"--input {self.input} does not go with --text-tower {self.text_tower}",
                 hint="use --input latents --text-tower frozen, or neither",
             )
-        _require("batch", self.batch, lambda value: value >= 2, "at least 2: a caption needs others to be told from")
-        for name in ("num_frames", "stride", "samples_per_chunk"):
-            _require(name, getattr(self, name), lambda value: value >= 1, "at least 1")
-        _require("min_crop_area", self.min_crop_area, lambda value: 0 < value <= 1, "more than 0 and at most 1")
+        _require("batch", self.batch, self.batch >= 2, "at least 2: a caption needs others to be told from")
+        _check_ranges(self, _CLIP_RANGES)
+        _require("min_crop_area", self.min_crop_area, 0 < self.min_crop_area <= 1, "more than 0 and at most 1")
         check_frames(self.towers, num_frames=self.num_frames)
         if self.input == "pixels":
             check_picture(self.model, size_px=self.size_px)
@@ -159,8 +185,14 @@ class DualEncoderSettings(TrainingSettings):
             )
 
 
-def _require(name: str, value: float, holds: Callable[[Any], bool], rule: str) -> None:
-    if not (math.isfinite(value) and holds(value)):
+def _check_ranges(settings: Any, ranges: dict[str, tuple[float, float]]) -> None:
+    for name, (least, most) in ranges.items():
+        value = getattr(settings, name)
+        _require(name, value, bool(least <= value <= most), f"from {least:,} to {most:,}")
+
+
+def _require(name: str, value: float, holds: bool, rule: str) -> None:
+    if not holds:
         raise UserError(f"--{name.replace('_', '-')} is {value}", hint=f"it must be {rule}")
 
 
@@ -169,7 +201,7 @@ Settings = TypeVar("Settings", bound=TrainingSettings)
 # What may differ when a run is resumed: it does not change the weights.
 FREE_ON_RESUME = frozenset(
     {
-        *("shards", "cache", "out", "checkpoint_every", "track", "device"),
+        *("shards", "cache", "out", "checkpoint_every", "evaluate", "track", "device"),
         *("attention", "compile", "workers", "batches_ahead", "max_failures"),
     }
 )
@@ -179,8 +211,12 @@ def settings_yaml(settings: TrainingSettings) -> str:
     """The settings as YAML, one key a field."""
     import yaml
 
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)
+
+
+def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: _plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
 def save_settings(settings: TrainingSettings, path: Path) -> None:

@@ -4,9 +4,9 @@ Clips are pixels, or latents that a VAE made once; captions go through a text to
 another one made once.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.clips import Sampling
-from train.data.decoding.clip import ClipShape
+from train.data.decoding.clip import ClipShape, Views
 from train.data.latents.captioned import CaptionedLatents
 from train.data.loader import LoaderSettings
 from train.data.remote.address import is_remote
@@ -26,22 +26,22 @@ from train.data.streams.stream import VideoStream
 from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.distributed.world import World
-from train.losses.infonce import info_nce
+from train.evaluation.in_loop import LoopEvaluation
+from train.losses.build import build_contrast
+from train.losses.global_contrast import GlobalSet
+from train.losses.settings import GLOBAL
 from train.models.attention import AttentionDoor
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import load_tokenizer
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.settings import DualEncoderSettings
-from train.step import Step
 
 # Means and deviations of CLIP's training images, by colour.
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
 # A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
 _LATENT_PATCH = 2
-_INITIAL_TEMPERATURE = 0.07  # CLIP, section 2.5
-_MAX_LOG_SCALE = math.log(100)  # CLIP: logits are never scaled by more than 100
 
 
 Samples = VideoCaptions | VideoStream | CaptionedLatents
@@ -56,14 +56,22 @@ class DualEncoderTask:
         self._settings = settings
         self._door = door
         self._device = device
+        self._evaluation: LoopEvaluation | None = None
         self.columns: tuple[str, ...] = ("latents", "text") if settings.input == "latents" else ("video",)
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the clips and captions of the split that the settings name."""
-        return self.samples(self._settings.split, world)
+        samples = self.samples(self._settings.split, world)
+        if self._settings.evaluate.every:
+            # Made now, so that a mistake in its settings ends the run before it begins.
+            self._evaluation = self._open_evaluation(world)
+        return samples
 
-    def samples(self, split: str, world: World) -> Samples:
+    def samples(self, split: str, world: World, *, num_clips: int = 1) -> Samples:
         """This rank's part of the clips and captions of any split; tars that are streamed know no splits.
+
+        Args:
+            num_clips: looks at each clip in an evaluation.
 
         Raises:
             UserError: there are none, or they do not fit the settings.
@@ -92,6 +100,7 @@ class DualEncoderTask:
             size_px=settings.size_px,
             crop=settings.crop,
             min_crop_area=settings.min_crop_area,
+            views=Views(num_clips=num_clips),
         )
         loading = LoaderSettings(
             batch=batch,
@@ -152,55 +161,40 @@ class DualEncoderTask:
         return clips_BCTHW, batch["tokens"]
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
-        """InfoNCE with a trained temperature."""
-        return InBatchContrast(self.inputs)
+        """The loss that `--loss.*` names."""
+        inputs = partial(self.inputs, is_training=True)
+        whole = _whole_set(samples, self._settings)
+        return build_contrast(self._settings.loss, inputs=inputs, whole=whole, world=world)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of both towers."""
         return blocks_of(model)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Nothing yet."""
-        return {}
+        """Numbers of the protocol that the settings name, as `<split>/<name>`."""
+        return {} if self._evaluation is None else self._evaluation(model, world)
+
+    def _open_evaluation(self, world: World) -> LoopEvaluation:
+        samples = self.samples(self._settings.evaluate.split, world)
+        return LoopEvaluation(self, samples, self._settings, device=self._device)
 
 
-class InBatchContrast(Objective):
-    """InfoNCE over the batch of all ranks, with a trained temperature."""
+def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | None:
+    """What a loss of the whole set compares with.
 
-    def __init__(self, inputs: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__()
-        self.logit_scale = nn.Parameter(torch.tensor(-math.log(_INITIAL_TEMPERATURE)))
-        self._inputs = inputs
-
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
-        """Adds the gradients of InfoNCE; says the temperature and the share of clips that find their own caption."""
-        world = step.world
-        with step.random(0), step.synced(True):
-            with step.autocast():
-                clips, captions = self._inputs(batch, is_training=True)
-                own_BE = model(clips, captions)
-            video_NE, text_NE = (world.gather(one).requires_grad_() for one in own_BE)
-            loss = info_nce(video_NE, text_NE, log_scale=self.logit_scale)
-            step.scale(loss).backward()
-            # The ranks' gradients are averaged; each has those of its own rows only, which shall be added.
-            own = slice(world.rank * len(captions), (world.rank + 1) * len(captions))
-            pairs = [pair for pair in zip(own_BE, (video_NE, text_NE), strict=True) if pair[0].requires_grad]
-            gradients = [world.size * one_NE.grad[own] for _, one_NE in pairs if one_NE.grad is not None]
-            torch.autograd.backward([own_one_BE for own_one_BE, _ in pairs], gradients)
-        found_N = (video_NE @ text_NE.T).argmax(dim=1)
-        captions_N = world.gather(captions)
-        # Equal captions have equal embeddings, and any of them is right.
-        right = (captions_N[found_N] == captions_N).all(dim=1).float().mean()
-        return {
-            "loss": loss.item(),
-            "batch_accuracy": right.item(),
-            "temperature": (-self.logit_scale).exp().item(),
-        }
-
-    @torch.no_grad()
-    def after_step(self, step: Step) -> None:
-        """Holds the scale at or below 100, as CLIP does after every step."""
-        self.logit_scale.clamp_(0, _MAX_LOG_SCALE)
+    Raises:
+        UserError: the samples have no ids that it could keep numbers for.
+    """
+    if settings.loss.kind not in GLOBAL:
+        return None
+    num_clips, num_captions = getattr(samples, "num_clips", None), getattr(samples, "num_caption_ids", None)
+    if num_clips is None or num_captions is None or not samples.num_samples:
+        raise UserError(
+            f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.shards} is a stream of them",
+            hint="name a data folder that prep made, or use --loss.kind infonce",
+        )
+    num_epochs = settings.steps * settings.batch / samples.num_samples
+    return GlobalSet(num_clips=num_clips, num_captions=num_captions, num_epochs=num_epochs)
 
 
 def _check_latents(latents: CaptionedLatents, settings: DualEncoderSettings) -> None:
