@@ -8,7 +8,7 @@ from torch import nn
 from train.models.attention import Attend
 from train.models.settings import PATCH_PX, ModelName, Towers
 from train.models.text import TextTower, TextTowerSize
-from train.models.transformer import TransformerSize, checkpoint_blocks, drop_path_of
+from train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViT, VideoViTSize
 
 _PLAIN = Towers()
@@ -55,8 +55,9 @@ SIZES: dict[str, DualEncoderSize] = {
 def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     """The size that a name stands for, with what the settings change in it."""
     size = SIZES[model]
-    trunk = replace(size.video.trunk, activation=towers.activation, norm_eps=towers.video_norm_eps)
-    text_trunk = replace(size.text.trunk, activation=towers.activation)
+    activation = towers.activation or size.video.trunk.activation
+    trunk = replace(size.video.trunk, activation=activation, norm_eps=towers.video_norm_eps or NORM_EPS)
+    text_trunk = replace(size.text.trunk, activation=activation)
     return DualEncoderSize(
         video=replace(size.video, trunk=trunk, cube_frames=towers.tubelet),
         text=replace(size.text, trunk=text_trunk),

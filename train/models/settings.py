@@ -24,10 +24,10 @@ class Towers:
     """Temporal embedding at the start: zero (AVION's code) or random (AVION's paper)."""
     embedding_width: int | None = None
     """Width of the space that both towers share (256: AVION); CLIP's own when left out."""
-    activation: Activation = "gelu"
-    """Of the MLPs; OpenAI's CLIP has quick_gelu."""
-    video_norm_eps: float = 1e-5
-    """Of the video tower's layer norms; CLIP's is 1e-5, that of AVION's weights 1e-6."""
+    activation: Activation | None = None
+    """Of the MLPs: what the weights of --init were trained with when left out, else gelu (OpenAI's CLIP: quick_gelu)."""
+    video_norm_eps: float | None = None
+    """Of the video tower's layer norms: that of the weights of --init when left out, else 1e-5 (AVION's: 1e-6)."""
     packed_text: bool = True
     """Captions one behind the other, without padding; off: each fills the context of 77 tokens."""
     patch_dropout: float = 0.0
@@ -44,7 +44,7 @@ class Towers:
             raise UserError(f"--towers.tubelet is {self.tubelet}", hint="it must be at least 1")
         if self.embedding_width is not None and self.embedding_width < 1:
             raise UserError(f"--towers.embedding-width is {self.embedding_width}", hint="it must be at least 1")
-        if not 0 < self.video_norm_eps < 1:
+        if self.video_norm_eps is not None and not 0 < self.video_norm_eps < 1:
             raise UserError(
                 f"--towers.video-norm-eps is {self.video_norm_eps}", hint="it must be more than 0 and less than 1"
             )
