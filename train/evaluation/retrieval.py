@@ -1,7 +1,7 @@
 """Text-video retrieval: R@1, R@5, R@10 and median rank, in both directions.
 
 Several clips may have the same caption ("a red circle moves to the left"), and then any of them is right. Captions
-whose tokens, or whose stored embeddings, are equal are one text. The protocol:
+whose tokens, or whose stored embeddings, are equal are one text (train.evaluation.embeddings). The protocol:
 
     text to video   query: each distinct text; gallery: all clips; right: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; right: the clip's own text
@@ -10,7 +10,7 @@ The rank of a query is 1 + the number of wrong items that score at least as high
 that scores everything alike gets the worst ranks and not the best.
 """
 
-import math
+from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ def _direction(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_
         num_queries=num_queries,
         gallery_size=gallery_size,
         recall={k: float((rank_Q <= k).mean()) for k in RECALL_AT},
-        chance={k: float(np.mean([chance(gallery_size, int(right), k) for right in num_right])) for k in RECALL_AT},
+        chance={k: _mean_chance(gallery_size, num_right, k) for k in RECALL_AT},
         median_rank=float(np.median(rank_Q)),
         chance_median_rank=_chance_median_rank(gallery_size, num_right),
     )
@@ -86,27 +86,21 @@ def _direction(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_
 
 def chance(gallery_size: int, num_right: int, k: int) -> float:
     """Probability that a random ranking has a right item among its first k: 1 - C(G - R, k) / C(G, k)."""
-    if k >= gallery_size:
+    if k + num_right > gallery_size:
         return 1.0
-    return 1.0 - math.comb(gallery_size - num_right, k) / math.comb(gallery_size, k)
+    missed = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
+    return 1.0 - float(np.prod(missed / (missed + k)))
 
 
-def _chance_median_rank(gallery_size: int, num_right: NDArray[np.int64]) -> float:
+def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> float:
+    """Over queries; many of them have equally many right items."""
+    counts, num_queries = np.unique(num_right_Q, return_counts=True)
+    chances = [chance(gallery_size, int(count), k) for count in counts]
+    return float(np.average(chances, weights=num_queries))
+
+
+def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> float:
     """The smallest k that a random ranking reaches for half of the queries."""
-    for k in range(1, gallery_size + 1):
-        if np.mean([chance(gallery_size, int(right), k) for right in num_right]) >= 0.5:
-            return float(k)
-    return float(gallery_size)
-
-
-def distinct_texts(text_NX: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(rows of the first caption of each distinct text [M], text of each caption [N]), texts in order of appearance.
-
-    Args:
-        text_NX: what a text tower is given, or its stored embedding: equal rows are one text.
-    """
-    _, first, text_of = np.unique(text_NX, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    new_number = np.empty_like(order)
-    new_number[order] = np.arange(len(order))
-    return first[order], new_number[text_of.reshape(-1)]
+    ranks = range(1, gallery_size + 1)
+    # The chance rises with k.
+    return float(ranks[bisect_left(ranks, 0.5, key=lambda k: _mean_chance(gallery_size, num_right_Q, k))])

@@ -1,7 +1,11 @@
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
-from train.evaluation.retrieval import chance, distinct_texts, ranks, score_retrieval
+from train.evaluation.embeddings import distinct_texts, text_keys
+from train.evaluation.retrieval import chance, ranks, score_retrieval
 
 
 def test_ranks_and_recalls_of_a_small_table() -> None:
@@ -34,7 +38,10 @@ def test_chance_is_what_random_rankings_reach() -> None:
     for gallery_size, num_right, k in ((20, 1, 5), (20, 4, 5), (50, 3, 10)):
         hits = [rng.permutation(gallery_size)[:num_right].min() < k for _ in range(20_000)]
         assert chance(gallery_size, num_right, k) == pytest.approx(np.mean(hits), abs=0.02)
-    assert chance(4, 1, 10) == 1.0
+    assert chance(4, 1, 10) == 1.0 and chance(4, 4, 1) == 1.0
+    for gallery_size, num_right, k in ((300, 7, 40), (9668, 400, 10), (3842, 1, 1)):
+        missed = Fraction(math.comb(gallery_size - num_right, k), math.comb(gallery_size, k))
+        assert chance(gallery_size, num_right, k) == pytest.approx(float(1 - missed), rel=1e-12)
 
 
 def test_chance_stands_beside_the_recalls() -> None:
@@ -46,6 +53,6 @@ def test_chance_stands_beside_the_recalls() -> None:
 
 def test_equal_tokens_are_one_text() -> None:
     tokens = np.array([[5, 6, 0], [1, 2, 0], [5, 6, 0], [1, 2, 3]])
-    first, text_of = distinct_texts(tokens)
+    first, text_of = distinct_texts(text_keys(tokens))
     assert first.tolist() == [0, 1, 3]
     assert text_of.tolist() == [0, 1, 0, 2]

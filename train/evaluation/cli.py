@@ -1,0 +1,138 @@
+"""The commands of `train eval`. What they do is imported when one of them runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from manifests.errors import FailedWork
+from train.evaluation.settings import DualEncoderEvaluation
+
+evaluate = App(name="eval", help="Scores a trained run, and adds the result to its page.")
+
+_AsJson = Annotated[bool, Parameter(name="--json", negative="")]
+
+
+@evaluate.command
+def retrieval(
+    run: Path, *, shards: str | None = None, split: str = "val", clips: int = 1, as_json: _AsJson = False
+) -> None:
+    """Text-video retrieval of a run: R@1, R@5, R@10 and median rank, both ways, beside chance.
+
+    Example:
+
+        train eval retrieval runs/first --shards data
+
+    Parameters
+    ----------
+    run
+        Folder that train dual-encoder --out made.
+    shards
+        Data folder or tars; as in training when left out.
+    split
+        Split to score.
+    clips
+        Looks at each clip, at different moments; their embeddings are averaged.
+    as_json
+        Print one JSON object.
+    """
+    _evaluate(run, DualEncoderEvaluation(split=split), shards=shards, num_clips=clips, as_json=as_json)
+
+
+@evaluate.command
+def mir(
+    run: Path,
+    *,
+    shards: str | None = None,
+    split: str = "test",
+    relevancy: Path | None = None,
+    sentences: Path | None = None,
+    clips: int = 1,
+    as_json: _AsJson = False,
+) -> None:
+    """Multi-instance retrieval as EPIC-KITCHENS-100 scores it: graded mAP and nDCG, both ways and their mean.
+
+    Example:
+
+        train eval mir runs/ek100 --shards data --relevancy caption_relevancy_EPIC_100_retrieval_test.pkl
+
+    Parameters
+    ----------
+    run
+        Folder that train dual-encoder --out made.
+    shards
+        Data folder; as in training when left out.
+    split
+        Split to score.
+    relevancy
+        Table of clips by sentences, .npy or the published .pkl (read without running it); computed from verb and
+        noun classes when left out.
+    sentences
+        CSV whose column `narration` has the sentences, in the order of the relevancy; when left out the captions'
+        distinct texts in their order.
+    clips
+        Looks at each clip, at different moments; their embeddings are averaged.
+    as_json
+        Print one JSON object.
+    """
+    wanted = DualEncoderEvaluation(protocol="mir", split=split, relevancy=relevancy, sentences=sentences)
+    _evaluate(run, wanted, shards=shards, num_clips=clips, as_json=as_json)
+
+
+@evaluate.command
+def zero_shot(
+    run: Path,
+    *,
+    shards: str | None = None,
+    split: str = "val",
+    classes: Path | None = None,
+    templates: Path | None = None,
+    label: str | None = None,
+    clips: int = 1,
+    as_json: _AsJson = False,
+) -> None:
+    """Classification by prompts: the class whose texts are nearest; top-1, top-5 and mean class accuracy.
+
+    Example:
+
+        train eval zero-shot runs/first --shards data --classes classes.txt --templates templates.txt
+
+    Parameters
+    ----------
+    run
+        Folder that train dual-encoder --out made.
+    shards
+        Data folder; as in training when left out.
+    split
+        Split to score.
+    classes
+        Text file, one class a line, several names of it set apart by |; from the captions' labels when left out.
+    templates
+        Text file, one template a line, with {} for the name; the bare name when left out.
+    label
+        Label of the captions that is the class, such as verb; needed where there are several.
+    clips
+        Looks at each clip, at different moments; their embeddings are averaged.
+    as_json
+        Print one JSON object.
+    """
+    wanted = DualEncoderEvaluation(protocol="zero-shot", split=split, classes=classes, templates=templates, label=label)
+    _evaluate(run, wanted, shards=shards, num_clips=clips, as_json=as_json)
+
+
+def _evaluate(run: Path, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int, as_json: bool) -> None:
+    from train.evaluation.commands import evaluate_run
+    from train.evaluation.text import describe
+
+    result, num_failed = evaluate_run(run, wanted, shards=shards, num_clips=num_clips)
+    if as_json:
+        print(json.dumps(_without_pictures(result)))
+    else:
+        print(describe(result))
+    if num_failed:
+        raise FailedWork(f"{num_failed} samples could not be decoded; see `failed` in {run}/evaluations")
+
+
+def _without_pictures(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in result.items() if name != "examples"}

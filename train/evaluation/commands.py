@@ -1,0 +1,125 @@
+"""What `train eval` does, once its flags are read: a run's weights, a protocol, a result file and the page."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
+from train.commands import choose_device
+from train.distributed.world import World
+from train.evaluation.embeddings import Embeddings, distinct_texts, embed_all, gathered
+from train.evaluation.examples import ShownSet, retrieval_examples
+from train.evaluation.in_loop import open_scorer, score
+from train.evaluation.settings import DualEncoderEvaluation
+from train.models.attention import open_attention
+from train.report import write_page
+from train.run_folder import RunFolder, open_run
+from train.settings import DualEncoderSettings, load_settings
+from train.tasks.dual_encoder import DualEncoderTask
+
+
+def evaluate_run(
+    run_path: Path, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int = 1
+) -> tuple[dict[str, Any], int]:
+    """Scores a run's latest checkpoint and adds the result to its page.
+
+    Args:
+        num_clips: looks at each clip, whose embeddings are averaged.
+
+    Returns:
+        The result as plain values, and the number of samples that failed.
+
+    Raises:
+        UserError: there is no such run, or its data has not what the protocol needs.
+        FailedWork: nothing could be decoded.
+    """
+    run = open_run(run_path)
+    settings = load_settings(run.settings, DualEncoderSettings)
+    if shards is not None:
+        settings = replace(settings, shards=shards)
+    if num_clips < 1 or (num_clips > 1 and settings.input == "latents"):
+        raise UserError(f"--clips is {num_clips}", hint="use 1 or more; latents are looked at once")
+    device = choose_device(settings.device)
+    scorer = open_scorer(wanted, settings)
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    task = DualEncoderTask(settings, door=door, device=device)
+    samples = task.samples(wanted.split, World(), num_clips=num_clips)
+    step = read_facts(path).step
+    has_averages = any(name.startswith("ema.") for name in read_table(path))
+    model = task.build_model(samples).to(device)
+    try:
+        model.load_state_dict(read_weights(path))
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
+            hint="were settings changed by hand? put back what the run was trained with",
+        ) from error
+    model.eval()
+    own = embed_all(task, model, samples.evaluation_batches(), device=device, num_clips=num_clips)
+    found = gathered(own, World(), device=device)
+    result = {
+        "evaluation": wanted.protocol,
+        "split": samples.split,
+        "step": step,
+        "weights": "moving average of the weights" if has_averages else "weights of the step",
+        "data": samples.describe(),
+        "variant": samples.variant_name,
+        "clip": describe_clip(settings, num_clips=num_clips),
+        **score(scorer, found, model, device=device),
+        "failed": [failure.as_json() for failure in found.failed],
+        "command": _command(run, wanted, shards=shards, num_clips=num_clips),
+    }
+    if wanted.protocol == "retrieval":
+        result["examples"] = _examples(found, samples, num_frames=settings.num_frames)
+    suffix = f"-{num_clips}-clips" if num_clips > 1 else ""
+    run.write_evaluation(f"{wanted.protocol}-{wanted.split}{suffix}", result)
+    write_page(run)
+    return result, found.num_failed
+
+
+def describe_clip(settings: DualEncoderSettings, *, num_clips: int = 1) -> str:
+    """What a video embedding is made of, in words: frames, their moments, crop, size, looks."""
+    frames = f"T = {settings.num_frames}"
+    if settings.input == "latents":
+        return f"{frames}: latents of {settings.segment}, the middle frames of equal parts; first caption"
+    moments = {
+        "uniform": "at the centres of equal segments",
+        "stride": f"every {settings.stride} frames in the middle",
+        "lavila": "at the middles of LaViLa's segments",
+    }[settings.sampling]
+    if num_clips > 1:
+        moments = {
+            "uniform": "at places of equal segments",
+            "stride": f"every {settings.stride} frames",
+            "lavila": "at places of LaViLa's segments",
+        }[settings.sampling]
+    looks = "1 clip" if num_clips == 1 else f"{num_clips} clips spread over the span, mean of their embeddings"
+    return f"{frames} frames {moments}, {looks}, 1 crop (centre square), {settings.size_px} px"
+
+
+def _examples(found: Embeddings, samples: ShownSet, *, num_frames: int) -> list[dict[str, Any]]:
+    first_rows, text_of_clip = distinct_texts(found.text_key)
+    return retrieval_examples(
+        samples,
+        found.samples,
+        num_frames=num_frames,
+        similarity_NM=found.video @ found.text[first_rows].T,
+        first_rows=first_rows,
+        text_of_clip=text_of_clip,
+    )
+
+
+def _command(run: RunFolder, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int) -> str:
+    """The command line that gives this result."""
+    words = ["train", "eval", wanted.protocol, str(run.path), "--split", wanted.split]
+    words += [] if shards is None else ["--shards", shards]
+    for name in ("relevancy", "sentences", "classes", "templates", "label"):
+        value = getattr(wanted, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    words += [] if num_clips == 1 else ["--clips", str(num_clips)]
+    return shlex.join(words)

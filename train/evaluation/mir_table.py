@@ -1,0 +1,166 @@
+"""What multi-instance retrieval compares: captions of a split as clips, their distinct texts as sentences.
+
+Rows of the relevancy are the captions of the split in the order of their ids, which is that of the rows of the
+annotation file. Columns are the distinct texts in the order in which they first appear, or those of a sentence file
+(EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from manifests.adapters.tables import read_csv
+from manifests.errors import UserError
+from manifests.store import read_captions
+from train.data.chunk_set import videos_of_split
+from train.data.chunk_table import rows_of
+from train.evaluation.array_pickle import load_array_pickle
+from train.evaluation.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
+
+_VERB, _NOUNS = "label_verb", "label_nouns"
+# Narrations of one text may have different classes, so not every clip need have full relevancy for its own sentence.
+_LEAST_OWN_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class MirTable:
+    """The clips and sentences of a split.
+
+    Attributes:
+        relevancy: [N, M].
+        sentences: the texts [M].
+        caption_ids: int64 [N], ascending.
+        span_of_N: int64, equal where captions are of one span of one video: the loader shows that as one clip.
+        sentence_of_N: int64, the clip's own sentence; -1 where it is not among the sentences.
+        source: where the relevancy comes from, in words.
+    """
+
+    relevancy: Relevancy
+    sentences: tuple[str, ...]
+    caption_ids: NDArray[np.int64]
+    span_of_N: NDArray[np.int64]
+    sentence_of_N: NDArray[np.int64]
+    source: str
+
+    def rows_shown(self, caption_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows whose clips are shown, ascending, and for each the place in `caption_ids` of one of its clip's.
+
+        Args:
+            caption_ids: of clips that are shown, each with one of its captions; those of others are passed over.
+        """
+        place = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
+        given = np.flatnonzero(self.caption_ids[place] == caption_ids)
+        place_of_span = np.full(int(self.span_of_N.max()) + 1, -1)
+        place_of_span[self.span_of_N[place[given]]] = given
+        rows = np.flatnonzero(place_of_span[self.span_of_N] >= 0)
+        return rows, place_of_span[self.span_of_N[rows]]
+
+
+def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, sentences: Path | None) -> MirTable:
+    """Reads the captions of a split, and their relevancies from a file or from their classes.
+
+    Raises:
+        UserError: a file cannot be read or is of another split, or there are no classes to compute relevancies from.
+    """
+    captions = read_captions(data_dir)
+    captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
+    if _VERB in captions.column_names:
+        # Captions without classes are of another data set in the same folder.
+        captions = captions.filter(pc.is_valid(captions[_VERB]))
+    texts = captions["text"].combine_chunks()
+    names = pc.unique(texts) if sentences is None else _sentences(sentences, texts, split=split)
+    sentence_of_N = pc.fill_null(pc.index_in(texts, value_set=names), -1).to_numpy().astype(np.int64)
+    caption_ids = captions["caption_id"].to_numpy()
+    if relevancy is None:
+        matrix = _of_classes(captions, sentence_of_N, num_sentences=len(names), split=split)
+        source = "relevancy computed from verb and noun classes, a sentence's being those of its first clip"
+    else:
+        matrix = _read_matrix(relevancy)
+        _require_fit(matrix, sentence_of_N, num_sentences=len(names), path=relevancy, split=split)
+        source = f"relevancy of {relevancy.name}"
+    return MirTable(matrix, tuple(names.to_pylist()), caption_ids, _spans(captions), sentence_of_N, source)
+
+
+def _spans(captions: pa.Table) -> NDArray[np.int64]:
+    spans = captions.select(["video_id", "begin_s", "end_s"]).append_column("row", pa.array(np.arange(len(captions))))
+    groups = spans.group_by(["video_id", "begin_s", "end_s"], use_threads=False).aggregate([("row", "list")])
+    numbers = np.empty(len(captions), np.int64)
+    rows = groups["row_list"].combine_chunks()
+    numbers[pc.list_flatten(rows).to_numpy()] = pc.list_parent_indices(rows).to_numpy()
+    return numbers
+
+
+def _sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
+    rows = list(read_csv(path, required=["narration"]))
+    if bad := next((row for row in rows if row.fault is not None), None):
+        raise UserError(f"{path}, row {bad.number}: {bad.fault}", hint="give the sentence file as it was published")
+    names = pa.array([row.values["narration"].strip() for row in rows], pa.string())
+    strange = names.filter(pc.invert(pc.is_in(names, value_set=texts)))
+    if len(strange):
+        raise UserError(
+            f"{path} has {len(strange)} sentences that no caption of split {split!r} has; the first: {strange[0]}",
+            hint="give the sentence file of this split",
+        )
+    if len(pc.unique(names)) != len(names):
+        raise UserError(f"{path} has a sentence twice", hint="give the sentence file as it was published")
+    return names
+
+
+def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sentences: int, split: str) -> Relevancy:
+    if _VERB not in captions.column_names or _NOUNS not in captions.column_names or not captions.num_rows:
+        raise UserError(
+            f"captions of split {split!r} have no verb and noun classes, from which relevancies are computed",
+            hint="make the manifest with prep manifest epic-kitchens, or give --relevancy FILE",
+        )
+    nouns = captions[_NOUNS].combine_chunks()
+    of_noun, noun = pc.list_parent_indices(nouns).to_numpy(), pc.list_flatten(nouns).to_numpy()
+    nouns_NK = np.zeros((captions.num_rows, int(noun.max(initial=0)) + 1), bool)
+    nouns_NK[of_noun, noun] = True
+    actions = Actions(captions[_VERB].to_numpy().astype(np.int64), nouns_NK)
+    own, first = np.unique(sentence_of_N, return_index=True)
+    first = first[own >= 0]
+    assert len(first) == num_sentences  # sentences are texts of captions
+    return relevancy_of_classes(actions, Actions(actions.verb_N[first], nouns_NK[first]))
+
+
+def _read_matrix(path: Path) -> Relevancy:
+    if path.suffix == ".npy":
+        try:
+            matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"cannot read {path}: {error}", hint="save it with numpy.save(FILE, array)") from error
+    else:
+        matrix = load_array_pickle(path)
+    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
+        raise UserError(
+            f"{path} holds {matrix.dtype} of shape {matrix.shape}, and a table of numbers is needed: clips x sentences",
+            hint="give a relevancy file",
+        )
+    try:
+        return compressed(matrix)
+    except NoRelevancy as error:
+        raise UserError(f"{path} holds no relevancies: {error}", hint="give a relevancy file") from error
+
+
+def _require_fit(
+    matrix: Relevancy, sentence_of_N: NDArray[np.int64], *, num_sentences: int, path: Path, split: str
+) -> None:
+    wanted = (len(sentence_of_N), num_sentences)
+    if matrix.shape != wanted:
+        raise UserError(
+            f"{path} is {matrix.shape[0]:,} clips x {matrix.shape[1]:,} sentences, and split {split!r} has "
+            f"{wanted[0]:,} x {wanted[1]:,}",
+            hint="give the relevancy file of this split, with --sentences, and a manifest that has every row of it",
+        )
+    clips = np.flatnonzero(sentence_of_N >= 0)
+    own_share = float((matrix.at(clips, sentence_of_N[clips]) == 1).mean()) if len(clips) else 0.0
+    if own_share < _LEAST_OWN_SHARE:
+        raise UserError(
+            f"{path} has relevancy 1 for only {100 * own_share:.0f} % of the clips with their own sentences: its rows "
+            f"or columns stand in another order than those of split {split!r}",
+            hint="give --sentences, the sentence file that the relevancy was made with",
+        )

@@ -1,0 +1,43 @@
+"""Settings of the evaluation in the loop: a group of the training settings, off by default."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from manifests.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """On what, and how often, a model is evaluated while it is trained."""
+
+    every: int = 0
+    """Steps from one evaluation to the next; 0 for none."""
+    split: str = "val"
+    """Split to evaluate on."""
+    max_samples: int = 5000
+    """Samples at most, spread evenly over the split."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("max_samples", 2)):
+            if getattr(self, name) < least:
+                flag = name.replace("_", "-")
+                raise UserError(f"--evaluate.{flag} is {getattr(self, name)}", hint=f"it must be {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualEncoderEvaluation(EvaluationSettings):
+    """How a dual encoder is evaluated."""
+
+    protocol: Literal["retrieval", "mir", "zero-shot"] = "retrieval"
+    """retrieval: R@k and median rank; mir: EK-100's mAP and nDCG; zero-shot: classes by prompts."""
+    relevancy: Path | None = None
+    """mir: .pkl or .npy of relevancies; of verb and noun classes when left out."""
+    sentences: Path | None = None
+    """mir: CSV whose `narration` column has the sentences of --evaluate.relevancy, in its order."""
+    classes: Path | None = None
+    """zero-shot: text file, one class a line; from the labels of the captions when left out."""
+    templates: Path | None = None
+    """zero-shot: text file, one template with {} a line."""
+    label: str | None = None
+    """zero-shot: label column of the captions, as `verb`."""
