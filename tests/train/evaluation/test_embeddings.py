@@ -1,0 +1,153 @@
+"""Embedding a split in parts and putting the parts together, without a real model."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from manifests.errors import FailedWork
+from train.data.batch import Batch
+from train.data.failures import FailedSample
+from train.data.filling import LoadedBatch
+from train.data.place import Place
+from train.distributed.world import World
+from train.evaluation.embeddings import Embeddings, embed_all, gathered, text_keys
+
+CPU = torch.device("cpu")
+
+
+class Towers(nn.Module):
+    """The first two frames' colours as the embedding of a clip; of a caption the first two tokens."""
+
+    def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(nn.functional.normalize(one, dim=-1) for one in (clips[:, :, 0, 0, 0], captions[:, :2].float()))
+
+
+class Task:
+    def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not is_training
+        return batch["video"], batch["tokens"]
+
+
+def loaded(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> LoadedBatch:
+    """A batch in which sample i points somewhere else at each look."""
+    failures = tuple(FailedSample(1000 + number, "k", "undecodable", "broken") for number in range(failed))
+    if not samples:
+        return LoadedBatch(Batch(), failures, Place(0))
+    angle = torch.tensor([[0.3 * sample + 0.1 * look for look in range(num_looks)] for sample in samples])
+    video = torch.stack([angle.cos(), angle.sin()], 1)[:, :, :, None, None].repeat_interleave(3, dim=2)  # T = 3
+    batch = Batch(
+        input="pixels",
+        position=torch.tensor(samples),
+        caption_id=torch.tensor(samples) + 100,
+        video=video,
+        tokens=torch.tensor([[sample % 4, 7, 9] for sample in samples]),
+    )
+    return LoadedBatch(batch, failures, Place(0))
+
+
+def embedded(batches: list[LoadedBatch], **options: Any) -> Embeddings:
+    return embed_all(Task(), Towers().eval(), batches, device=CPU, **options)
+
+
+class Threads(World):
+    """A rank whose peers are threads."""
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        SHARED[self.rank] = rows
+        BARRIER.wait()
+        together = torch.cat([SHARED[rank] for rank in range(self.size)])
+        BARRIER.wait()
+        return together
+
+
+SHARED: dict[int, torch.Tensor] = {}
+BARRIER = threading.Barrier(2, timeout=20)
+
+
+def on_two_ranks(work: Callable[[World], Any]) -> list[Any]:
+    BARRIER.reset()
+    results: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        results[rank] = work(Threads(rank=rank, size=2))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def same(one: Embeddings, other: Embeddings) -> bool:
+    names = ("video", "text", "text_key", "caption_id", "samples")
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ([[0, 2], [4, 6]], [[1, 3], [5]]),  # the second rank has one less
+        ([[0, 2, 4, 6]], [[1], [3], [5]]),  # in batches of other sizes
+        ([[0, 1, 2, 3, 4, 5, 6]], []),  # the second rank has none
+        ([[]], [[0, 1, 2], [3, 4, 5, 6], []]),
+    ],
+)
+def test_two_ranks_have_what_one_has(parts: tuple[list[list[int]], list[list[int]]]) -> None:
+    whole = gathered(embedded([loaded([0, 1, 2, 3, 4, 5, 6])]), World(), device=CPU)
+    for found in on_two_ranks(
+        lambda world: gathered(embedded([loaded(its) for its in parts[world.rank]]), world, device=CPU)
+    ):
+        assert same(found, whole)
+
+
+def test_failures_of_all_ranks_are_counted() -> None:
+    def work(world: World) -> Embeddings:
+        return gathered(embedded([loaded([world.rank], failed=1 + world.rank)]), world, device=CPU)
+
+    assert [found.num_failed for found in on_two_ranks(work)] == [3, 3]
+
+
+def test_nothing_at_all_is_failed_work_that_says_why() -> None:
+    with pytest.raises(FailedWork, match="none of the samples.*broken"):
+        gathered(embedded([loaded([], failed=2)]), World(), device=CPU)
+
+
+def test_looks_at_a_clip_are_averaged() -> None:
+    found = embedded([loaded([0, 5], num_looks=3)], num_clips=3)
+    # Three unit vectors 0.1 apart: their mean points along the middle one.
+    angles = np.array([0.1, 1.6])
+    assert found.video == pytest.approx(np.stack([np.cos(angles), np.sin(angles)], 1), abs=1e-6)
+    assert len(found) == 2 and np.linalg.norm(found.video, axis=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_embeddings_that_are_no_numbers_are_not_scored() -> None:
+    batch = loaded([0, 1])
+    batch.batch["video"][1] = torch.nan
+    with pytest.raises(FailedWork, match="1 of 2 embeddings"):
+        embedded([batch])
+
+
+def test_what_a_batch_lends_is_copied() -> None:
+    """The loader's buffers are used again."""
+
+    def lent() -> Iterator[LoadedBatch]:
+        batch = loaded([0, 1])
+        yield batch
+        batch.batch["position"].fill_(-1)
+        batch.batch["caption_id"].fill_(-1)
+        yield loaded([])
+
+    found = embed_all(Task(), Towers(), lent(), device=CPU)
+    assert found.samples.tolist() == [0, 1] and found.caption_id.tolist() == [100, 101]
+
+
+def test_keys_of_texts_are_equal_where_the_texts_are() -> None:
+    tokens = np.array([[5, 6, 0], [1, 2, 0], [5, 6, 0], [5, 6, 7]])
+    first, second, again, longer = text_keys(tokens).tolist()
+    assert first == again and len({first, second, longer}) == 3
