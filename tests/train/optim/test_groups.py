@@ -1,0 +1,93 @@
+"""Which parameters decay, and which learn how fast."""
+
+import pytest
+import torch
+from torch import nn
+
+from train.models.attention import attend_with_sdpa
+from train.models.dual_encoder import SIZES, DualEncoder
+from train.objective import Objective
+from train.optim.groups import layers_above, parameter_groups, plain_name
+
+
+class Temperature(Objective):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = nn.Parameter(torch.tensor(0.07))
+
+
+@pytest.fixture(scope="module")
+def model() -> DualEncoder:
+    return DualEncoder(SIZES["tiny"], image_px=32, num_frames=2, attend=attend_with_sdpa)
+
+
+def groups_by_name(model: nn.Module, objective: nn.Module, *, layer_decay: float) -> dict[str, dict[str, float]]:
+    groups = parameter_groups(model, objective, weight_decay=0.2, layer_decay=layer_decay, adapts_all=False)
+    names = {id(one): name for module in (model, objective) for name, one in module.named_parameters()}
+    return {names[id(one)]: group for group in groups for one in group["params"]}
+
+
+def test_matrices_decay_and_gains_biases_embeddings_and_temperature_do_not(model: DualEncoder) -> None:
+    group_of = groups_by_name(model, Temperature(), layer_decay=1.0)
+    assert group_of.keys() == {*dict(model.named_parameters()), "tau"}
+    free = {name for name, group in group_of.items() if group["weight_decay"] == 0}
+    matrices = ("proj.weight", "fc.weight", "proj_weight", "conv1.weight", "text_projection", "video.proj")
+    for name, group in group_of.items():
+        assert (name in free) != name.endswith(matrices), name
+        assert group["adapts"] == (name not in free)
+        assert group["is_objective"] == (name == "tau")
+        assert group["lr_scale"] == 1
+    assert {"video.temporal_embedding", "video.positional_embedding", "text.token_embedding.weight"} <= free
+    assert len(parameter_groups(model, Objective(), weight_decay=0.2, layer_decay=1.0, adapts_all=True)) == 2
+
+
+def test_each_block_learns_slower_than_the_one_above_it(model: DualEncoder) -> None:
+    group_of = groups_by_name(model, Temperature(), layer_decay=0.5)
+    scale_of = {name: group["lr_scale"] for name, group in group_of.items()}
+    expected = {
+        "tau": 1.0,
+        "video.proj": 1.0,
+        "video.ln_post.weight": 1.0,
+        "text.text_projection": 1.0,
+        "text.ln_final.bias": 1.0,
+        "video.transformer.resblocks.3.ln_1.bias": 0.5,
+        "video.transformer.resblocks.0.mlp.c_fc.weight": 0.5**4,
+        "video.conv1.weight": 0.5**5,
+        "video.class_embedding": 0.5**5,
+        "video.temporal_embedding": 0.5**5,
+        "video.ln_pre.weight": 0.5**5,
+        # A shallower tower is counted from its own top.
+        "text.transformer.resblocks.1.attn.in_proj_weight": 0.5,
+        "text.transformer.resblocks.0.attn.in_proj_weight": 0.25,
+        "text.token_embedding.weight": 0.125,
+    }
+    assert {name: scale_of[name] for name in expected} == expected
+    for name, group in group_of.items():
+        assert group["weight_decay"] == (0.0 if name == "tau" or "bias" in name or "ln_" in name else 0.2) or (
+            "embedding" in name
+        )
+
+
+def test_layers_are_counted_in_any_tower() -> None:
+    names = [
+        "encoder.patch_embed.proj.weight",
+        "encoder.mask_token",
+        "encoder.blocks.0.fc1.weight",
+        "encoder.blocks.11.fc1.weight",
+        "encoder.norm.weight",
+        "decoder.layers.1.fc1.weight",
+        "head.weight",
+    ]
+    assert list(layers_above(names).values()) == [13, 13, 12, 1, 0, 1, 0]
+    assert list(layers_above(["conv1.weight", "blocks.0.w", "blocks.1.w", "head.bias"]).values()) == [3, 2, 1, 0]
+    assert layers_above(["linear.weight"]) == {"linear.weight": 0}
+
+
+def test_wrappers_do_not_change_a_name(model: DualEncoder) -> None:
+    name = "module.video.transformer.resblocks.0._checkpoint_wrapped_module.attn._orig_mod.in_proj_bias"
+    assert plain_name(name) == "video.transformer.resblocks.0.attn.in_proj_bias"
+    wrapped = nn.ModuleDict({"module": model})
+    plain, found = (groups_by_name(one, Objective(), layer_decay=0.5) for one in (model, wrapped))
+    assert {name: group["lr_scale"] for name, group in plain.items()} == {
+        plain_name(name): group["lr_scale"] for name, group in found.items()
+    }

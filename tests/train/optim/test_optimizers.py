@@ -1,0 +1,200 @@
+"""The optimizers against FastCLIP's procedure 4, written down tensor by tensor, and against timm's."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.optim
+import torch
+from torch import nn
+
+from train.objective import Objective
+from train.optim.lamb import Lamb
+from train.optim.lion import Lion
+from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from train.optim.settings import OptimizerSettings
+from train.settings import TrainingSettings
+
+LR, DECAY, STEPS = 0.02, 0.1, 7
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Net(nn.Module):
+    """Matrices, gains, biases, an embedding; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.positional_embedding = nn.Parameter(torch.randn(5, 4))
+        self.linear = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(6)
+        nn.init.normal_(self.norm.bias)
+        self.double()
+
+
+class Temperature(Objective):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = nn.Parameter(torch.tensor(0.07, dtype=torch.float64))
+
+    def learning_rate(self, scheduled: float) -> float:
+        return scheduled / 3
+
+
+def settings(**chosen: Any) -> TrainingSettings:
+    return TrainingSettings(
+        lr=LR, weight_decay=DECAY, warmup_steps=0, optimizer=OptimizerSettings(schedule="fixed", **chosen)
+    )
+
+
+def gradients(step: int, name: str, shape: tuple[int, ...]) -> Array:
+    rng = np.random.default_rng([step, *name.encode()])
+    return rng.normal(size=shape)
+
+
+def steps_of(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> Iterator[int]:
+    for step in range(1, STEPS + 1):
+        for name, parameter in named.items():
+            parameter.grad = torch.from_numpy(np.asarray(gradients(step, name, tuple(parameter.shape))))
+        yield step
+        optimizer.step()
+
+
+def norm(values: Array) -> float:
+    return float(np.sqrt((values**2).sum()))
+
+
+class Reference:
+    """Procedure 4 for one tensor."""
+
+    def __init__(self, theta: Array, *, decay: float, lr: float, adapts: bool) -> None:
+        self.theta, self.decay, self.lr, self.adapts = theta.copy(), decay, lr, adapts
+        self.m, self.v, self.t = np.zeros_like(theta), np.zeros_like(theta), 0
+
+    def sgd(self, g: Array) -> None:
+        self.m = 0.9 * self.m + g + self.decay * self.theta
+        self.theta = self.theta - self.lr * self.m
+
+    def lion(self, g: Array) -> None:
+        c = 0.9 * self.m + 0.1 * g
+        self.m = 0.99 * self.m + 0.01 * g
+        self.theta = self.theta - self.lr * (np.sign(c) + self.decay * self.theta)
+
+    def lamb(self, g: Array, *, beta2: float = 0.999, eps: float = 1e-6) -> None:
+        self.t += 1
+        self.m = 0.9 * self.m + 0.1 * g
+        self.v = beta2 * self.v + (1 - beta2) * g**2
+        r = (self.m / (1 - 0.9**self.t)) / (np.sqrt(self.v / (1 - beta2**self.t)) + eps)
+        update = r + self.decay * self.theta
+        alpha = norm(self.theta) / norm(update) if self.adapts else 1.0
+        self.theta = self.theta - self.lr * alpha * update
+
+    def adamw(self, g: Array) -> None:
+        self.adapts = False
+        self.lamb(g, beta2=0.98, eps=1e-8)
+
+
+@pytest.mark.parametrize("alpha", ["all", "decayed"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lion", "sgd"])
+def test_an_optimizer_is_procedure_4_of_fastclip(name: Any, alpha: Any) -> None:
+    model, objective = Net(), Temperature()
+    chosen = settings(name=name, lamb_alpha=alpha)
+    named = {**dict(model.named_parameters()), "tau": objective.tau}
+    decayed = {"linear.weight"}
+    references = {
+        key: Reference(
+            one.detach().numpy(),
+            decay=DECAY if key in decayed else 0.0,
+            lr=LR / 3 if key == "tau" else LR,
+            adapts=key != "tau" and (alpha == "all" or key in decayed),
+        )
+        for key, one in named.items()
+    }
+    optimizer = make_optimizer(model, objective, chosen)
+    for step in steps_of(optimizer, named):
+        assert set_learning_rates(optimizer, step, chosen, objective=objective) == LR
+        for key, reference in references.items():
+            getattr(reference, name)(gradients(step, key, reference.theta.shape))
+    for key, reference in references.items():
+        np.testing.assert_allclose(named[key].detach().numpy(), reference.theta, rtol=1e-9, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            lambda ps: Lamb(ps, lr=LR, betas=(0.9, 0.99), eps=1e-6, weight_decay=DECAY),
+            lambda ps: timm.optim.Lamb(ps, lr=LR, betas=(0.9, 0.99), eps=1e-6, weight_decay=DECAY, max_grad_norm=None),
+        ),
+        (
+            lambda ps: Lion(ps, lr=LR, betas=(0.9, 0.98), weight_decay=DECAY),
+            lambda ps: timm.optim.Lion(ps, lr=LR, betas=(0.9, 0.98), weight_decay=DECAY),
+        ),
+    ],
+)
+def test_lamb_and_lion_equal_timms(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    found = []
+    for make in (ours, theirs):
+        model = Net()
+        with torch.no_grad():
+            model.norm.bias.zero_()  # has no norm to be adapted to
+        named = dict(model.named_parameters())
+        for _ in steps_of(optimizer := make(named.values()), named):
+            pass
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == LR
+        found.append(named)
+    for name, parameter in found[0].items():
+        torch.testing.assert_close(parameter, found[1][name], rtol=1e-9, atol=1e-12)
+        assert not torch.equal(parameter, Net().get_parameter(name))
+
+
+def test_an_optimizer_that_is_saved_goes_on_as_if_it_were_not() -> None:
+    for name in ("lamb", "lion"):
+        whole, broken = Net(), Net()
+        chosen = settings(name=name)
+        optimizer, other = (make_optimizer(model, Objective(), chosen) for model in (whole, broken))
+        named, again = dict(whole.named_parameters()), dict(broken.named_parameters())
+        for step in steps_of(optimizer, named):
+            if step == 4:
+                broken.load_state_dict(whole.state_dict())
+                other.load_state_dict(deepcopy(optimizer.state_dict()))
+            if step >= 4:
+                for key in again:
+                    again[key].grad = named[key].grad
+                other.step()
+        assert all(torch.equal(named[key], again[key]) for key in named)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_equals_torchs_whatever_the_loss_was_scaled_by(max_norm: float, loss_scale: float) -> None:
+    ours, theirs = Net(), Net()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        other.grad = torch.randn_like(other)
+        one.grad = other.grad * loss_scale
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm).item()
+    found = clip_gradients(ours.parameters(), max_norm=max_norm, loss_scale=loss_scale)
+    assert found == pytest.approx(expected, rel=1e-12)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_norm_says_that_a_gradient_is_no_number() -> None:
+    model = Net()
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    assert clip_gradients(model.parameters(), max_norm=1.0) == 0
+    assert model.linear.bias.grad is not None
+    model.linear.bias.grad[2] = float("inf")
+    assert clip_gradients(model.parameters(), max_norm=1.0) == float("inf")
+    assert clip_gradients(Net().parameters(), max_norm=1.0) == 0
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = Net()
+    model.linear.requires_grad_(False)
+    optimizer = make_optimizer(model, Objective(), replace(settings(), weight_decay=1.0))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
