@@ -25,9 +25,9 @@ class Towers:
     embedding_width: int | None = None
     """Width of the space that both towers share (256: AVION); CLIP's own when left out."""
     activation: Activation | None = None
-    """Of the MLPs: what the weights of --init were trained with when left out, else gelu (OpenAI's CLIP: quick_gelu)."""
+    """Of the MLPs: what the weights of --init were trained with, else gelu (OpenAI's CLIP: quick_gelu)."""
     video_norm_eps: float | None = None
-    """Of the video tower's layer norms: that of the weights of --init when left out, else 1e-5 (AVION's: 1e-6)."""
+    """Of the video tower's layer norms: that of the weights of --init, else 1e-5 (AVION's: 1e-6)."""
     packed_text: bool = True
     """Captions one behind the other, without padding; off: each fills the context of 77 tokens."""
     patch_dropout: float = 0.0

@@ -18,9 +18,18 @@ class Init:
     """Who wrote the weights; auto: told by the names of the tensors."""
     allow: tuple[str, ...] = ()
     """Patterns of tensors that may be missing, left over or of another shape, such as 'visual.blocks.*.timeattn.*'."""
+    pixel_mean: tuple[float, float, float] | None = None
+    """Of R, G and B from 0 to 1, which pictures are normalised by: that of the weights, else CLIP's."""
+    pixel_std: tuple[float, float, float] | None = None
+    """Likewise."""
 
     def __post_init__(self) -> None:
         if self.weights is None and (self.format != "auto" or self.allow):
             raise UserError(
                 "--init.format and --init.allow are about weights, and there are none", hint="name them: --init.weights"
             )
+        for name, least in (("pixel_mean", 0.0), ("pixel_std", 1e-3)):
+            values = getattr(self, name)
+            if values is not None and not all(least <= value <= 1 for value in values):
+                flag = f"--init.{name.replace('_', '-')}"
+                raise UserError(f"{flag} is {values}", hint=f"three numbers from {least:g} to 1, for R, G and B")

@@ -1,0 +1,77 @@
+"""The settings that take effect once it is known which weights a run starts from.
+
+What the user left open (None) becomes what the weights were trained with; what the user said stays, and a difference is
+said aloud. The result is what the run saves: to resume, score or export it, the weights are not needed again.
+"""
+
+import math
+from dataclasses import replace
+from typing import TypeVar
+
+from manifests.errors import UserError
+from train.models.dual_encoder import size_of
+from train.models.transformer import NORM_EPS
+from train.settings import DualEncoderSettings
+from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE
+from train.weights.sources import Say, Source
+
+Value = TypeVar("Value")
+
+# Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
+_CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
+
+
+def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
+    """The settings with activation, eps, normalisation and temperature of the weights, where they say so.
+
+    Raises:
+        UserError: the weights need something that the towers do not have.
+    """
+    if source is None:
+        return settings
+    facts, towers, init = source.facts, settings.towers, settings.init
+    for remark in facts.remarks:
+        say(f"weights: {remark}")
+    if facts.text_eps is not None and not math.isclose(facts.text_eps, NORM_EPS):
+        raise UserError(
+            f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
+            hint="use the weights of a plain CLIP",
+        )
+    if facts.activation is None and towers.activation is None:
+        say("weights: they do not say which activation they were trained with: gelu (else --towers.activation)")
+    towers = replace(
+        towers,
+        activation=_chosen("--towers.activation", towers.activation, facts.activation, say=say),
+        video_norm_eps=_chosen("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
+    )
+    init = replace(
+        init,
+        pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or CLIP_MEAN, say=say),
+        pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or CLIP_STD, say=say),
+    )
+    settings = replace(settings, towers=towers, init=init)
+    temperature = _temperature(settings, source)
+    if temperature is not None:
+        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
+        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
+    return settings
+
+
+def _chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:
+    if given is None:
+        return known
+    if known is not None and given != known:
+        say(f"weights: they were trained with {known}, and {flag} is {given}: that is used")
+    return given
+
+
+def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
+    """The temperature of the weights where the loss shall start with it."""
+    loss, tensors = settings.loss, source.converted.tensors
+    if loss.temperature is not None or loss.kind not in _CLIPS_TEMPERATURE or LOGIT_SCALE not in tensors:
+        return None
+    projection = tensors.get("video.proj")
+    width = size_of(settings.model, settings.towers).embedding_width
+    if settings.text_tower == "frozen" or projection is None or projection.shape[-1] != width:
+        return None
+    return max(math.exp(-float(tensors[LOGIT_SCALE])), loss.min_temperature)
