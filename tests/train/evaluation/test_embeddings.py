@@ -114,7 +114,7 @@ def test_failures_of_all_ranks_are_counted() -> None:
 
 
 def test_nothing_at_all_is_failed_work_that_says_why() -> None:
-    with pytest.raises(FailedWork, match="none of the samples.*broken"):
+    with pytest.raises(FailedWork, match=r"none of the samples.*broken"):
         gathered(embedded([loaded([], failed=2)]), World(), device=CPU)
 
 

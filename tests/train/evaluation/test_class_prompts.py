@@ -1,0 +1,100 @@
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from manifests.errors import UserError
+from manifests.store import write_manifest
+from train.evaluation.class_prompts import ClassPrompts, open_class_prompts
+
+TEXTS = ["take plate", "wash cup", "grab plate", "wash cup", "a dog"]
+
+
+def data(path: Path, **labels: pa.Array) -> Path:
+    """Five captions of the split val."""
+    captions = pa.table(
+        {
+            "video_id": pa.array(["a"] * 5).dictionary_encode(),
+            "begin_s": pa.array([float(number) for number in range(5)]),
+            "end_s": pa.array([number + 1.0 for number in range(5)]),
+            "text": pa.array(TEXTS),
+            "source": pa.array(["test"] * 5).dictionary_encode(),
+            **{f"label_{name}": column for name, column in labels.items()},
+        }
+    )
+    videos = pa.table({"video_id": ["a"], "source_id": ["a"], "path": ["/a.mp4"], "split": ["val"]})
+    write_manifest(path, "test", videos, captions)
+    return path
+
+
+def opened(data_dir: Path, **options: Any) -> ClassPrompts:
+    files = {name: options.get(name) for name in ("classes", "templates", "label")}
+    return open_class_prompts(data_dir, split="val", **files)
+
+
+def lines(path: Path, *texts: str) -> Path:
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def test_labels_that_are_names_name_the_classes(tmp_path: Path) -> None:
+    found = opened(data(tmp_path, **{"class": pa.array(["sing", "dance", None, "sing", "dance"])}))
+    assert found.names == (("dance",), ("sing",)) and found.class_of_N.tolist() == [1, 0, 1, 0]
+    assert found.caption_ids.tolist() == [0, 1, 3, 4] and found.num_without == 1
+    assert found.prompts()[0] == ["dance", "sing"]
+
+
+def test_labels_that_are_numbers_are_named_by_all_their_captions(tmp_path: Path) -> None:
+    labels = {
+        "verb": pa.array([7, 2, 7, 2, None], pa.int32()),
+        "noun": pa.array([0, 1, 0, 1, 0], pa.int32()),
+        "nouns": pa.array([[0]] * 5),
+    }
+    data_dir = data(tmp_path, **labels)
+    found = opened(data_dir, label="verb", templates=lines(tmp_path / "t.txt", "a video of {}", "{}, as {} is"))
+    assert found.names == (("wash cup",), ("take plate", "grab plate"))
+    texts, classes = found.prompts()
+    assert texts[2:4] == ["a video of take plate", "take plate, as take plate is"]
+    assert classes.tolist() == [0, 0, 1, 1, 1, 1]
+    with pytest.raises(UserError, match="several labels") as caught:
+        opened(data_dir)
+    assert "noun, verb" in str(caught.value.hint)
+    with pytest.raises(UserError, match="no label 'nouns'"):
+        opened(data_dir, label="nouns")
+
+
+def test_numbers_are_lines_of_a_class_file(tmp_path: Path) -> None:
+    data_dir = data(tmp_path, verb=pa.array([0, 2, 0, 5, 1], pa.int32()))
+    found = opened(data_dir, classes=lines(tmp_path / "c.txt", "take | pick up", "open", "wash"))
+    assert found.names == (("take", "pick up"), ("open",), ("wash",))
+    assert found.class_of_N.tolist() == [0, 2, 0, 1] and found.num_without == 1
+
+
+def test_without_labels_the_caption_is_the_class(tmp_path: Path) -> None:
+    data_dir = data(tmp_path)
+    found = opened(data_dir, classes=lines(tmp_path / "c.txt", "wash cup", "take plate|grab plate"))
+    assert found.class_of_N.tolist() == [1, 0, 1, 0] and found.num_without == 1
+    with pytest.raises(UserError, match="no labels") as caught:
+        opened(data_dir)
+    assert "--classes" in str(caught.value.hint)
+    with pytest.raises(UserError, match="such as 'take plate' is among 1 classes"):
+        opened(data_dir, classes=lines(tmp_path / "d.txt", "sing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("classes", "a\na\n", "'a' twice"),
+        ("classes", "a\n|\n", "a line without a name"),
+        ("classes", "\n", "a line without a name"),
+        ("templates", "a video\n", "the template 'a video'"),
+        ("templates", "\n", "no template"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: str, what: str) -> None:
+    data_dir = data(tmp_path)
+    given = {"classes": lines(tmp_path / "good.txt", *dict.fromkeys(TEXTS))}
+    (tmp_path / "bad.txt").write_text(content)
+    with pytest.raises(UserError, match=what):
+        opened(data_dir, **{**given, name: tmp_path / "bad.txt"})

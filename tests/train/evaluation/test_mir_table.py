@@ -1,0 +1,174 @@
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from manifests.store import write_manifest
+from train.evaluation.mir_table import MirTable, open_mir_table
+
+# Text, verb, nouns: of the test split in the order of the annotation file; the fourth shares a span with the third.
+ROWS: list[tuple[str, float, str, int | None, list[int] | None]] = [
+    ("a", 0.0, "take plate", 0, [1]),
+    ("a", 2.0, "wash plate and cup", 2, [1, 4]),
+    ("a", 4.0, "take cup", 0, [4]),
+    ("a", 4.0, "grab cup", 0, [4]),
+    ("b", 0.0, "take plate", 0, [1, 7]),  # the same words, with other classes
+    ("b", 2.0, "open tap", 3, [9]),
+]
+SENTENCES = ["take plate", "wash plate and cup", "take cup", "grab cup", "open tap"]
+RELEVANCY = np.array(
+    [
+        [1, 0.25, 0.5, 0.5, 0],
+        [0.25, 1, 0.25, 0.25, 0],
+        [0.5, 0.25, 1, 1, 0],
+        [0.5, 0.25, 1, 1, 0],
+        [0.75, 1 / 6, 0.5, 0.5, 0],
+        [0, 0, 0, 0, 1],
+    ]
+)
+
+
+def table(rows: list[tuple[str, float, str, int | None, list[int] | None]], *, has_labels: bool) -> pa.Table:
+    video_id, begin_s, text, verb, nouns = zip(*rows, strict=True)
+    columns: dict[str, Any] = {
+        "video_id": pa.array(video_id).dictionary_encode(),
+        "begin_s": pa.array(begin_s, pa.float64()),
+        "end_s": pa.array([begin + 2 for begin in begin_s], pa.float64()),
+        "text": pa.array(text),
+        "source": pa.array(["test"] * len(rows)).dictionary_encode(),
+    }
+    if has_labels:
+        columns |= {
+            "label_verb": pa.array(verb, pa.int32()),
+            "label_noun": pa.array([None if its is None else its[0] for its in nouns], pa.int32()),
+            "label_nouns": pa.array(nouns, pa.list_(pa.int32())),
+        }
+    return pa.table(columns)
+
+
+def videos(splits: dict[str, str]) -> pa.Table:
+    return pa.table(
+        {
+            "video_id": list(splits),
+            "source_id": list(splits),
+            "path": [f"/v/{name}.mp4" for name in splits],
+            "split": list(splits.values()),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Captions of another split come before, and those of another data set, without classes, behind."""
+    data_dir = tmp_path_factory.mktemp("kitchen")
+    rows = [("t", 0.0, "take plate", 0, [1]), *ROWS]
+    write_manifest(data_dir, "epic", videos({"t": "train", "a": "test", "b": "test"}), table(rows, has_labels=True))
+    write_manifest(data_dir, "other", videos({"z": "test"}), table([("z", 0.0, "a dog", None, None)], has_labels=False))
+    return data_dir
+
+
+def opened(data_dir: Path, **files: Path) -> MirTable:
+    return open_mir_table(data_dir, split="test", relevancy=files.get("relevancy"), sentences=files.get("sentences"))
+
+
+def saved(path: Path, matrix: NDArray[np.floating]) -> Path:
+    if path.suffix == ".npy":
+        np.save(path, matrix)
+    else:
+        path.write_bytes(pickle.dumps(matrix))
+    return path
+
+
+def sentence_file(path: Path, sentences: list[str]) -> Path:
+    lines = [f'P01_{number},"{sentence}"' for number, sentence in enumerate(sentences)]
+    path.write_text("\n".join(["narration_id,narration", *lines]) + "\n")
+    return path
+
+
+def test_relevancy_of_the_classes_by_hand(kitchen: Path) -> None:
+    found = opened(kitchen)
+    assert found.sentences == tuple(SENTENCES)
+    assert np.array_equal(found.relevancy.rows(slice(None)), RELEVANCY)
+    assert found.sentence_of_N.tolist() == [0, 1, 2, 3, 0, 4]
+    assert found.caption_ids.tolist() == [1, 2, 3, 4, 5, 6] and "computed" in found.source
+
+
+@pytest.mark.parametrize("ending", [".npy", ".pkl"])
+def test_a_relevancy_file_stands_for_the_classes(kitchen: Path, tmp_path: Path, ending: str) -> None:
+    matrix = RELEVANCY.copy()
+    matrix[1, 4] = 0.125
+    path = saved(tmp_path / f"frozen{ending}", matrix)
+    found = opened(kitchen, relevancy=path)
+    assert np.array_equal(found.relevancy.rows(slice(None)), matrix) and "frozen" in found.source
+
+
+def test_a_sentence_file_gives_the_order_of_the_columns(kitchen: Path, tmp_path: Path) -> None:
+    order = [3, 1, 4, 0, 2]
+    path = sentence_file(tmp_path / "sentence.csv", [SENTENCES[place] for place in order])
+    computed = opened(kitchen, sentences=path)
+    assert np.array_equal(computed.relevancy.rows(slice(None)), RELEVANCY[:, order])
+    matrix = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, order])
+    assert opened(kitchen, sentences=path, relevancy=matrix).sentences == computed.sentences
+
+
+def test_columns_in_another_order_are_noticed(kitchen: Path, tmp_path: Path) -> None:
+    path = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, [3, 2, 4, 0, 1]])
+    with pytest.raises(UserError, match="in another order") as caught:
+        opened(kitchen, relevancy=path)
+    assert "--sentences" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "what"),
+    [
+        (np.ones((9668, 3)), r"9,668 clips x 3 sentences, and split 'test' has 6 x 5"),
+        (RELEVANCY.T, r"5 clips x 6 sentences, and split 'test' has 6 x 5"),
+        (RELEVANCY[0], r"of shape \(5,\)"),
+        (2 * RELEVANCY, r"it has 2\.0, and a relevancy is from 0 to 1"),
+    ],
+)
+def test_what_is_not_of_this_split_is_named(
+    kitchen: Path, tmp_path: Path, matrix: NDArray[np.float64], what: str
+) -> None:
+    with pytest.raises(UserError, match=what):
+        opened(kitchen, relevancy=saved(tmp_path / "relevancy.npy", matrix))
+
+
+@pytest.mark.parametrize(
+    ("sentences", "what"),
+    [
+        ([*SENTENCES, "peel carrot"], "1 sentences that no caption of split 'test' has; the first: peel carrot"),
+        ([*SENTENCES, "open tap"], "a sentence twice"),
+    ],
+)
+def test_a_sentence_file_of_another_split_is_named(
+    kitchen: Path, tmp_path: Path, sentences: list[str], what: str
+) -> None:
+    with pytest.raises(UserError, match=what):
+        opened(kitchen, sentences=sentence_file(tmp_path / "sentence.csv", sentences))
+
+
+def test_files_that_cannot_be_read_are_named(kitchen: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.npy").write_bytes(b"\x93NUMPY")
+    for path in (tmp_path / "none.npy", tmp_path / "none.pkl", tmp_path / "cut.npy"):
+        with pytest.raises(UserError, match=path.name):
+            opened(kitchen, relevancy=path)
+
+
+def test_captions_without_classes_cannot_be_compared(kitchen: Path, tmp_path: Path) -> None:
+    write_manifest(tmp_path, "plain", videos({"z": "test"}), table([("z", 0.0, "x", None, None)], has_labels=False))
+    with pytest.raises(UserError, match="no verb and noun classes") as caught:
+        opened(tmp_path)
+    assert "--relevancy" in str(caught.value.hint)
+
+
+def test_captions_of_one_span_share_the_clip_that_shows_it(kitchen: Path) -> None:
+    """The loader shows rows 2 and 3 as one clip, with the caption of row 2."""
+    found = opened(kitchen)
+    rows, place = found.rows_shown(np.array([6, 3, 7, 1]))  # 7 is of the other data set
+    assert rows.tolist() == [0, 2, 3, 5] and place.tolist() == [3, 1, 1, 0]
