@@ -1,4 +1,4 @@
-"""Puts weights into a model, or says why not."""
+"""Fits weights to a model and puts them into it, or says why not."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _MAX_SHOWN = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What was loaded.
+    """Weights that fit a model.
 
     Attributes:
         title: where from, and in which format.
@@ -42,8 +42,8 @@ class Loaded:
         }
 
 
-def load_weights(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> Loaded:
-    """Copies the weights of `source` into a DualEncoder.
+def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> Loaded:
+    """Fits the weights of `source` to a DualEncoder, which may be on the meta device and is not changed.
 
     Args:
         allow: patterns of names of tensors that may differ without a reason.
@@ -52,8 +52,7 @@ def load_weights(model: nn.Module, source: Source, *, allow: Sequence[str] = (),
     Raises:
         UserError: something is missing, left over or of another shape, and nothing explains it.
     """
-    parameters = model.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     _check_heads(model, source)
     fitted = fit(source.converted, shapes, allow=allow)
     say(f"weights: {source.title}: {fitted.num_copied} of {len(shapes)} tensors of the model copied as they are")
@@ -69,10 +68,15 @@ def load_weights(model: nn.Module, source: Source, *, allow: Sequence[str] = (),
             f"{source.title} does not fit the model{differs}: {summary_of(fitted.unexplained)}",
             hint="use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN",
         )
-    with torch.no_grad():
-        for name, tensor in fitted.tensors.items():
-            parameters[name].copy_(tensor)
     return Loaded(title=source.title, fitted=fitted)
+
+
+@torch.no_grad()
+def copy_into(model: nn.Module, loaded: Loaded) -> None:
+    """Gives a model the weights that were fitted to one of its kind; what they lack stays as it is."""
+    parameters = model.state_dict()
+    for name, tensor in loaded.fitted.tensors.items():
+        parameters[name].copy_(tensor)
 
 
 def _check_heads(model: nn.Module, source: Source) -> None:

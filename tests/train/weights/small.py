@@ -13,6 +13,8 @@ from train.models.dual_encoder import DualEncoder, DualEncoderSize
 from train.models.text import TextTowerSize
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
+from train.weights.loading import Loaded, copy_into, fit_to
+from train.weights.sources import Say, Source
 
 IMAGE_PX, PATCH_PX, WIDTH, TEXT_WIDTH, EMBEDDING, VOCABULARY, CONTEXT = 32, 8, 64, 48, 24, 99, 12
 HEADS, TEXT_HEADS, DEPTH = 4, 3, 2
@@ -56,6 +58,13 @@ def our_model(
     model = DualEncoder(size, **options)
     shuffle(model, seed=7)
     return model.eval()
+
+
+def loaded_weights(model: DualEncoder, source: Source, *, allow: tuple[str, ...] = (), say: Say) -> Loaded:
+    """Fits weights to a model and copies them into it."""
+    loaded = fit_to(model, source, allow=allow, say=say)
+    copy_into(model, loaded)
+    return loaded
 
 
 def shuffle(model: nn.Module, *, seed: int) -> None:

@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from manifests.errors import UserError
 from tests.train.weights import small
-from tests.train.weights.small import our_model, quiet, tokens
+from tests.train.weights.small import loaded_weights, our_model, quiet, tokens
 from train.weights.avion_format import MISTYPED_MEAN
-from train.weights.loading import load_weights
 from train.weights.settings import Init
 from train.weights.sources import Source, open_weights
 
@@ -186,7 +185,7 @@ def test_our_towers_compute_what_avions_do(tmp_path: Path, names: Names, is_conv
     facts = source.facts
     assert (facts.activation, facts.video_eps, facts.text_eps) == ("gelu", 1e-6, 1e-5)
     ours = our_model(activation="gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
-    loaded = load_weights(ours, source, say=quiet)
+    loaded = loaded_weights(ours, source, say=quiet)
     assert loaded.fitted.changes == () and loaded.logit_scale == pytest.approx(state["logit_scale"].item())
     ours = ours.double()
     assert ours.text is not None
@@ -201,14 +200,14 @@ def test_projections_beside_the_towers_are_found_too(tmp_path: Path) -> None:
     state["image_projection"] = state.pop("visual.image_projection")
     state["text_projection"] = state.pop("textual.text_projection")
     torch.save(state, tmp_path / "w.pt")
-    assert load_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "w.pt"), say=quiet).fitted.changes == ()
+    assert loaded_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "w.pt"), say=quiet).fitted.changes == ()
 
 
 def test_more_frames_interpolate_the_temporal_embedding(tmp_path: Path) -> None:
     state = avion_state(FLASH, is_conv_a_matrix=False)
     torch.save(state, tmp_path / "w.pt")
     ours = our_model(num_frames=16)
-    loaded = load_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
+    loaded = loaded_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
     (change,) = loaded.fitted.changes
     assert (change.kind, change.old, change.new) == ("resized", (4, small.WIDTH), (16, small.WIDTH))
     # What AVION's inflate_positional_embeds does: bilinear over (T, D), D unchanged.
@@ -252,7 +251,7 @@ def test_lavilas_time_attention_has_no_place_and_is_not_dropped_in_silence(tmp_p
     torch.save(training_checkpoint(lavila_state()), tmp_path / "clip.pt")
     said: list[str] = []
     with pytest.raises(UserError, match=r"12 left over \(visual.blocks.0.norm3.weight"):
-        load_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "clip.pt"), say=said.append)
+        loaded_weights(our_model(num_frames=NUM_FRAMES), opened(tmp_path / "clip.pt"), say=said.append)
     assert any("visual.blocks.*.timeattn.qkv.weight (2 tensors)" in line and "UNEXPECTED" in line for line in said)
 
 
@@ -263,7 +262,7 @@ def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path
     assert (source.facts.activation, source.facts.video_eps, source.facts.mean) == ("quick_gelu", 1e-6, MISTYPED_MEAN)
     allow = ("visual.blocks.*.timeattn.*", "visual.blocks.*.norm3.*")
     ours = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=NUM_FRAMES)
-    loaded = load_weights(ours, source, allow=allow, say=quiet)
+    loaded = loaded_weights(ours, source, allow=allow, say=quiet)
     assert {change.why.split()[0] for change in loaded.fitted.changes} == {"allowed"}
     ours = ours.double()
     assert ours.text is not None
@@ -283,7 +282,7 @@ def test_lavilas_space_and_text_are_loaded_where_the_user_says_so(tmp_path: Path
         x = block(x, one, f"visual.blocks.{number}", TIMM, heads=small.HEADS, act=act, eps=1e-6, mask=0.0)
     x = functional.layer_norm(x[:, 0], x.shape[-1:], one["visual.norm.weight"], one["visual.norm.bias"], 1e-6)
     single = our_model(activation="quick_gelu", video_eps=1e-6, num_frames=1)
-    load_weights(single, source, allow=allow, say=quiet)
+    loaded_weights(single, source, allow=allow, say=quiet)
     single = single.double()
     with torch.no_grad():
         single.video.temporal_embedding.copy_(one["visual.temporal_embed"][0, :1])

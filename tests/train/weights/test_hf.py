@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 
 from manifests.errors import UserError
 from tests.train.weights import small
-from tests.train.weights.small import images, our_model, quiet, shuffle, tokens
+from tests.train.weights.small import images, loaded_weights, our_model, quiet, shuffle, tokens
 from train.weights.hf_format import from_hf, to_hf
-from train.weights.loading import load_weights
 from train.weights.settings import Init
 from train.weights.sources import Source, open_weights
 
@@ -69,7 +68,7 @@ def test_our_towers_compute_what_clip_model_does(theirs: Any, folder: Path) -> N
     assert source.facts.activation == "quick_gelu" and "Hugging Face" in source.title
     ours = our_model(activation="quick_gelu")
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded = load_weights(ours, source, say=quiet)
+    loaded = loaded_weights(ours, source, say=quiet)
     with torch.no_grad():
         seen = theirs(input_ids=tokens(), pixel_values=images())
         torch.testing.assert_close(ours.embed_video(images()[:, :, None]), seen.image_embeds, atol=2e-6, rtol=2e-5)
@@ -89,7 +88,7 @@ def test_a_bare_file_is_known_by_its_names(theirs: Any, tmp_path: Path) -> None:
     torch.save(
         {**theirs.state_dict(), "text_model.embeddings.position_ids": torch.arange(12)[None]}, tmp_path / "w.bin"
     )
-    loaded = load_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
+    loaded = loaded_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
     assert [change.kind for change in loaded.fitted.changes] == ["created"]
 
 
@@ -100,7 +99,7 @@ def test_a_lost_key_matrix_is_missed(theirs: Any, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over"
     ):
-        load_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
+        loaded_weights(our_model(), opened(tmp_path / "w.bin"), say=quiet)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from manifests.errors import UserError
-from tests.train.weights.small import OPEN_CLIP_CONFIG, images, open_clip_model, our_model, quiet, tokens
+from tests.train.weights.small import (
+    OPEN_CLIP_CONFIG,
+    images,
+    loaded_weights,
+    open_clip_model,
+    our_model,
+    quiet,
+    tokens,
+)
 from train.models.dual_encoder import DualEncoder
-from train.weights.loading import load_weights
 from train.weights.open_clip_format import from_open_clip, to_open_clip
 from train.weights.settings import Init
 from train.weights.sources import Source, open_weights
@@ -60,7 +67,7 @@ def test_our_towers_compute_what_open_clips_do(theirs: Any, tmp_path: Path, writ
     write(theirs.state_dict(), path)
     ours = our_model()
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    loaded = load_weights(ours, opened(path), say=quiet)
+    loaded = loaded_weights(ours, opened(path), say=quiet)
     assert_same_features(ours, theirs)
     assert loaded.logit_scale == pytest.approx(theirs.logit_scale.item())
     assert [(change.kind, change.name) for change in loaded.fitted.changes] == [("created", "video.temporal_embedding")]
@@ -79,7 +86,7 @@ def test_a_text_tower_of_its_own_is_known_too(tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
     ours = our_model()
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    load_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
+    loaded_weights(ours, opened(tmp_path / "w.pt"), say=quiet)
     assert_same_features(ours, theirs)
 
 
@@ -121,7 +128,7 @@ def test_another_number_of_heads_is_refused_though_the_shapes_fit(theirs: Any, t
     config = {"model_cfg": {**OPEN_CLIP_CONFIG, "vision_cfg": vision}, "preprocess_cfg": {}}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="video tower has 2 heads, that of the model has 4"):
-        load_weights(our_model(), opened(tmp_path), say=quiet)
+        loaded_weights(our_model(), opened(tmp_path), say=quiet)
 
 
 def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
@@ -136,7 +143,7 @@ def test_openais_sizes_among_the_tensors_say_quick_gelu(tmp_path: Path) -> None:
     assert "OpenAI" in source.title and source.facts.activation == "quick_gelu"
     ours = our_model(activation="quick_gelu")
     torch.nn.init.zeros_(ours.video.temporal_embedding)
-    load_weights(ours, source, say=quiet)
+    loaded_weights(ours, source, say=quiet)
     with torch.no_grad():
         theirs.half().float()
     assert_same_features(ours, theirs)
