@@ -105,11 +105,28 @@ def test_a_resumed_run_ends_with_the_same_weights(train: Callable[..., int], col
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
+def test_latents_train_a_text_tower_too_without_a_column_of_text(
+    train: Callable[..., int], columns: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data_dir = tmp_path / "run", tmp_path / "data"
+    data_dir.mkdir()
+    for name in ("manifest", "latents", "dataset.json"):
+        (data_dir / name).symlink_to(columns / name)
+    flags = [*FLAGS, "--text-tower", "trained", *STEPS, "--steps", 60, "--max-grad-norm", 10]
+    assert train("dual-encoder", "--shards", data_dir, "--out", out, *flags) == 0
+    found = losses(out)
+    assert np.mean(found[-5:]) < 0.6 * np.mean(found[:5])
+    capsys.readouterr()
+    assert train("eval", "retrieval", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["video_to_text"]["recall"]["1"] > 0.3  # chance 0.125
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (("--input", "latents"), "--input latents does not go with --text-tower trained"),
-        (("--text-tower", "frozen"), "--input pixels does not go with --text-tower frozen"),
+        ((*FLAGS, "--captions.min-relevancy", "0.1"), "segments of latents are none"),
+        ((*FLAGS, "--captions.sources", "human=1"), "no caption of this manifest has the source 'human'"),
+        (("--text-tower", "frozen", "--model", "tiny"), "holds no video shards"),
         ((*COLUMNS, "--segment", "2s", "--num-frames", "9"), "--num-frames 9: a segment of 2s has 8 frames"),
         ((*COLUMNS, "--segment", "0.3s"), "a segment of '0.3s' is 1.2 frames"),
         ((*COLUMNS, "--segment", "two"), "'two' is no length of a segment"),

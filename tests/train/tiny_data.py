@@ -1,9 +1,11 @@
 """A data folder of small videos whose pixels carry the frame number, written through the real writers."""
 
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -31,6 +33,8 @@ class Caption:
     begin_s: float
     end_s: float
     text: str
+    source: str = "test"
+    labels: Mapping[str, Any] = field(default_factory=dict)  # values of label columns, by name
 
 
 def encode_chunk(
@@ -120,7 +124,9 @@ def write_captions(data_dir: Path, splits: dict[str, str], captions: list[Captio
             "begin_s": pa.array([caption.begin_s for caption in captions], pa.float64()),
             "end_s": pa.array([caption.end_s for caption in captions], pa.float64()),
             "text": pa.array([caption.text for caption in captions], pa.string()),
-            "source": pa.array(["test"] * len(captions), pa.string()).dictionary_encode(),
+            "source": pa.array([caption.source for caption in captions], pa.string()).dictionary_encode(),
         }
     )
+    for name in sorted({name for caption in captions for name in caption.labels}):
+        rows = rows.append_column(name, pa.array([caption.labels.get(name) for caption in captions]))
     write_manifest(data_dir, "test", videos, rows)

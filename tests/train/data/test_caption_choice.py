@@ -1,0 +1,112 @@
+"""Which caption a visit shows: a pure function of (seed, position), by the weights of sources."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests.errors import UserError
+from train.data.caption_choice import CaptionChoice, caption_choice, choose_sources
+from train.data.caption_settings import CaptionSettings, parse_weights
+from train.data.clip_captions import group_captions
+from train.data.usable_captions import UsableCaptions
+
+NUM_DRAWS = 60_000
+
+
+def choice_of(ranks: list[list[int]], weights: list[float]) -> CaptionChoice:
+    """From the ranks of each clip's captions."""
+    clip = np.repeat(np.arange(len(ranks)), [len(one) for one in ranks])
+    rank = np.array([one for clip_ranks in ranks for one in sorted(clip_ranks)], np.int16)
+    return caption_choice(clip, rank, num_clips=len(ranks), weights=np.array(weights))
+
+
+def shares(choice: CaptionChoice, clip: int, *, num_places: int) -> np.ndarray:
+    drawn = choice.draw(np.full(NUM_DRAWS, clip), position=np.arange(NUM_DRAWS), seed=3)
+    return np.bincount(drawn, minlength=num_places) / NUM_DRAWS
+
+
+def test_captions_are_drawn_by_the_weight_of_their_source_and_then_all_alike() -> None:
+    # Clip 0 has one caption of each of two sources, clip 1 three of the last alone, clip 2 one, three and two.
+    choice = choice_of([[0, 1], [2, 2, 2], [0, 1, 1, 1, 2, 2]], [1.0, 2.0, 0.5])
+    expected = {
+        0: [1 / 3, 2 / 3, *[0] * 9],
+        1: [0, 0, 1 / 3, 1 / 3, 1 / 3, *[0] * 6],
+        2: [*[0] * 5, 1 / 3.5, *[2 / 3.5 / 3] * 3, *[0.5 / 3.5 / 2] * 2],
+    }
+    for clip, wanted in expected.items():
+        found = shares(choice, clip, num_places=11)
+        # Four standard deviations of a share of this many draws.
+        assert np.abs(found - wanted).max() < 4 * np.sqrt(0.25 / NUM_DRAWS)
+        assert (found[np.array(wanted) == 0] == 0).all()
+
+
+def test_what_is_drawn_depends_on_seed_and_position_alone() -> None:
+    choice = choice_of([[0, 0, 1], [0, 1], [1]] * 40, [1.0, 3.0])
+    clips, position = np.arange(120), np.arange(120) * 7
+    whole = choice.draw(clips, position=position, seed=5)
+    alone = [int(choice.draw(clips[at : at + 1], position=position[at : at + 1], seed=5)[0]) for at in range(120)]
+    assert whole.tolist() == alone
+    assert (choice.draw(clips, position=position, seed=6) != whole).any()
+    assert (choice.draw(clips, position=position + 120, seed=5) != whole).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=20),
+    weights=st.lists(st.floats(1e-6, 1e6), min_size=4, max_size=4),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_a_clip_is_always_shown_with_one_of_its_own(ranks: list[list[int]], weights: list[float], seed: int) -> None:
+    choice = choice_of(ranks, weights)
+    clips = np.tile(np.arange(len(ranks)), 30)
+    drawn = choice.draw(clips, position=np.arange(len(clips)), seed=seed)
+    ends = np.cumsum([len(one) for one in ranks])
+    begins = ends - [len(one) for one in ranks]
+    assert ((drawn >= begins[clips]) & (drawn < ends[clips])).all()
+    assert (choice.first(np.arange(len(ranks))) == begins).all()
+
+
+def test_sources_are_named_in_full_or_by_pattern() -> None:
+    names = ["ego4d_train.rephraser.top3", "ego4d_train", "ego4d_train.narrator_63"]
+    by_default = choose_sources(names, wanted=None)
+    assert by_default.names == ("ego4d_train", "ego4d_train.narrator_63", "ego4d_train.rephraser.top3")
+    assert by_default.weights.tolist() == [1, 1, 1] and by_default.rank.tolist() == [2, 0, 1]
+    chosen = choose_sources(names, wanted="*rephraser*=2,ego4d_train=1,*narrator*=0")
+    assert chosen.names == ("ego4d_train.rephraser.top3", "ego4d_train")
+    assert chosen.weights.tolist() == [2, 1] and chosen.rank.tolist() == [0, 1, -1]
+    with pytest.raises(UserError, match="no caption of this manifest has the source 'human'") as caught:
+        choose_sources(names, wanted="human=1")
+    assert "ego4d_train.narrator_63" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "text", ["human", "human=", "=1", "human=-1", "human=nan", "human=x", "a=1,a=2", "", "a=0,b=0"]
+)
+def test_weights_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--captions.sources"):
+        CaptionSettings(sources=text)
+
+
+def test_weights_keep_their_order() -> None:
+    assert list(parse_weights(" b = 2, a=1e-3 ").items()) == [("b", 2.0), ("a", 0.001)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(-1, 2)), max_size=40)
+)
+def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]) -> None:
+    """Rows of (first chunk, begin, length, rank) against a plain grouping."""
+    chunk, begin, length, rank = (np.array([row[at] for row in rows], np.int64) for at in range(4))
+    usable = UsableCaptions(np.arange(len(rows)), begin, begin + length, chunk, chunk, {}, 0)
+    sources = choose_sources(["a", "b", "c"], wanted=None)
+    found = group_captions(usable, rank=rank.astype(np.int16), sources=sources)
+    wanted: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for place, (first, start, duration, its_rank) in enumerate(rows):
+        if its_rank >= 0:
+            wanted.setdefault((first, start, start + duration), []).append((its_rank, place))
+    spans = found.spans
+    keys = list(zip(spans.first_chunk.tolist(), spans.begin_us.tolist(), spans.end_us.tolist(), strict=True))
+    assert keys == sorted(wanted)
+    assert found.caption.tolist() == [place for key in keys for _, place in sorted(wanted[key])]
