@@ -14,11 +14,14 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.augment.settings import Augment
+from train.data.caption_settings import CaptionSettings
+from train.distributed.settings import ParallelSettings
 from train.evaluation.settings import DualEncoderEvaluation, EvaluationSettings
 from train.losses.settings import Loss
 from train.models.settings import ModelName, Towers, check_frames, check_picture
 from train.optim.settings import OptimizerSettings
 from train.tracking.settings import TrackSettings
+from train.weights.settings import Init
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -37,10 +40,17 @@ _TRACKING = Parameter(group="Tracking")
 _UNTRACKED = TrackSettings()
 _TOWERS = Parameter(group="Towers")
 _PLAIN = Towers()
+_INIT = Parameter(group="Weights to start from")
+_RANDOM = Init()
 _EVALUATION = Parameter(group="Evaluation")
 _NO_EVALUATION, _NO_RETRIEVAL = EvaluationSettings(), DualEncoderEvaluation()
+_CAPTIONS = Parameter(group="Captions")
+_ALL_CAPTIONS = CaptionSettings()
 _LOSS = Parameter(group="Loss")
 _INFONCE = Loss()
+_CHECKPOINTS = Parameter(group="Checkpoints")
+_PARALLEL = Parameter(group="Parallel")
+_COPIES = ParallelSettings()
 _MACHINE = Parameter(group="Machine")
 
 # Least and most: what lies beyond would fail later and less clearly, for want of memory, threads or digits.
@@ -53,6 +63,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_grad_norm": (1e-12, 1e12),
     "seed": (0, 2**63 - 1),
     "checkpoint_every": (1, 10**10),
+    "keep_checkpoints": (1, 10**6),
     "workers": (1, 1024),
     "batches_ahead": (1, 1000),
     "max_failures": (0, 10**12),
@@ -82,7 +93,7 @@ class TrainingSettings:
     steps: Annotated[int, _TRAINING] = 10_000
     """Optimizer steps."""
     batch: Annotated[int, _TRAINING] = 64
-    """Samples of a step."""
+    """Samples of a step, of all processes together."""
     lr: Annotated[float, _TRAINING] = 3e-4
     """Highest learning rate, reached after the warm-up; then --optimizer.schedule takes over."""
     warmup_steps: Annotated[int, _TRAINING] = 500
@@ -95,8 +106,17 @@ class TrainingSettings:
     """Of weights, order and crops."""
     optimizer: Annotated[OptimizerSettings, _OPTIMIZER] = _ADAMW
     """How weights follow gradients."""
-    checkpoint_every: Annotated[int, _TRAINING] = 500
+    microbatch: Annotated[int | None, _TRAINING] = None
+    """Samples that one process computes at once, for batches larger than memory; all its share when left out."""
+
+    checkpoint_every: Annotated[int, _CHECKPOINTS] = 500
     """Steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: Annotated[int, _CHECKPOINTS] = 3
+    """How many of the latest checkpoints stay."""
+    best: Annotated[str | None, _CHECKPOINTS] = None
+    """Number of --evaluate whose best checkpoint stays too: the highest, or the lowest of a loss or rank."""
+    parallel: Annotated[ParallelSettings, _PARALLEL] = _COPIES
+    """How a model is spread over processes."""
 
     track: Annotated[TrackSettings, _TRACKING] = _UNTRACKED
     """Who else gets the numbers."""
@@ -123,6 +143,10 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         _check_ranges(self, _RANGES)
+        if self.microbatch is not None:
+            _require("microbatch", self.microbatch, self.microbatch >= 1, "1 or more")
+        if self.best is not None and not self.evaluate.every:
+            raise UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
         if self.optimizer.end_lr > self.lr:
             raise UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
@@ -131,15 +155,9 @@ class TrainingSettings:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DualEncoderSettings(TrainingSettings):
-    """Settings of `train dual-encoder`."""
+class ClipSettings(TrainingSettings):
+    """What clips look like, and the tower that sees them."""
 
-    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
-    """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
-    text_tower: Annotated[Literal["trained", "frozen"], _CLIPS] = "trained"
-    """frozen: the embeddings that prep text made stand in for a text tower (with --input latents)."""
-    segment: Annotated[str, _CLIPS] = "5s"
-    """Length of a segment of latents."""
     num_frames: Annotated[int, _CLIPS] = 4
     """Pictures of a clip."""
     sampling: Annotated[Literal["uniform", "stride", "lavila"], _CLIPS] = "uniform"
@@ -156,31 +174,51 @@ class DualEncoderSettings(TrainingSettings):
     """Samples that are visited in a row because they share a chunk, which is then decoded once."""
     augment: Annotated[Augment, _AUGMENT] = _NOTHING
     """Changes of the clips in training."""
-    loss: Annotated[Loss, _LOSS] = _INFONCE
-    """What the towers are trained towards."""
     model: Annotated[ModelName, _TRAINING] = "b16"
     """Size of the towers."""
     towers: Annotated[Towers, _TOWERS] = _PLAIN
     """What the towers are made of beyond their size."""
+    init: Annotated[Init, _INIT] = _RANDOM
+    """Weights to start from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_ranges(self, _CLIP_RANGES)
+        _require("min_crop_area", self.min_crop_area, 0 < self.min_crop_area <= 1, "more than 0 and at most 1")
+        check_frames(self.towers, num_frames=self.num_frames)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DualEncoderSettings(ClipSettings):
+    """Settings of `train dual-encoder`."""
+
+    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
+    """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
+    text_tower: Annotated[Literal["trained", "frozen"], _CLIPS] = "trained"
+    """frozen: the embeddings that prep text made stand in for a text tower."""
+    segment: Annotated[str, _CLIPS] = "5s"
+    """Length of a segment of latents."""
+    captions: Annotated[CaptionSettings, _CAPTIONS] = _ALL_CAPTIONS
+    """Which of a clip's captions a visit shows."""
+    loss: Annotated[Loss, _LOSS] = _INFONCE
+    """What the towers are trained towards."""
     evaluate: Annotated[DualEncoderEvaluation, _EVALUATION] = _NO_RETRIEVAL
     """Evaluation while the model is trained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.input == "latents") != (self.text_tower == "frozen"):
+        if self.input == "latents" and self.captions.min_relevancy is not None:
             raise UserError(
-                f"--input {self.input} does not go with --text-tower {self.text_tower}",
-                hint="use --input latents --text-tower frozen, or neither",
+                "--captions.min-relevancy draws captions for clips, and segments of latents are none",
+                hint="leave it out, or use --input pixels",
             )
         _require("batch", self.batch, self.batch >= 2, "at least 2: a caption needs others to be told from")
-        _check_ranges(self, _CLIP_RANGES)
-        _require("min_crop_area", self.min_crop_area, 0 < self.min_crop_area <= 1, "more than 0 and at most 1")
-        check_frames(self.towers, num_frames=self.num_frames)
         if self.input == "pixels":
             check_picture(self.model, size_px=self.size_px)
-        elif self.towers.embedding_width is not None:
+        if self.text_tower == "frozen" and self.towers.embedding_width is not None:
             raise UserError(
-                f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have a width already",
+                f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",
                 hint="leave it out with --text-tower frozen",
             )
 
@@ -198,11 +236,11 @@ def _require(name: str, value: float, holds: bool, rule: str) -> None:
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
 
-# What may differ when a run is resumed: it does not change the weights.
+# What may differ when a run is resumed: it does not change the weights, but for rounding.
 FREE_ON_RESUME = frozenset(
     {
-        *("shards", "cache", "out", "checkpoint_every", "evaluate", "track", "device"),
-        *("attention", "compile", "workers", "batches_ahead", "max_failures"),
+        *("shards", "cache", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "track"),
+        *("device", "attention", "compile", "parallel", "microbatch", "workers", "batches_ahead", "max_failures"),
     }
 )
 

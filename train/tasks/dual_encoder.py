@@ -16,6 +16,7 @@ from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.data.batch import Batch
+from train.data.caption_settings import CaptionSettings
 from train.data.clips import Sampling
 from train.data.decoding.clip import ClipShape, Views
 from train.data.latents.captioned import CaptionedLatents
@@ -36,10 +37,10 @@ from train.models.text import load_tokenizer
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.settings import DualEncoderSettings
+from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.loading import Loaded, copy_into, fit_to
+from train.weights.sources import Say, Source
 
-# Means and deviations of CLIP's training images, by colour.
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
 # A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
 _LATENT_PATCH = 2
 
@@ -57,11 +58,15 @@ class DualEncoderTask:
         self._door = door
         self._device = device
         self._evaluation: LoopEvaluation | None = None
-        self.columns: tuple[str, ...] = ("latents", "text") if settings.input == "latents" else ("video",)
+        self._start: Loaded | None = None
+        pictures = "latents" if settings.input == "latents" else "video"
+        self.columns: tuple[str, ...] = (pictures, "text") if settings.text_tower == "frozen" else (pictures,)
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the clips and captions of the split that the settings name."""
         samples = self.samples(self._settings.split, world)
+        if not isinstance(samples, VideoStream):
+            samples.require_different_texts()
         if self._settings.evaluate.every:
             # Made now, so that a mistake in its settings ends the run before it begins.
             self._evaluation = self._open_evaluation(world)
@@ -78,6 +83,8 @@ class DualEncoderTask:
         """
         settings = self._settings
         batch = settings.batch // world.size
+        is_frozen = settings.text_tower == "frozen"
+        tokenize = None if is_frozen else load_tokenizer()
         if settings.input == "latents":
             if is_remote(settings.shards) or names_tars(settings.shards):
                 raise UserError(
@@ -92,6 +99,8 @@ class DualEncoderTask:
                 seed=settings.seed,
                 rank=world.rank,
                 num_ranks=world.size,
+                tokenize=tokenize,
+                sources=settings.captions.sources,
             )
             _check_latents(latents, settings)
             return latents
@@ -112,9 +121,18 @@ class DualEncoderTask:
             num_ranks=world.size,
             pin=self._device.type == "cuda",
         )
-        tokenize = load_tokenizer()
         if names_tars(settings.shards):
+            if tokenize is None or settings.captions != CaptionSettings():
+                raise UserError(
+                    f"{settings.shards} is a stream of tars: each clip has the one caption that its tar gives it",
+                    hint="leave out --text-tower and --captions, or name a data folder that prep made",
+                )
             return VideoStream(settings.shards, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
+        if is_frozen and is_remote(settings.shards):
+            raise UserError(
+                f"--text-tower frozen cannot be read from {settings.shards}: embeddings are mapped into memory",
+                hint="copy the data folder to this machine",
+            )
         folder = open_data_folder(settings.shards, cache=settings.cache)
         return VideoCaptions(
             folder.path,
@@ -123,11 +141,32 @@ class DualEncoderTask:
             tokenize=tokenize,
             loading=loading,
             decode=settings.decode,
+            captions=settings.captions,
+            has_stored_text=is_frozen,
             tars=folder.tars,
         )
 
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
+        """Has `build_model` give models these weights, once they fit.
+
+        Raises:
+            UserError: they do not, and nothing explains why.
+        """
+        with torch.device("meta"):
+            model = self._towers(samples)
+        self._start = fit_to(model, source, allow=self._settings.init.allow, say=say)
+        return self._start
+
     def build_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
+        model = self._towers(samples)
+        if self._start is not None:
+            copy_into(model, self._start)
+        if self._settings.compile:
+            compile_blocks(model)
+        return model
+
+    def _towers(self, samples: Samples) -> DualEncoder:
         settings = self._settings
         size = size_of(settings.model, settings.towers)
         image_px = settings.size_px
@@ -135,8 +174,10 @@ class DualEncoderTask:
             shape = samples.frame_shape
             image_px = shape.height
             video = replace(size.video, patch_px=_LATENT_PATCH, num_channels=shape.channels)
-            size = replace(size, video=video, embedding_width=samples.text_width)
-        model = DualEncoder(
+            size = replace(size, video=video)
+        if not isinstance(samples, VideoStream) and samples.text_width is not None:
+            size = replace(size, embedding_width=samples.text_width)
+        return DualEncoder(
             size,
             image_px=image_px,
             num_frames=settings.num_frames,
@@ -144,21 +185,23 @@ class DualEncoderTask:
             towers=settings.towers,
             has_text_tower=settings.text_tower == "trained",
         )
-        if settings.compile:
-            compile_blocks(model)
-        return model
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
         if batch["input"] == "latents":
             latents_BTCHW = spread(batch["latents"], num_frames=self._settings.num_frames, is_training=is_training)
-            return latents_BTCHW.float().transpose(1, 2), batch["text"]
+            return latents_BTCHW.float().transpose(1, 2), _captions(batch)
         settings = self._settings
         drawn = draw(batch["position"].numpy(), settings.augment, seed=settings.seed) if is_training else None
         clips_BCTHW = to_model_input(
-            batch["video"], batch["colour"], size_px=settings.size_px, mean=_MEAN, std=_STD, draw=drawn
+            batch["video"],
+            batch["colour"],
+            size_px=settings.size_px,
+            mean=settings.init.pixel_mean or CLIP_MEAN,
+            std=settings.init.pixel_std or CLIP_STD,
+            draw=drawn,
         )
-        return clips_BCTHW, batch["tokens"]
+        return clips_BCTHW, _captions(batch)
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """The loss that `--loss.*` names."""
@@ -195,6 +238,10 @@ def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | N
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples
     return GlobalSet(num_clips=num_clips, num_captions=num_captions, num_epochs=num_epochs)
+
+
+def _captions(batch: Batch) -> torch.Tensor:
+    return batch["text"] if "text" in batch else batch["tokens"]
 
 
 def _check_latents(latents: CaptionedLatents, settings: DualEncoderSettings) -> None:
