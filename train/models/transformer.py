@@ -17,6 +17,7 @@ from train.models.packing import Packing
 from train.models.settings import Activation
 
 NORM_EPS = 1e-5  # CLIP's
+_MAX_GRAPHS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,11 @@ class Transformer(nn.Module):
         self.checkpointing = False
 
     def forward(self, x_BLD: torch.Tensor, *, causal: bool = False, packing: Packing | None = None) -> torch.Tensor:
+        drops = self.training and any(self.drop_path)
         for block, probability in zip(self.resblocks, self.drop_path, strict=True):
-            # Drawn outside of the block: compiled or computed twice, it sees the same.
-            branches_2B11 = drawn_branches(x_BLD, probability) if self.training and probability else None
+            # Drawn outside of the block: compiled or computed twice, it sees the same. For all blocks or for none: those
+            # that are called alike share their compiled code.
+            branches_2B11 = drawn_branches(x_BLD, probability) if drops else None
             run = partial(block, causal=causal, packing=packing, branches_2B11=branches_2B11)
             if self.checkpointing and torch.is_grad_enabled():
                 x_BLD = checkpoint(run, x_BLD, use_reentrant=False)
@@ -167,5 +170,7 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bo
     Args:
         fullgraph: raise where a block is not one graph, as with attention by xformers.
     """
+    # Training, evaluation, pixels and captions, the last batch: each has a graph of its own, and all blocks share them.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks_of(model):
         block.compile(backend=backend, fullgraph=fullgraph)

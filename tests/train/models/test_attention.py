@@ -1,3 +1,5 @@
+"""Every implementation of attention against the formula, and how one is chosen."""
+
 import subprocess
 import sys
 
@@ -5,38 +7,110 @@ import pytest
 import torch
 
 from manifests.errors import UserError
-from train.models.attention import attend_with_sdpa, attend_with_xformers, open_attention
+from train.models.attention import (
+    Attend,
+    attend_naively,
+    attend_with_sdpa,
+    attend_with_xformers,
+    open_attention,
+)
+from train.models.packing import pack
+
+LENGTHS = (3, 1, 7, 3, 2, 7)
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="xformers has no attention for a CPU")
 
 
-def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """The formula, written out."""
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, may_see: torch.Tensor) -> torch.Tensor:
+    """Attention written out; `may_see` [M, M] says which keys (columns) a query (row) sees."""
     scores = torch.einsum("bmhk,bnhk->bhmn", q, k) / q.shape[-1] ** 0.5
-    if causal:
-        later = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return torch.einsum("bhmn,bnhk->bmhk", scores.softmax(-1), v)
+    return torch.einsum("bhmn,bnhk->bmhk", scores.masked_fill(~may_see, -torch.inf).softmax(-1), v)
 
 
-def random_qkv(dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 17, 3, 16, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(3)]
+def masks(num_tokens: int) -> dict[bool, torch.Tensor]:
+    """What a token sees, by whether attention is causal."""
+    everything = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
+    return {False: everything, True: everything.tril()}
 
 
+def own_past(lengths: tuple[int, ...]) -> torch.Tensor:
+    """What a token of packed sequences sees."""
+    return torch.block_diag(*(torch.ones(length, length) for length in lengths)).tril().bool()
+
+
+def random_qkv(
+    dtype: torch.dtype, device: str = "cpu", *, num_items: int = 2, num_tokens: int = 17, seed: int = 0
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_items, num_tokens, 3, 16)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(3)]
+    return [one.requires_grad_() for one in drawn]
+
+
+def values_and_gradients(out: torch.Tensor, qkv: list[torch.Tensor]) -> list[torch.Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out)
+    return [out, *torch.autograd.grad((out * weights).sum(), qkv)]
+
+
+@pytest.mark.parametrize("attend", [attend_with_sdpa, attend_naively])
 @pytest.mark.parametrize("causal", [False, True])
-def test_sdpa_computes_the_formula(causal: bool) -> None:
-    q, k, v = random_qkv(torch.float64)
-    torch.testing.assert_close(
-        attend_with_sdpa(q, k, v, causal=causal), naive(q, k, v, causal=causal), atol=1e-12, rtol=0
-    )
+def test_torchs_ways_compute_the_formula(attend: Attend, causal: bool) -> None:
+    qkv = random_qkv(torch.float64)
+    found = values_and_gradients(attend(*qkv, causal=causal), qkv)
+    expected = values_and_gradients(formula(*qkv, may_see=masks(17)[causal]), qkv)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="xformers has no attention for a CPU")
-@pytest.mark.parametrize("causal", [False, True])
-def test_xformers_computes_the_formula(causal: bool) -> None:
+@pytest.mark.parametrize("attend", [attend_with_sdpa, attend_naively])
+@pytest.mark.parametrize("lengths", [LENGTHS, (4, 4, 4), (5,), (1, 1)])
+def test_a_packed_token_sees_its_own_sequence_up_to_itself(attend: Attend, lengths: tuple[int, ...]) -> None:
+    qkv = random_qkv(torch.float64, num_items=1, num_tokens=sum(lengths))
+    packing = pack(lengths, device=torch.device("cpu"))
+    found = values_and_gradients(attend(*qkv, causal=True, packing=packing), qkv)
+    expected = values_and_gradients(formula(*qkv, may_see=own_past(lengths)), qkv)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_compiled_sdpa_of_packed_tokens_is_the_same_whatever_the_lengths() -> None:
+    compiled = torch.compile(attend_with_sdpa, backend="aot_eager", fullgraph=True)
+    for lengths in (LENGTHS, (9, 4, 4, 2, 1, 1), (77, 1, 1, 1, 1, 1), (5, 6, 7, 8, 9, 10)):
+        qkv = random_qkv(torch.float64, num_items=1, num_tokens=sum(lengths))
+        packing = pack(lengths, device=torch.device("cpu"))
+        found = values_and_gradients(compiled(*qkv, causal=True, packing=packing), qkv)
+        expected = values_and_gradients(attend_with_sdpa(*qkv, causal=True, packing=packing), qkv)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_a_packing_knows_where_each_token_stands() -> None:
+    packing = pack((2, 3, 1), device=torch.device("cpu"))
+    assert packing.sequence_M.tolist() == [0, 0, 1, 1, 1, 2]
+    assert packing.position_M.tolist() == [0, 1, 0, 1, 2, 0]
+    assert packing.place_M.tolist() == [0, 1, 3, 4, 5, 6]
+    by_length = [
+        (length, where.tolist()) for length, where in pack((2, 1, 2), device=torch.device("cpu")).rows_by_length
+    ]
+    assert by_length == [(1, [2]), (2, [0, 1, 3, 4])]
+    with pytest.raises(ValueError, match="each needs a token"):
+        pack((2, 0), device=torch.device("cpu"))
+
+
+@on_cuda
+@pytest.mark.parametrize("attend", [attend_with_xformers, attend_with_sdpa, attend_naively])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["all", "causal", "packed"])
+def test_a_gpu_computes_the_formula(attend: Attend, dtype: torch.dtype, kind: str) -> None:
     pytest.importorskip("xformers.ops")
-    q, k, v = random_qkv(torch.float32, "cuda")
-    expected = naive(q.double(), k.double(), v.double(), causal=causal).float()
-    torch.testing.assert_close(attend_with_xformers(q, k, v, causal=causal), expected, atol=2e-3, rtol=2e-3)
+    lengths = (*LENGTHS, 77)
+    is_packed = kind == "packed"
+    num_tokens = sum(lengths) if is_packed else 197
+    qkv = random_qkv(dtype, "cuda", num_items=1 if is_packed else 2, num_tokens=num_tokens)
+    packing = pack(lengths, device=torch.device("cuda")) if is_packed else None
+    found = values_and_gradients(attend(*qkv, causal=kind != "all", packing=packing), qkv)
+    exact = [one.detach().cpu().double().requires_grad_() for one in qkv]
+    may_see = own_past(lengths) if is_packed else masks(num_tokens)[kind == "causal"]
+    expected = values_and_gradients(formula(*exact, may_see=may_see), exact)
+    tolerance = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)
 
 
 def test_a_cpu_gets_sdpa_and_is_told_why() -> None:
@@ -44,6 +118,15 @@ def test_a_cpu_gets_sdpa_and_is_told_why() -> None:
     assert (door.name, door.attend) == ("sdpa", attend_with_sdpa)
     assert "cpu" in door.reason
     assert open_attention("sdpa", device_type="cuda").name == "sdpa"
+
+
+def test_a_compiled_model_gets_what_the_compiler_sees_into() -> None:
+    door = open_attention("auto", device_type="cuda", compiles=True)
+    assert door.name == "sdpa" and "--compile" in door.reason
+
+
+def test_naive_attention_is_there_to_compare() -> None:
+    assert open_attention("naive", device_type="cpu").attend is attend_naively
 
 
 def test_xformers_on_a_cpu_is_refused_in_words() -> None:

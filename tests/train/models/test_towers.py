@@ -1,90 +1,131 @@
 """The towers against open_clip's, with the same weights."""
 
+import json
+from pathlib import Path
+
+import open_clip
 import pytest
 import torch
-from open_clip.transformer import TextTransformer, VisionTransformer
+from open_clip.model import CLIP
 
-from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import SIZES, DualEncoder
-from train.models.text import TextTower, TextTowerSize, load_tokenizer
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViT, VideoViTSize
+from tests.train.models.small_towers import captions, clips, small_encoder, spread_out
+from train.models.attention import Attend, attend_naively, attend_with_sdpa
+from train.models.dual_encoder import SIZES, DualEncoder, size_of
+from train.models.settings import Activation, Towers
+from train.models.text import load_tokenizer
+from train.models.transformer import blocks_of
 
-TRUNK = TransformerSize(width=32, depth=3, num_heads=4)
+OPEN_CLIPS_NAMES = {"s16": "ViT-S-16", "b16": "ViT-B-16", "l14": "ViT-L-14", "l14-336": "ViT-L-14-336"}
+
+
+@pytest.fixture(params=["gelu", "quick_gelu"])
+def activation(request: pytest.FixtureRequest) -> Activation:
+    chosen: Activation = request.param
+    return chosen
 
 
 @pytest.fixture
-def video_tower() -> VideoViT:
-    torch.manual_seed(0)
-    size = VideoViTSize(trunk=TRUNK, patch_px=8)
-    return VideoViT(size, image_px=32, num_frames=1, embedding_width=24, attend=attend_with_sdpa).double()
+def theirs(activation: Activation, tmp_path: Path) -> CLIP:
+    """open_clip's own model of the small size, made from a config file as users of open_clip make theirs."""
+    name = f"small-{activation}"
+    trunk = {"width": 32, "layers": 3}
+    config = {
+        "embed_dim": 24,
+        "quick_gelu": activation == "quick_gelu",
+        "vision_cfg": {**trunk, "image_size": 32, "patch_size": 8, "head_width": 8},
+        "text_cfg": {**trunk, "heads": 4, "vocab_size": 100, "context_length": 12},
+    }
+    (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path)
+    model = open_clip.create_model(name).double().eval()
+    assert isinstance(model, CLIP)
+    spread_out(model)
+    return model
 
 
-@pytest.fixture
-def text_tower() -> TextTower:
-    torch.manual_seed(0)
-    size = TextTowerSize(trunk=TRUNK, vocabulary_size=100, context_length=12)
-    return TextTower(size, embedding_width=24, attend=attend_with_sdpa).double()
+def under_our_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of open_clip's CLIP as the two towers name them."""
+    renamed = {}
+    for name, tensor in theirs.items():
+        if name in ("logit_scale", "attn_mask"):
+            continue
+        renamed[name.replace("visual.", "video.") if name.startswith("visual.") else f"text.{name}"] = tensor
+    return renamed
 
 
-def test_one_frame_without_temporal_embedding_is_the_image_tower(video_tower: VideoViT) -> None:
-    theirs = VisionTransformer(
-        image_size=32, patch_size=8, width=32, layers=3, heads=4, mlp_ratio=4.0, output_dim=24
-    ).double()
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    outcome = video_tower.load_state_dict(theirs.state_dict(), strict=False)
-    assert (outcome.missing_keys, outcome.unexpected_keys) == (["temporal_embedding"], [])
-    torch.nn.init.zeros_(video_tower.temporal_embedding)
-    images = torch.randn(5, 3, 32, 32, dtype=torch.float64)
-    torch.testing.assert_close(video_tower(images[:, :, None]), theirs(images), atol=1e-10, rtol=0)
+def ours_with_weights_of(theirs: CLIP, towers: Towers, *, attend: Attend = attend_with_sdpa) -> DualEncoder:
+    ours = small_encoder(towers, num_frames=1, attend=attend).eval()
+    outcome = ours.load_state_dict(under_our_names(theirs.state_dict()), strict=False)
+    assert (outcome.missing_keys, outcome.unexpected_keys) == (["video.temporal_embedding"], [])
+    return ours
 
 
-def test_the_order_of_frames_matters_through_the_temporal_embedding_alone() -> None:
-    torch.manual_seed(0)
-    size = VideoViTSize(trunk=TRUNK, patch_px=8)
-    tower = VideoViT(
-        size, image_px=32, num_frames=4, embedding_width=24, attend=attend_with_sdpa, temporal_std=0.2
-    ).double()
-    clips = torch.randn(2, 3, 4, 32, 32, dtype=torch.float64)
-    assert not torch.allclose(tower(clips), tower(clips.flip(2)))
-    torch.nn.init.zeros_(tower.temporal_embedding)
-    torch.testing.assert_close(tower(clips), tower(clips.flip(2)), atol=1e-10, rtol=0)
+@pytest.mark.parametrize("attend", [attend_with_sdpa, attend_naively])
+def test_one_frame_without_temporal_embedding_has_open_clips_image_features(
+    theirs: CLIP, activation: Activation, attend: Attend
+) -> None:
+    ours = ours_with_weights_of(theirs, Towers(activation=activation), attend=attend)
+    images = clips(5, 1)
+    torch.testing.assert_close(ours.video(images), theirs.encode_image(images[:, :, 0]), atol=1e-12, rtol=0)
+    unit = theirs.encode_image(images[:, :, 0], normalize=True)
+    torch.testing.assert_close(ours.embed_video(images), unit, atol=1e-12, rtol=0)
 
 
-def test_the_text_tower_is_open_clips(text_tower: TextTower) -> None:
-    theirs = TextTransformer(context_length=12, vocab_size=100, width=32, heads=4, layers=3, output_dim=24).double()
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    text_tower.load_state_dict(theirs.state_dict())
-    tokens = torch.zeros(3, 12, dtype=torch.int64)
-    for row, length in enumerate([2, 5, 12]):
-        tokens[row, :length] = torch.randint(1, 99, (length,))
-        tokens[row, length - 1] = 99
-    torch.testing.assert_close(text_tower(tokens), theirs(tokens), atol=1e-10, rtol=0)
+@pytest.mark.parametrize("packed_text", [True, False])
+def test_captions_have_open_clips_text_features(theirs: CLIP, activation: Activation, packed_text: bool) -> None:
+    ours = ours_with_weights_of(theirs, Towers(activation=activation, packed_text=packed_text))
+    tokens = captions(2, 5, 12, 5)
+    torch.testing.assert_close(ours.embed_text(tokens), theirs.encode_text(tokens, normalize=True), atol=1e-12, rtol=0)
 
 
-def test_what_follows_the_end_of_a_text_does_not_matter(text_tower: TextTower) -> None:
-    tokens = torch.tensor([[1, 5, 99, 0, 0, 0], [1, 6, 7, 8, 99, 0]])
-    noisy = torch.tensor([[1, 5, 99, 7, 3, 99], [1, 6, 7, 8, 99, 4]])
-    torch.testing.assert_close(text_tower(tokens), text_tower(noisy), atol=1e-12, rtol=0)
-    alone = torch.cat([text_tower(row[None]) for row in tokens])
-    torch.testing.assert_close(text_tower(tokens), alone, atol=1e-12, rtol=0)
+def test_the_wrong_activation_is_seen(theirs: CLIP, activation: Activation) -> None:
+    other: Activation = "quick_gelu" if activation == "gelu" else "gelu"
+    ours = ours_with_weights_of(theirs, Towers(activation=other))
+    images = clips(2, 1)
+    assert not torch.allclose(ours.video(images), theirs.encode_image(images[:, :, 0]), atol=1e-4)
 
 
-def test_the_b16_size_is_clips() -> None:
+@pytest.mark.parametrize("name", sorted(OPEN_CLIPS_NAMES))
+def test_a_size_has_every_tensor_of_open_clips(name: str) -> None:
     with torch.device("meta"):
-        model = DualEncoder(SIZES["b16"], image_px=224, num_frames=4, attend=attend_with_sdpa)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert num_parameters == 149_620_736 + model.video.temporal_embedding.numel()
+        theirs = open_clip.create_model(OPEN_CLIPS_NAMES[name], device="meta")
+        image_px = 336 if name == "l14-336" else 224
+        ours = DualEncoder(SIZES[name], image_px=image_px, num_frames=4, attend=attend_with_sdpa)
+    expected = {key: tuple(value.shape) for key, value in under_our_names(theirs.state_dict()).items()}
+    found = {key: tuple(value.shape) for key, value in ours.state_dict().items()}
+    assert found.pop("video.temporal_embedding")[0] == 4
+    assert found == expected
+    assert ours.text is not None
+    for their_trunk, our_trunk in (
+        (theirs.visual.transformer, ours.video.transformer),
+        (theirs.transformer, ours.text.transformer),
+    ):
+        assert their_trunk.resblocks[0].attn.num_heads == blocks_of(our_trunk)[0].attn.num_heads
 
 
-def test_embeddings_have_unit_length() -> None:
-    torch.manual_seed(0)
-    model = DualEncoder(SIZES["tiny"], image_px=32, num_frames=2, attend=attend_with_sdpa)
-    video, text = model(torch.randn(3, 3, 2, 32, 32), torch.tensor([[1, 5, 49407]] * 3))
-    torch.testing.assert_close(video.norm(dim=1), torch.ones(3))
-    torch.testing.assert_close(text.norm(dim=1), torch.ones(3))
+def test_settings_change_what_a_name_stands_for() -> None:
+    towers = Towers(tubelet=2, embedding_width=256, activation="quick_gelu", video_norm_eps=1e-6)
+    size = size_of("l14", towers)
+    assert (size.video.cube_frames, size.embedding_width, size.video.patch_px) == (2, 256, 14)
+    assert (size.video.trunk.norm_eps, size.text.trunk.norm_eps) == (1e-6, 1e-5)
+    assert size.video.trunk.activation == size.text.trunk.activation == "quick_gelu"
+    assert size_of("b16", Towers()) == SIZES["b16"]
+    with torch.device("meta"):
+        model = DualEncoder(size, image_px=28, num_frames=2, attend=attend_with_sdpa, towers=towers)
+    assert {module.eps for module in model.video.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-6}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embeddings_are_float32_of_unit_length_in_whatever_precision(dtype: torch.dtype) -> None:
+    model = small_encoder().float()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        video, text = model(clips(3).float(), captions(3, 5, 12))
+    for embedding in (video, text):
+        assert embedding.dtype == torch.float32 and embedding.isfinite().all()
+        torch.testing.assert_close(embedding.norm(dim=1), torch.ones(3))
+    exact_video, exact_text = model.double()(clips(3), captions(3, 5, 12))
+    assert (video.double() * exact_video).sum(dim=1).min() > 0.99
+    assert (text.double() * exact_text).sum(dim=1).min() > 0.99
 
 
 def test_the_tokenizer_wraps_pads_and_cuts() -> None:

@@ -1,0 +1,54 @@
+"""Packed captions against padded ones."""
+
+import pytest
+import torch
+
+from tests.train.models.small_towers import END, captions, gradients, small_encoder
+from train.models.attention import Attend, attend_naively, attend_with_sdpa
+from train.models.settings import Towers
+from train.models.text import TextTower
+
+
+def text_tower(*, is_packed: bool, attend: Attend = attend_with_sdpa) -> TextTower:
+    tower = small_encoder(Towers(packed_text=is_packed), attend=attend).text
+    assert tower is not None
+    return tower
+
+
+@pytest.mark.parametrize("attend", [attend_with_sdpa, attend_naively])
+@pytest.mark.parametrize("lengths", [(2, 5, 12, 5, 3), (12, 12), (2,), (4, 4, 4)])
+def test_packed_is_padded_in_values_and_gradients(lengths: tuple[int, ...], attend: Attend) -> None:
+    tokens = captions(*lengths)
+    packed, padded = text_tower(is_packed=True, attend=attend), text_tower(is_packed=False, attend=attend)
+    found, expected = packed(tokens), padded(tokens)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    weights = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found_gradients = gradients(packed, (found * weights).sum())
+    expected_gradients = gradients(padded, (expected * weights).sum())
+    torch.testing.assert_close(found_gradients, expected_gradients, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_what_follows_the_end_of_a_text_does_not_matter(is_packed: bool) -> None:
+    tower = text_tower(is_packed=is_packed)
+    tokens = captions(3, 5)
+    noisy = tokens.clone()
+    noisy[0, 3:] = torch.tensor([7, 3, END, 4, END, 1, 2, 3, 4])
+    noisy[1, 5:] = 4
+    torch.testing.assert_close(tower(tokens), tower(noisy), atol=1e-12, rtol=0)
+    alone = torch.cat([tower(row[None]) for row in tokens])
+    torch.testing.assert_close(tower(tokens), alone, atol=1e-12, rtol=0)
+
+
+def test_captions_do_not_see_one_another_in_another_order() -> None:
+    tower = text_tower(is_packed=True)
+    tokens = captions(2, 5, 12, 5)
+    order = torch.tensor([2, 0, 3, 1])
+    torch.testing.assert_close(tower(tokens[order]), tower(tokens)[order], atol=1e-12, rtol=0)
+
+
+def test_a_caption_that_was_cut_has_its_end_in_the_last_place() -> None:
+    tokens = captions(12, 4)
+    assert tokens[0, -1] == END
+    packed, padded = text_tower(is_packed=True), text_tower(is_packed=False)
+    torch.testing.assert_close(packed(tokens), padded(tokens), atol=1e-12, rtol=0)

@@ -1,0 +1,125 @@
+"""Blocks that are computed twice, compiled, in half precision or side by side on ranks give what plain ones give."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.train.models.small_towers import captions, clips, gradients, small_encoder
+from train.models.dual_encoder import DualEncoder
+from train.models.settings import Towers
+from train.models.transformer import Block, blocks_of, compile_blocks
+
+CAPTIONS = captions(2, 5, 12, 7)
+LEFT_OUT = {"patch_dropout": 0.5, "drop_path": 0.3}
+
+
+def step(
+    model: DualEncoder, *, captions_BL: torch.Tensor = CAPTIONS, seed: int = 0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss and its gradients, with whatever is random drawn from `seed`."""
+    torch.manual_seed(seed)
+    video, text = model.train()(clips(4), captions_BL)
+    loss = ((video @ text.T) ** 2).sum()
+    return loss, gradients(model, loss)
+
+
+@pytest.mark.parametrize("packed_text", [True, False])
+def test_checkpointed_blocks_give_the_same_gradients_with_parts_left_out(packed_text: bool) -> None:
+    plain = small_encoder(Towers(packed_text=packed_text, **LEFT_OUT))  # type: ignore[arg-type]
+    twice = small_encoder(Towers(packed_text=packed_text, activation_checkpointing=True, **LEFT_OUT))  # type: ignore[arg-type]
+    calls = count_calls(twice)
+    torch.testing.assert_close(step(twice), step(plain), atol=0, rtol=0)
+    assert calls == [2] * 6
+    assert not torch.equal(step(plain, seed=0)[0], step(plain, seed=1)[0])
+
+
+def count_calls(model: DualEncoder) -> list[int]:
+    """How often each block has been called; the list grows true as it happens."""
+    blocks = blocks_of(model)
+    calls = [0] * len(blocks)
+
+    def count(number: int) -> None:
+        calls[number] += 1
+
+    for number, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: count(number))
+    return calls
+
+
+def test_without_gradients_nothing_is_computed_twice() -> None:
+    model = small_encoder(Towers(activation_checkpointing=True))
+    calls = count_calls(model)
+    with torch.no_grad():
+        model(clips(2), captions(2, 3))
+    assert calls == [1] * 6
+
+
+def test_checkpointed_blocks_keep_less() -> None:
+    def kept_bytes(towers: Towers) -> int:
+        model = small_encoder(towers)
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.nbytes if tensor.untyped_storage().data_ptr() not in own else 0
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.video(clips(2))
+        return kept
+
+    assert kept_bytes(Towers(activation_checkpointing=True)) < kept_bytes(Towers()) / 5
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_blocks_are_whole_graphs_that_all_of_them_share(checkpointing: bool) -> None:
+    towers = Towers(activation_checkpointing=checkpointing, temporal="random", **LEFT_OUT)  # type: ignore[arg-type]
+    plain, compiled = small_encoder(towers), small_encoder(towers)
+    names = list(compiled.state_dict())
+    compile_blocks(compiled, backend="aot_eager", fullgraph=True)
+    assert list(compiled.state_dict()) == names
+    for lengths in ((2, 5, 12, 7), (3, 4, 5, 6), (12, 12, 11, 2), (2, 2, 2, 3)):
+        found = step(compiled, captions_BL=captions(*lengths))
+        torch.testing.assert_close(found, step(plain, captions_BL=captions(*lengths)), atol=1e-11, rtol=0)
+    # Clips, captions of one total length, captions of any: not one for each of six blocks and each batch.
+    assert counters["stats"]["unique_graphs"] <= 4
+    assert not counters["graph_break"]
+    with torch.no_grad():
+        evaluated = [model.eval()(clips(2), captions(4, 9)) for model in (compiled, plain)]
+    torch.testing.assert_close(*evaluated, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_finite_and_close_in_half_precision(dtype: torch.dtype) -> None:
+    towers = Towers(activation_checkpointing=True, **LEFT_OUT)  # type: ignore[arg-type]
+    exact_loss, exact = step(small_encoder(towers))
+    model = small_encoder(towers).float()
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=dtype):
+        # The same draws as in float64: drawn cubes and branches have dtypes of their own.
+        video, text = model.train()(clips(4).float(), CAPTIONS)
+        loss = ((video @ text.T) ** 2).sum()
+    found = gradients(model, loss)
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32 and gradient.isfinite().all(), name
+    assert loss.item() == pytest.approx(exact_loss.item(), rel=0.2)
+    flat = torch.cat([found[name].flatten().double() for name in exact])
+    expected = torch.cat([gradient.flatten() for gradient in exact.values()])
+    assert torch.nn.functional.cosine_similarity(flat, expected, dim=0) > 0.9
+
+
+def test_the_units_of_a_model_are_its_blocks() -> None:
+    blocks = blocks_of(small_encoder())
+    assert len(blocks) == 6 and all(isinstance(block, Block) for block in blocks)

@@ -1,0 +1,53 @@
+"""Settings of the towers: what is refused, and in which words."""
+
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from train.models.settings import ModelName, Towers
+from train.settings import DualEncoderSettings
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"tubelet": 0}, "--towers.tubelet is 0"),
+        ({"embedding_width": 0}, "--towers.embedding-width is 0"),
+        ({"patch_dropout": 1.0}, "--towers.patch-dropout is 1.0"),
+        ({"patch_dropout": float("nan")}, "--towers.patch-dropout is nan"),
+        ({"drop_path": -0.1}, "--towers.drop-path is -0.1"),
+        ({"video_norm_eps": 0.0}, "--towers.video-norm-eps is 0.0"),
+    ],
+)
+def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Towers(**wrong)
+
+
+@pytest.mark.parametrize(
+    "model, size_px, hint",
+    [("b16", 100, "multiple of 16, the patch of b16"), ("l14", 240, "multiple of 14"), ("l14", 16, "multiple of 14")],
+)
+def test_pictures_must_suit_the_patch_of_the_model(model: ModelName, size_px: int, hint: str) -> None:
+    with pytest.raises(UserError, match=f"--size-px is {size_px}") as caught:
+        DualEncoderSettings(model=model, size_px=size_px)
+    assert hint in (caught.value.hint or "")
+    assert DualEncoderSettings(model="l14", size_px=238).size_px == 238
+
+
+def test_a_name_with_a_size_wants_that_size() -> None:
+    with pytest.raises(UserError, match="--model l14-336 is l14 for pictures of 336 px") as caught:
+        DualEncoderSettings(model="l14-336")
+    assert "--size-px 336" in (caught.value.hint or "")
+    assert DualEncoderSettings(model="l14-336", size_px=336).model == "l14-336"
+
+
+def test_clips_must_be_whole_cubes() -> None:
+    with pytest.raises(UserError, match="--num-frames 4 cannot be cut into cubes of 3 frames"):
+        DualEncoderSettings(towers=Towers(tubelet=3))
+
+
+def test_stored_embeddings_have_their_width() -> None:
+    with pytest.raises(UserError, match=r"--towers.embedding-width is 256"):
+        DualEncoderSettings(input="latents", text_tower="frozen", towers=Towers(embedding_width=256))
