@@ -1,6 +1,7 @@
 """Weights & Biases, online or into files that `wandb sync` sends later."""
 
 import json
+import secrets
 from typing import Any
 
 from manifests.errors import UserError
@@ -22,7 +23,7 @@ class WeightsAndBiases:
         import yaml
 
         path = run.path / "wandb.json"
-        known = json.loads(path.read_bytes()) if path.exists() else {"id": wandb.util.generate_id(), "last_step": 0}
+        known = json.loads(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
         lines = read_lines(run.metrics)
         self._last_step = max(known["last_step"], step, lines[-1]["step"] if lines else 0)
         publish_json(path, {"id": known["id"], "last_step": self._last_step})

@@ -1,0 +1,121 @@
+"""Who gets the numbers of a run: each step once, in whatever keeps them, however often the run was resumed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from train.progress import Progress
+from train.run_folder import RunFolder, create_run, read_lines
+from train.settings import TrainingSettings
+from train.tracking.settings import TrackSettings
+from train.tracking.trackers import check_tracking, open_trackers, tagged
+
+
+def line_of(step: int) -> dict[str, Any]:
+    line = {"step": step, "loss": 1 / step, "lr": 0.5, "grad_norm": None, "samples_per_s": 3.0, "step_s": 0.1}
+    line |= {"data_wait_s": 0.0, "num_failed": 0}
+    return line | ({"retrieval/recall_at_1": 0.25} if step % 4 == 0 else {})
+
+
+@pytest.fixture
+def track(tmp_path: Path) -> Callable[..., RunFolder]:
+    """Logs steps after `after` to `last`, as a run that begins or goes on does."""
+
+    def log(after: int, last: int, **chosen: Any) -> RunFolder:
+        settings = TrainingSettings(out=tmp_path / "run", steps=20, track=TrackSettings(**chosen))
+        run = create_run(settings) if not settings.out.exists() else RunFolder(settings.out)
+        trackers = open_trackers(settings, run=run, progress=Progress(), step=after)
+        for step in range(after + 1, last + 1):
+            trackers.log(line_of(step))
+        trackers.close()
+        return run
+
+    return log
+
+
+def test_metrics_have_each_step_once(track: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]) -> None:
+    track(0, 7)
+    run = track(5, 9)
+    assert read_lines(run.metrics) == [line_of(step) for step in range(1, 10)]
+    assert "step 1/20  loss 1.0000" in capsys.readouterr().out
+    assert {path.name for path in run.path.iterdir()} == {"settings.yaml", "metrics.jsonl"}
+
+
+def test_tensorboard_shows_each_step_once_and_settings_and_page(track: Callable[..., RunFolder]) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for after, last in ((0, 9), (4, 6), (4, 8)):
+        run = track(after, last, tensorboard=True)
+    shown = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload()
+    tags = shown.Tags()
+    assert set(tags["scalars"]) == set(tagged(line_of(4)))
+    losses = shown.Scalars("train/loss")
+    assert [(one.step, one.value) for one in losses] == [(step, pytest.approx(1 / step)) for step in range(1, 9)]
+    assert [one.step for one in shown.Scalars("retrieval/recall_at_1")] == [4, 8]
+    texts = {tag: shown.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
+    assert "tensorboard: true" in texts["settings/text_summary"]
+    assert texts["page/text_summary"] == str(run.page)
+
+
+def test_wandb_is_sent_each_step_once_under_one_run(
+    track: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(track(0, 0).path / name.lower()))
+    for after, last in ((0, 9), (4, 6), (4, 11)):
+        run = track(after, last, wandb="offline")
+    records = [record for path in sorted(run.path.glob("wandb/offline-run-*/*.wandb")) for record in sent(path)]
+    runs = [record.run for record in records if record.HasField("run")]
+    assert len({one.run_id for one in runs}) == 1
+    assert {one.run_id for one in runs} == {json.loads((run.path / "wandb.json").read_text())["id"]}
+    assert {one.project for one in runs} == {"clipmill"}
+    history = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [(one["_step"], one["train/loss"]) for one in history] == [
+        (step, pytest.approx(1 / step)) for step in range(1, 12)
+    ]
+    assert [one["_step"] for one in history if "retrieval/recall_at_1" in one] == [4, 8]
+    assert any(str(run.page) in str(record.summary) for record in records)
+
+
+def sent(path: Path) -> list[Any]:
+    """Records of a W&B file: a log as LevelDB's, blocks of 32 KiB with parts of records, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = path.read_bytes()
+    found, at, data = [], 7, b""
+    while at + 7 <= len(content):
+        if at % 32768 > 32768 - 7:
+            at += -at % 32768
+            continue
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        data += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            found.append(record)
+            data = b""
+    return found
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.tracking.trackers.find_spec", lambda name: None)
+    check_tracking(TrackSettings())
+    with pytest.raises(UserError, match=r"--track\.tensorboard needs tensorboard") as raised:
+        check_tracking(TrackSettings(tensorboard=True))
+    assert raised.value.hint == "pip install 'clipmill[track]'"
+    with pytest.raises(UserError, match=r"--track\.wandb offline needs wandb"):
+        check_tracking(TrackSettings(wandb="offline"))
+
+
+def test_numbers_stand_under_the_names_of_their_rooms() -> None:
+    line = {"step": 3, "loss": 2.0, "mfu": 0.5, "mir/map": 0.1, "grad_norm": None, "nothing": float("nan")}
+    assert tagged(line) == {"train/loss": 2.0, "speed/mfu": 0.5, "mir/map": 0.1}
