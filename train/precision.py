@@ -38,11 +38,16 @@ class Precision:
     num_skipped: int = 0
     num_good: int = 0
 
+    @property
+    def products(self) -> torch.dtype | None:
+        """What matrix products are computed in; None for the precision of the weights."""
+        return _HALVES.get(self.name)
+
     def autocast(self) -> AbstractContextManager[None]:
         """A context in which matrix products are computed in this precision."""
-        if self.name not in _HALVES:
+        if self.products is None:
             return nullcontext()
-        return torch.autocast(self.device_type, dtype=_HALVES[self.name])
+        return torch.autocast(self.device_type, dtype=self.products)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss whose backward pass may be taken; `clip_gradients` divides by `loss_scale` again."""
