@@ -8,6 +8,7 @@ from torch import nn
 from train.data.batch import Batch
 from train.losses.cached import Inputs, backward_through
 from train.losses.scores import Scores
+from train.losses.settings import Loss
 from train.objective import Objective
 from train.step import Step
 
@@ -41,9 +42,10 @@ class ContrastiveObjective(Objective):
         inputs: clips and captions of a batch, as the model takes them.
     """
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, settings: Loss) -> None:
         super().__init__()
         self._inputs = inputs
+        self._settings = settings
 
     def contrast(self, scores: Scores, batch: Batch, step: Step) -> Contrast:
         """Loss and gradients of a batch whose similarities are `scores`; state per sample moves on."""
@@ -52,6 +54,10 @@ class ContrastiveObjective(Objective):
     def log_scale(self) -> torch.Tensor | None:
         """log of 1 / temperature, as CLIP's files store it; None for a loss without one."""
         return None
+
+    def learning_rate(self, scheduled: float) -> float:
+        """The temperature's own, where it has one."""
+        return self._settings.own_temperature_lr or scheduled
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
         """Adds the gradients of the loss over the batches of all ranks.

@@ -86,8 +86,7 @@ class GlobalContrast(ContrastiveObjective):
     def __init__(
         self, inputs: Inputs, settings: Loss, whole: GlobalSet, *, world: World, further_state: tuple[float, ...] = ()
     ) -> None:
-        super().__init__(inputs)
-        self._settings = settings
+        super().__init__(inputs, settings)
         self._gamma_epochs = settings.gamma_epochs or max(1, round(whole.num_epochs / 2))
         self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf
         # The public code averages the losses of clips and captions, and so halves the gradient of the paper's sum.

@@ -28,7 +28,7 @@ class InfoNCE(ContrastiveObjective):
     """
 
     def __init__(self, inputs: Inputs, settings: Loss) -> None:
-        super().__init__(inputs)
+        super().__init__(inputs, settings)
         self._is_mbcl = settings.kind == "mbcl"
         self._factor = 1.0 if self._is_mbcl and settings.convention == "paper" else 0.5
         self._highest = -math.log(settings.min_temperature)

@@ -18,7 +18,7 @@ class MaxMargin(ContrastiveObjective):
     """
 
     def __init__(self, inputs: Inputs, settings: Loss) -> None:
-        super().__init__(inputs)
+        super().__init__(inputs, settings)
         self._margin = settings.number("margin")
         self._uses_relevancy = settings.use_relevancy
 

@@ -79,10 +79,8 @@ class OneTemperature(GlobalContrast):
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
     def learning_rate(self, scheduled: float) -> float:
-        """The temperature's own, where it has one."""
-        own = self._settings.own_temperature_lr
-        if own is None:
-            return scheduled
+        """The temperature's own, where it has one; a third of it where v3 has become slow."""
+        own = super().learning_rate(scheduled)
         return own / _SLOWER if self._is_v3 and bool(self.is_slow) else own
 
     @torch.no_grad()

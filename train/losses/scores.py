@@ -13,6 +13,7 @@ out rather than left to autograd: the matrix is passed over three times, in bloc
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -49,8 +50,7 @@ class Scores:
         self._video_BE, self._text_BE = both_B2E[:, :width], both_B2E[:, width:]
         self.num = len(both_B2E)
         self.own = slice(world.rank * len(video_bE), (world.rank + 1) * len(video_bE))
-        # A region where a run computes in half precision must not reach these products.
-        with torch.autocast(video_bE.device.type, enabled=False):
+        with _exact_products(video_bE.device):
             self.clips_bB = self._video_bE @ self._text_BE.T
             self.pair_b = self.clips_bB[:, self.own].diagonal().clone()
             self.clips_bB[:, self.own].fill_diagonal_(NEVER)
@@ -77,7 +77,7 @@ class Scores:
             captions_KB: of all captions.
             pair_B: W of the pairs themselves.
         """
-        with torch.autocast(self.pair_b.device.type, enabled=False):
+        with _exact_products(self.pair_b.device):
             video_bE = torch.empty_like(self._video_bE)
             text_bE = torch.zeros_like(self._text_bE)
             for rows in blocks(self.clips_bB):
@@ -163,6 +163,18 @@ def _exponentials(scores_RB: torch.Tensor, row_2R: torch.Tensor, column_2B: torc
     by_row_RB = (scores_RB * row_2R[0, :, None]).add_(row_2R[1, :, None]).exp_()
     by_column_RB = (scores_RB * column_2B[0]).add_(column_2B[1]).exp_()
     return by_row_RB.add_(by_column_RB)
+
+
+@contextmanager
+def _exact_products(device: torch.device) -> Iterator[None]:
+    """Keeps half precision and TF32, which a run may choose for its model, from products of embeddings."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
 
 
 def _widened(features: torch.Tensor) -> torch.Tensor:

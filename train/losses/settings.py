@@ -44,7 +44,8 @@ GLOBAL = frozenset(kind for kind, numbers in PUBLISHED.items() if "gamma" in num
 # Losses that have a temperature for each clip and each caption.
 PER_SAMPLE = frozenset({"isogclr", "fastclip-v2"})
 _FREEZABLE = frozenset({"infonce", "siglip", "mbcl"})
-_LEARNED = frozenset({*_FREEZABLE, *PER_SAMPLE, "fastclip-v0", "fastclip-v3"})
+# SigLIP's bias would learn at that rate as well.
+_OWN_RATE = frozenset({"infonce", "mbcl", "fastclip-v0", "fastclip-v3", *PER_SAMPLE})
 _CONSTANT_GAMMA = frozenset({"sogclr", "isogclr"})
 
 
@@ -118,8 +119,8 @@ class Loss:
         if value is None:
             return
         users = frozenset(kind for kind, numbers in PUBLISHED.items() if name in numbers)
-        # A rate of its own is optional for every loss whose temperature is trained.
-        self._check_use(name, _LEARNED if name == "temperature_lr" else users)
+        # It is optional where none was published.
+        self._check_use(name, _OWN_RATE if name == "temperature_lr" else users)
         may_be_zero = name in ("rho", "margin")
         holds = math.isfinite(value) and (value >= 0 if may_be_zero else value > 0)
         _require(name, holds, value, "0 or more" if may_be_zero else "more than 0")

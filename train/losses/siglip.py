@@ -25,7 +25,7 @@ class SigLIP(ContrastiveObjective):
     """
 
     def __init__(self, inputs: Inputs, settings: Loss) -> None:
-        super().__init__(inputs)
+        super().__init__(inputs, settings)
         self._highest = -math.log(settings.min_temperature)
         start = torch.tensor(-math.log(settings.number("temperature")))
         self.logit_scale = nn.Parameter(start, requires_grad=not settings.freeze_temperature)

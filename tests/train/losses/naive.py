@@ -1,0 +1,194 @@
+"""The losses as their papers write them: pair by pair, in plain sums, differentiated by autograd.
+
+It shares nothing with train.losses. A step gives the value, the gradients of the embeddings and what is kept.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+GLOBAL_TEMPERATURE = ("sogclr", "fastclip-v0", "fastclip-v1", "fastclip-v3")
+OWN_TEMPERATURE = ("isogclr", "fastclip-v2")
+
+
+def in_batch_loss(
+    kind: str,
+    video: torch.Tensor,
+    text: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    bias: torch.Tensor,
+    margins: list[float],
+) -> torch.Tensor:
+    """InfoNCE, MBCL, SigLIP, max-margin of one batch, a scalar with gradient."""
+    count = len(video)
+    s = [[video[i] @ text[j] for j in range(count)] for i in range(count)]
+    total = video.new_zeros(())
+    for i in range(count):
+        others = [j for j in range(count) if j != i]
+        if kind == "infonce":
+            for line in ([s[i][j] for j in range(count)], [s[j][i] for j in range(count)]):
+                exps = [torch.exp(x / temperature) for x in line]
+                total = total - torch.log(exps[i] / torch.stack(exps).sum())
+        elif kind == "mbcl":
+            for line in ([s[i][j] for j in others], [s[j][i] for j in others]):
+                g = torch.stack([torch.exp((x - s[i][i]) / temperature) for x in line]).sum() / (count - 1)
+                total = total + torch.log(1 / (count - 1) + g)
+        elif kind == "siglip":
+            for j in range(count):
+                sign = 1 if i == j else -1
+                total = total - torch.log(torch.sigmoid(sign * (s[i][j] / temperature + bias)))
+        elif kind == "max-margin":
+            for j in others:
+                for x in (s[i][j], s[j][i]):
+                    total = total + torch.clamp(margins[i] + x - s[i][i], min=0) / (2 * count * (count - 1))
+        else:
+            raise ValueError(kind)
+    if kind == "infonce":
+        return total / (2 * count)
+    return total if kind == "max-margin" else total / count
+
+
+@dataclass
+class Memory:
+    """u (and temperatures with Adam's averages) of each id that was visited."""
+
+    u: dict[int, float] = field(default_factory=dict)
+    tau: dict[int, float] = field(default_factory=dict)
+    adam: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Stepped:
+    loss: float
+    video_grad: torch.Tensor
+    text_grad: torch.Tensor
+    tau_grad: float | None = None
+
+
+def _outer(kind: str, is_code: bool, tau: float) -> float:
+    """The factor before log(epsilon + g)."""
+    if kind == "fastclip-v0":
+        return 1.0
+    return tau if kind == "fastclip-v3" or not is_code else 1.0
+
+
+Ids = tuple[list[int], list[int]]
+Memories = tuple[Memory, Memory]
+Sides = list[list[torch.Tensor]]
+
+
+def global_step(
+    kind: str,
+    convention: str,
+    video: torch.Tensor,
+    text: torch.Tensor,
+    ids: Ids,
+    memories: Memories,
+    *,
+    gamma: float,
+    tau: float,
+    rho: float,
+    epsilon: float,
+    sizes: tuple[int, int],
+    lr: float,
+) -> Stepped:
+    """One step of a global loss; `ids` and `memories` are those of clips and captions."""
+    count = len(video)
+    video, text = video.clone().requires_grad_(), text.clone().requires_grad_()
+    is_code = convention == "fast_clip"
+    half = 0.5 if is_code else 1.0
+    taus = []
+    for side in range(2):
+        if kind in OWN_TEMPERATURE:
+            values = [memories[side].tau.setdefault(one, tau) for one in ids[side]]
+        else:
+            values = [tau] * count
+        taus.append(torch.tensor(values, dtype=torch.float64, requires_grad=True))
+    shared = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
+
+    def g(side: int, i: int) -> torch.Tensor:
+        used = taus[side][i] if kind in OWN_TEMPERATURE else shared
+        total = video.new_zeros(())
+        for j in range(count):
+            if j != i:
+                x = video[i] @ text[j] if side == 0 else video[j] @ text[i]
+                total = total + torch.exp((x - video[i] @ text[i]) / used)
+        return total / (count - 1)
+
+    inner = [[g(side, i) for i in range(count)] for side in range(2)]
+    u = []
+    for side in range(2):
+        new: dict[int, float] = {}
+        for one in set(ids[side]):
+            seen = [inner[side][i].item() for i in range(count) if ids[side][i] == one]
+            mean = sum(seen) / len(seen)
+            old = memories[side].u.get(one)
+            new[one] = mean if old is None else (1 - gamma) * old + gamma * mean
+        memories[side].u.update(new)
+        u.append([new[one] for one in ids[side]])
+
+    # f(u') g_i(w) with f' at the new average: the estimator of FCCO.
+    both = [(k, i) for k in range(2) for i in range(count)]
+    surrogate = (
+        torch.stack(
+            [_outer(kind, is_code, taus[k][i].item()) * inner[k][i] / (epsilon + u[k][i]) for k, i in both]
+        ).sum()
+        / count
+    )
+    video_grad, text_grad = torch.autograd.grad(half * surrogate, [video, text], retain_graph=True)
+    logs = [[math.log(epsilon + x) for x in line] for line in u]
+    if kind in OWN_TEMPERATURE:
+        loss = sum(taus[k][i].item() * (logs[k][i] + rho) for k, i in both) / count
+        _move(convention, inner, u, taus, ids, memories, rho=rho, epsilon=epsilon, sizes=sizes, lr=lr)
+        return Stepped(half * loss, video_grad, text_grad)
+    loss = sum(
+        _outer(kind, is_code, taus[k][i].item()) * (logs[k][i] + (rho if kind == "fastclip-v3" else 0)) for k, i in both
+    )
+    tau_grad = None
+    if kind in ("fastclip-v0", "fastclip-v3"):
+        inside = torch.stack([inner[k][i] / (epsilon + u[k][i]) for k, i in both]).sum() / count
+        tau_grad = torch.autograd.grad(inside, [shared])[0].item()
+        if kind == "fastclip-v3":
+            own_logs = [[math.log(x) for x in line] for line in u] if is_code else logs
+            outside = sum(own_logs[0] + own_logs[1]) / count + 2 * rho
+            tau_grad = half * outside + tau * tau_grad
+        # The public code trains log(1 / tau).
+        tau_grad = -tau * tau_grad if is_code else tau_grad
+    return Stepped(half * loss / count, video_grad, text_grad, tau_grad)
+
+
+def _move(
+    convention: str,
+    inner: Sides,
+    u: list[list[float]],
+    taus: list[torch.Tensor],
+    ids: Ids,
+    memories: Memories,
+    *,
+    rho: float,
+    epsilon: float,
+    sizes: tuple[int, int],
+    lr: float,
+) -> None:
+    is_code = convention == "fast_clip"
+    for side in range(2):
+        grads: dict[int, list[float]] = {}
+        for i, one in enumerate(ids[side]):
+            (slope,) = torch.autograd.grad(inner[side][i], [taus[side]], retain_graph=True)
+            tau = taus[side][i].item()
+            gradient = math.log(epsilon + u[side][i]) + rho + tau * slope[i].item() / (epsilon + u[side][i])
+            gradient = max(-5.0, min(5.0, gradient)) if is_code else gradient / sizes[side]
+            grads.setdefault(one, []).append(gradient)
+        for one, several in grads.items():
+            gradient = sum(several) / len(several)
+            mean, square, visits = memories[side].adam.get(one, (0.0, 0.0, 0))
+            visits += 1
+            beta1, beta2 = (0.0, 0.0) if is_code and visits == 1 else (0.9, 0.999)
+            mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
+            memories[side].adam[one] = (mean, square, visits)
+            mean_hat, square_hat = mean / (1 - beta1**visits), square / (1 - beta2**visits)
+            divisor = (square_hat if is_code else math.sqrt(square_hat)) + 1e-8
+            moved = max(0.01, memories[side].tau[one] - lr * mean_hat / divisor)
+            memories[side].tau[one] = min(1.0, moved) if is_code else moved

@@ -1,0 +1,122 @@
+"""Pairs to compare, towers to embed them with, and objectives in float64, for the tests of losses."""
+
+import math
+from typing import cast
+
+import torch
+from torch import nn
+
+from train.data.batch import Batch
+from train.distributed.world import World
+from train.losses.build import build_contrast
+from train.losses.contrastive import ContrastiveObjective
+from train.losses.global_contrast import GlobalSet
+from train.losses.sample_temperature import SampleTemperature
+from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind, Loss
+
+WIDTH = 5
+NUM_CLIPS, NUM_CAPTIONS = 7, 11  # neither is even: ranks keep parts of different length
+NUM_EPOCHS = 8
+WHOLE = GlobalSet(num_clips=NUM_CLIPS, num_captions=NUM_CAPTIONS, num_epochs=NUM_EPOCHS)
+KINDS = cast(list[Kind], list(PUBLISHED))
+CONVENTIONS: tuple[Convention, ...] = ("paper", "fast_clip")
+# Losses that the conventions tell apart.
+CASES: list[tuple[Kind, Convention]] = [
+    (kind, convention)
+    for kind in KINDS
+    for convention in CONVENTIONS
+    if kind in GLOBAL or kind == "mbcl" or convention == "paper"
+]
+
+# Of three batches of 6: ids that return in a later batch, and ids that occur twice in one.
+CLIP_IDS = ([0, 1, 2, 3, 4, 5], [6, 5, 4, 3, 2, 1], [0, 1, 0, 3, 6, 1])
+CAPTION_IDS = ([0, 1, 2, 3, 4, 5], [10, 9, 8, 3, 2, 1], [7, 7, 2, 3, 4, 7])
+
+
+class Table(nn.Module):
+    """Embeddings of unit length as parameters: their gradients are those that a loss sends to the towers."""
+
+    def __init__(self, num_pairs: int, *, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        video = torch.randn(num_pairs, WIDTH, generator=generator, dtype=torch.float64)
+        text = video + 1.5 * torch.randn(num_pairs, WIDTH, generator=generator, dtype=torch.float64)
+        self.video = nn.Parameter(nn.functional.normalize(video, dim=1))
+        self.text = nn.Parameter(nn.functional.normalize(text, dim=1))
+
+    def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embeddings with these numbers."""
+        return self.video[clips], self.text[captions]
+
+
+class Towers(nn.Module):
+    """Two layers with dropout."""
+
+    def __init__(self, *, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.video, self.text = (
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(dropout), nn.GELU(), nn.Linear(8, WIDTH)).double()
+            for _ in range(2)
+        )
+
+    def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of unit length."""
+        return nn.functional.normalize(self.video(clips), dim=1), nn.functional.normalize(self.text(captions), dim=1)
+
+
+def batch_of(number: int) -> Batch:
+    """Batch 0, 1 or 2 for Towers, whose inputs are `latents` and `text`."""
+    generator = torch.Generator().manual_seed(number)
+    clips = torch.randn(6, WIDTH, generator=generator, dtype=torch.float64)
+    noise = torch.randn(6, WIDTH, generator=generator, dtype=torch.float64)
+    return Batch(
+        input="latents",
+        clip_id=torch.tensor(CLIP_IDS[number]),
+        caption_id=torch.tensor(CAPTION_IDS[number]),
+        latents=clips,
+        text=clips + 0.5 * noise,
+        relevancy=torch.linspace(0.3, 1, 6, dtype=torch.float64),
+    )
+
+
+def own_part(batch: Batch, world: World) -> Batch:
+    """What of a batch lies on a rank."""
+    share = len(batch["caption_id"]) // world.size
+    rows = slice(world.rank * share, (world.rank + 1) * share)
+    part = {name: value if name == "input" else value[rows] for name, value in batch.items()}  # type: ignore[index]
+    return cast(Batch, part)
+
+
+def embedded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Towers take."""
+    return batch["latents"], batch["text"]
+
+
+def row_numbers(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a Table takes: all its rows."""
+    numbers = torch.arange(len(batch["caption_id"]))
+    return numbers, numbers
+
+
+def settings_of(kind: Kind, convention: Convention = "paper", **numbers: float) -> Loss:
+    """Settings whose temperature is a round number in binary, so that float32 and float64 agree on it."""
+    if "temperature" in PUBLISHED[kind]:
+        numbers = {"temperature": 0.125, **numbers}
+    return Loss(kind=kind, convention=convention, **numbers)  # type: ignore[arg-type]
+
+
+def objective_of(settings: Loss, *, table: bool = False, world: World | None = None) -> ContrastiveObjective:
+    """The objective in float64, its numbers exactly those of the settings."""
+    inputs = row_numbers if table else embedded_inputs
+    objective = build_contrast(settings, inputs=inputs, whole=WHOLE, world=world or World()).double()
+    with torch.no_grad():
+        for name, parameter in objective.named_parameters():
+            if name == "logit_scale":
+                parameter.fill_(-math.log(settings.number("temperature")))
+            if name == "temperature":
+                parameter.fill_(settings.number("temperature"))
+    if isinstance(objective, SampleTemperature):
+        for side in (objective.clips, objective.captions):
+            side.rows[:, 1] = settings.number("temperature")
+    return objective

@@ -1,0 +1,80 @@
+"""Some steps of every loss, on one rank or on several, and what came of them.
+
+As a program it is one rank of several: `python -m tests.train.losses.runs RANK SIZE FOLDER`.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
+from train.distributed.world import World
+from train.losses.contrastive import ContrastiveObjective
+from train.losses.settings import Convention, Kind, Loss
+from train.step import Step
+
+Results = dict[str, torch.Tensor]
+# What a checkpoint must bring to another number of ranks: averages, and temperatures with their optimizer.
+SAVED: tuple[tuple[Kind, Convention], ...] = (("fastclip-v2", "paper"), ("fastclip-v3", "fast_clip"))
+
+
+def run_all(world: World) -> tuple[Results, dict[str, ContrastiveObjective]]:
+    """Losses, numbers, mean gradients and last weights by case and step; the objectives after the last step."""
+    results: Results = {}
+    objectives = {}
+    for number, (kind, convention) in enumerate(CASES):
+        settings = settings_of(kind, convention)
+        # Some of them in microbatches, of a size that ranks have too.
+        name, microbatch = f"{kind}/{convention}", 2 if number % 2 else None
+        objectives[name] = _run(name, settings, world, microbatch, results)
+    adaptive = Loss(kind="max-margin", use_relevancy=True)
+    _run("max-margin/adaptive", adaptive, world, None, results)
+    return results, objectives
+
+
+def _run(name: str, settings: Loss, world: World, microbatch: int | None, results: Results) -> ContrastiveObjective:
+    towers, objective = Towers(dropout=0.0), objective_of(settings, world=world)
+    parameters = [*towers.named_parameters(), *objective.named_parameters()]
+    for number in range(3):
+        towers.zero_grad()
+        objective.zero_grad()
+        step = Step(number=number + 1, epoch=float(number), world=world, microbatch=microbatch)
+        found = objective.backward(towers, own_part(batch_of(number), world), step)
+        results |= {f"{name}/{number}/{key}": torch.tensor(value) for key, value in found.items()}
+        for key, parameter in parameters:
+            if parameter.grad is not None:
+                results[f"{name}/{number}/{key}"] = gradient = world.sum(parameter.grad) / world.size
+                parameter.data -= 0.05 * gradient
+        objective.after_step(step)
+    return objective
+
+
+def main() -> None:
+    """One rank: runs all, saves state for another number of ranks and reads what one rank saved."""
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    world = World(rank=rank, size=size)
+    results, objectives = run_all(world)
+    for kind, convention in SAVED:
+        name = f"{kind}/{convention}"
+        dcp.save({"objective": objectives[name].state_dict()}, checkpoint_id=folder / "by-ranks" / name)
+        objective = objective_of(settings_of(kind, convention), world=world)
+        state = objective.state_dict()
+        dcp.load({"objective": state}, checkpoint_id=folder / "by-one" / name)
+        objective.load_state_dict(state)
+        for key, value in objective.state_dict().items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            results[f"{name}/loaded/{key}"] = whole.clone()
+    results["kept rows"] = world.gather(torch.tensor([len(objectives["fastclip-v3/paper"].get_buffer("clips.rows"))]))
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Each loss against its formula, written out pair by pair and differentiated by autograd."""
+
+import math
+
+import pytest
+import torch
+
+from tests.train.losses.naive import Memory, global_step, in_batch_loss
+from tests.train.losses.pairs import (
+    CAPTION_IDS,
+    CASES,
+    CLIP_IDS,
+    NUM_CAPTIONS,
+    NUM_CLIPS,
+    NUM_EPOCHS,
+    Table,
+    batch_of,
+    objective_of,
+    settings_of,
+)
+from train.losses.global_contrast import GlobalContrast
+from train.losses.moving_average import inner_rate
+from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind
+from train.step import Step
+
+IN_BATCH = [(*case, False) for case in CASES if case[0] not in GLOBAL]
+OF_THE_SET = [case for case in CASES if case[0] in GLOBAL]
+
+
+@pytest.mark.parametrize(("kind", "convention", "uses_relevancy"), [*IN_BATCH, ("max-margin", "paper", True)])
+def test_a_loss_of_the_batch_is_its_formula(kind: Kind, convention: Convention, uses_relevancy: bool) -> None:
+    settings = settings_of(kind, convention, use_relevancy=uses_relevancy)
+    batch, model, own = batch_of(0), Table(6), {}
+    video, text = (one.detach().clone().requires_grad_() for one in (model.video, model.text))
+    if kind != "max-margin":
+        own["logit_scale"] = torch.tensor(-math.log(0.125), dtype=torch.float64, requires_grad=True)
+    if kind == "siglip":
+        own["logit_bias"] = torch.tensor(-10.0, dtype=torch.float64, requires_grad=True)
+    margins = [0.4 * one for one in batch["relevancy"].tolist()] if uses_relevancy else [0.2] * 6  # type: ignore[typeddict-item]
+    nothing = torch.zeros(())
+    expected = in_batch_loss(
+        kind,
+        video,
+        text,
+        temperature=(-own["logit_scale"]).exp() if own else nothing,
+        bias=own.get("logit_bias", nothing),
+        margins=margins,
+    )
+    if (kind, convention) == ("mbcl", "fast_clip"):
+        expected = expected / 2
+    expected.backward()
+
+    objective = objective_of(settings, table=True)
+    numbers = objective.backward(model, batch, Step(number=1))
+    assert numbers["loss"] == pytest.approx(expected.item(), rel=1e-9)
+    torch.testing.assert_close(model.video.grad, video.grad)
+    torch.testing.assert_close(model.text.grad, text.grad)
+    assert set(own) == {name for name, _ in objective.named_parameters()}
+    for name, parameter in objective.named_parameters():
+        torch.testing.assert_close(parameter.grad, own[name].grad)
+
+
+@pytest.mark.parametrize(("kind", "convention"), OF_THE_SET)
+@pytest.mark.parametrize("epsilon", [1e-14, 0.05])
+def test_a_loss_of_the_set_is_its_formula_over_steps(kind: Kind, convention: Convention, epsilon: float) -> None:
+    """Averages move, ids return and occur twice; of v2 and iSogCLR the temperatures move too."""
+    settings = settings_of(kind, convention, epsilon=epsilon)
+    objective = objective_of(settings, table=True)
+    memories = (Memory(), Memory())
+    published = PUBLISHED[kind]
+    for number, ids in enumerate(zip(CLIP_IDS, CAPTION_IDS, strict=True)):
+        model = Table(6, seed=number)
+        objective.zero_grad()
+        numbers = objective.backward(model, batch_of(number), Step(number=number + 1, epoch=number + 0.9))
+        gamma = inner_rate(
+            number,
+            least=published["gamma"],
+            schedule="constant" if kind in ("sogclr", "isogclr") else "cosine",
+            num_epochs=NUM_EPOCHS // 2,
+            convention=convention,
+        )
+        assert numbers["gamma"] == pytest.approx(gamma)
+        expected = global_step(
+            kind,
+            convention,
+            model.video.detach(),
+            model.text.detach(),
+            ids,
+            memories,
+            gamma=gamma,
+            tau=0.125,
+            rho=published.get("rho", 0.0),
+            epsilon=epsilon,
+            sizes=(NUM_CLIPS, NUM_CAPTIONS),
+            lr=published.get("temperature_lr", 0.0),
+        )
+        assert numbers["loss"] == pytest.approx(expected.loss, rel=1e-8)
+        torch.testing.assert_close(model.video.grad, expected.video_grad, rtol=1e-7, atol=1e-12)
+        torch.testing.assert_close(model.text.grad, expected.text_grad, rtol=1e-7, atol=1e-12)
+        trained = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+        assert len(trained) == (expected.tau_grad is not None)
+        for parameter in trained:
+            assert parameter.grad is not None
+            assert parameter.grad.item() == pytest.approx(expected.tau_grad, rel=1e-8)
+    assert isinstance(objective, GlobalContrast)
+    for table, memory in zip((objective.clips, objective.captions), memories, strict=True):
+        for one, u in memory.u.items():
+            row = table.read(torch.tensor([one]))[0]
+            assert row[0].item() == pytest.approx(math.log(u), rel=1e-8)
+            if memory.tau:
+                assert row[1].item() == pytest.approx(memory.tau[one], rel=1e-8)
+
+
+def test_what_a_pair_does_to_the_others_is_not_left_out() -> None:
+    """Without G_b (FastCLIP, eq. 3) a caption would not be pushed away by clips that it is the negative of."""
+    objective = objective_of(settings_of("fastclip-v1"), table=True)
+    model = Table(6)
+    objective.backward(model, batch_of(0), Step(number=1))
+    both = model.text.grad
+    # As anchors alone: captions that only others' losses see are held constant.
+    similarity = model.video.detach() @ model.text.T
+    own = similarity.diagonal()
+    inner = (((similarity - own[:, None]) / 0.125).exp().sum(1) - 1) / 5
+    anchors_only = torch.autograd.grad((0.125 * inner.log()).mean(), [model.text])[0]
+    assert both is not None
+    assert (both - anchors_only).norm() > 0.1 * both.norm()

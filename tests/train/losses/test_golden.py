@@ -1,0 +1,33 @@
+"""Losses of three steps as they were when they were checked; `python -m tests.train.losses.test_golden` writes them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.losses.pairs import CASES, Table, batch_of, objective_of
+from train.losses.settings import Convention, Kind, Loss
+from train.step import Step
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+def losses_of(kind: Kind, convention: Convention) -> list[float]:
+    """Losses of three steps with the published numbers, at embeddings that do not depend on them."""
+    objective = objective_of(Loss(kind=kind, convention=convention), table=True)
+    return [
+        objective.backward(Table(6, seed=number), batch_of(number), Step(number=number + 1, epoch=float(number)))[
+            "loss"
+        ]
+        for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "convention"), CASES)
+def test_losses_are_the_golden_ones(kind: Kind, convention: Convention) -> None:
+    golden = json.loads(GOLDEN.read_bytes())
+    assert losses_of(kind, convention) == pytest.approx(golden[f"{kind}/{convention}"], rel=1e-6)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({"/".join(case): losses_of(*case) for case in CASES}, indent=1) + "\n")

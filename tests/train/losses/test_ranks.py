@@ -1,0 +1,48 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.train.losses.pairs import CASES, objective_of, settings_of
+from tests.train.losses.runs import SAVED, run_all
+from train.distributed.world import World
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_two_ranks_are_one_process(tmp_path: Path) -> None:
+    """Mean gradients, losses and numbers of every loss over steps; and state on another number of ranks."""
+    expected, objectives = run_all(World())
+    for kind, convention in SAVED:
+        name = f"{kind}/{convention}"
+        state = objectives[name].state_dict()
+        dcp.save({"objective": state}, checkpoint_id=tmp_path / "by-one" / name, no_dist=True)
+        expected |= {f"{name}/loaded/{key}": value for key, value in state.items()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.train.losses.runs", str(rank), "2", str(tmp_path)],
+            cwd=REPOSITORY,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    found = torch.load(tmp_path / "results.pt", weights_only=True)
+    assert found.pop("kept rows").tolist() == [5, 4]  # 7 clips as 4 and 3, and a spare row each
+    assert set(found) == set(expected)
+    assert len(found) > 30 * len(CASES)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+    for kind, convention in SAVED:
+        name = f"{kind}/{convention}"
+        objective = objective_of(settings_of(kind, convention))
+        state = objective.state_dict()
+        assert not torch.equal(state["clips.rows"], objectives[name].state_dict()["clips.rows"])
+        dcp.load({"objective": state}, checkpoint_id=tmp_path / "by-ranks" / name, no_dist=True)
+        objective.load_state_dict(state)
+        torch.testing.assert_close(objective.state_dict(), objectives[name].state_dict(), rtol=1e-9, atol=1e-12)

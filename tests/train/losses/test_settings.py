@@ -1,0 +1,142 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
+from train.losses.build import build_contrast
+from train.losses.global_contrast import GlobalSet
+from train.losses.settings import GLOBAL, PUBLISHED, Convention, Loss
+from train.step import Step
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"temperature": 0.0}, "--loss.temperature is 0.0"),
+        ({"temperature": 0.001}, "--loss.temperature is 0.001"),
+        ({"temperature": math.nan}, "--loss.temperature is nan"),
+        ({"kind": "max-margin", "temperature": 0.1}, "max-margin has no use for it"),
+        ({"margin": 0.2}, "--loss.margin is 0.2, and infonce has no use for it"),
+        ({"gamma": 0.2}, "infonce has no use for it"),
+        ({"kind": "fastclip-v3", "gamma": 1.5}, "--loss.gamma is 1.5"),
+        ({"kind": "fastclip-v3", "gamma_epochs": 0}, "--loss.gamma-epochs is 0"),
+        ({"kind": "fastclip-v3", "freeze_temperature": True}, "--loss.freeze-temperature is True"),
+        ({"kind": "fastclip-v1", "temperature_lr": 1e-4}, "--loss.temperature-lr is 0.0001"),
+        ({"kind": "fastclip-v0", "rho": 1.0}, "--loss.rho is 1.0"),
+        ({"use_relevancy": True}, "--loss.use-relevancy is True"),
+        ({"epsilon": -1.0}, "--loss.epsilon is -1.0"),
+        ({"min_temperature": 0.0}, "--loss.min-temperature is 0.0"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(numbers: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        Loss(**numbers)
+    assert said in str(error.value)
+    assert error.value.hint
+
+
+def test_numbers_that_are_left_out_are_the_published_ones() -> None:
+    assert Loss(kind="fastclip-v3").number("temperature") == 0.07
+    assert Loss(kind="fastclip-v3").own_temperature_lr == 2e-4
+    assert Loss(kind="infonce").own_temperature_lr is None
+    assert Loss(kind="sogclr").effective_gamma_schedule == "constant"
+    assert Loss(kind="fastclip-v1").effective_gamma_schedule == "cosine"
+    assert Loss(kind="max-margin").number("margin") == 0.2
+    assert Loss(kind="max-margin", use_relevancy=True).number("margin") == 0.4
+
+
+@pytest.mark.parametrize("kind", sorted(GLOBAL))
+@pytest.mark.parametrize(
+    ("name", "ids", "said"),
+    [
+        ("clip_id", [0, 1, 2, 3, 4, 7], "clip ids 7: the loss keeps a number for each of 7 clips, 0 to 6"),
+        ("caption_id", [0, 1, -3, 3, 4, 99], "caption ids -3, 99"),
+    ],
+)
+def test_ids_out_of_range_are_named(kind: Any, name: str, ids: list[int], said: str) -> None:
+    batch = batch_of(0)
+    batch[name] = torch.tensor(ids)  # type: ignore[literal-required]
+    objective = objective_of(settings_of(kind), table=True)
+    before = {key: value.clone() for key, value in objective.state_dict().items()}
+    with pytest.raises(UserError) as error:
+        objective.backward(Table(6), batch, Step(number=1))
+    assert said in str(error.value)
+    torch.testing.assert_close(objective.state_dict(), before)
+
+
+def test_a_batch_without_relevancy_or_clip_ids_is_refused() -> None:
+    batch = batch_of(0)
+    del batch["relevancy"], batch["clip_id"]  # type: ignore[typeddict-item]
+    with pytest.raises(UserError, match="relevancy"):
+        objective_of(Loss(kind="max-margin", use_relevancy=True), table=True).backward(Table(6), batch, Step(number=1))
+    with pytest.raises(UserError, match="fastclip-v3 needs clips that have ids"):
+        objective_of(settings_of("fastclip-v3"), table=True).backward(Table(6), batch, Step(number=1))
+
+
+@pytest.mark.parametrize("kind", ["infonce", "siglip", "mbcl"])
+def test_a_frozen_temperature_stays(kind: Any) -> None:
+    objective = objective_of(Loss(kind=kind, freeze_temperature=True), table=True)
+    objective.backward(Table(6), batch_of(0), Step(number=1))
+    assert [name for name, one in objective.named_parameters() if one.grad is not None] in ([], ["logit_bias"])
+
+
+@pytest.mark.parametrize("kind", ["infonce", "siglip", "mbcl", "fastclip-v0", "fastclip-v3"])
+@pytest.mark.parametrize("convention", ["paper", "fast_clip"])
+def test_a_trained_temperature_keeps_its_limits(kind: Any, convention: Convention) -> None:
+    objective = objective_of(Loss(kind=kind, convention=convention, min_temperature=0.02), table=True)
+    parameter = dict(objective.named_parameters()).get("logit_scale")
+    with torch.no_grad():
+        if parameter is not None:
+            parameter.fill_(50.0)
+        else:
+            objective.get_parameter("temperature").fill_(-1.0)
+    objective.after_step(Step(number=1))
+    log_scale = objective.log_scale()
+    assert log_scale is not None
+    assert (-log_scale).exp().item() == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("convention", "after"), [("paper", 3), ("fast_clip", 1)])
+def test_the_temperature_of_v3_learns_slower_below_its_threshold(convention: Convention, after: int) -> None:
+    """The paper: once it was below 0.03. The code: as long as it is at most that."""
+    objective = objective_of(Loss(kind="fastclip-v3", convention=convention, temperature_lr=3e-4))
+    assert objective.learning_rate(1.0) == 3e-4
+
+    def move_to(temperature: float) -> float:
+        with torch.no_grad():
+            for name, parameter in objective.named_parameters():
+                parameter.fill_(temperature if name == "temperature" else -math.log(temperature))
+        objective.after_step(Step(number=1))
+        return objective.learning_rate(1.0)
+
+    assert move_to(0.029) == pytest.approx(1e-4)
+    assert move_to(0.031) == pytest.approx(3e-4 / after)
+
+
+def test_a_rate_of_its_own_or_the_models() -> None:
+    assert objective_of(Loss(kind="infonce")).learning_rate(0.5) == 0.5
+    assert objective_of(Loss(kind="infonce", temperature_lr=0.1)).learning_rate(0.5) == 0.1
+    assert objective_of(Loss(kind="fastclip-v0")).learning_rate(0.5) == 0.5
+
+
+@pytest.mark.parametrize("kind", sorted(PUBLISHED))
+def test_state_comes_back(kind: Any) -> None:
+    first, second = (objective_of(settings_of(kind), table=True) for _ in range(2))
+    first.backward(Table(6), batch_of(0), Step(number=1))
+    second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(second.state_dict(), first.state_dict())
+
+
+def test_state_of_another_set_is_refused() -> None:
+    first = objective_of(settings_of("fastclip-v3"))
+    other = build_contrast(
+        settings_of("fastclip-v3"),
+        inputs=lambda batch: (batch["latents"], batch["text"]),
+        whole=GlobalSet(num_clips=8, num_captions=11, num_epochs=1),
+        world=Step(number=1).world,
+    )
+    with pytest.raises(RuntimeError, match=r"clips\.rows"):
+        other.load_state_dict(first.state_dict())
