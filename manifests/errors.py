@@ -2,7 +2,8 @@
 
     ClipmillError
     ├── UserError      the request cannot be carried out as given      exit 2, `error:` and `hint:` lines
-    └── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
+    ├── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
+    └── Stopped        told to stop (SIGTERM), and what was done saved exit 143, how to go on
 
 Anything else that reaches the top is a bug and keeps its traceback.
 """
@@ -15,6 +16,7 @@ from typing import NoReturn
 EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 143
 
 
 class ClipmillError(Exception):
@@ -38,6 +40,10 @@ class FailedWork(ClipmillError):
     """Some of the work failed; the message says how much, and where the list is."""
 
 
+class Stopped(ClipmillError):
+    """The program was told to stop and has saved its work; the message says how to go on."""
+
+
 def run_command(command: Callable[[], object]) -> NoReturn:
     """Runs `command` and leaves the process with the exit status that its outcome calls for."""
     try:
@@ -51,6 +57,9 @@ def run_command(command: Callable[[], object]) -> NoReturn:
     except FailedWork as error:
         print(f"failed: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED_WORK)
+    except Stopped as stop:
+        print(f"stopped: {stop}", file=sys.stderr)
+        sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
         print("interrupted; nothing that was finished is lost", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)

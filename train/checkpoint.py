@@ -1,81 +1,206 @@
-"""Checkpoints: one file a checkpoint, whole or not there, read without executing anything in it."""
+"""Checkpoints: a folder each, whole or not there, read without executing anything in it.
 
+    step_000500/
+        checkpoint.json   step, place in the data, numbers; sizes and checksums of the other files
+        tensors.json      name, dtype and size of each tensor, and in which files its pieces are
+        __0_0.distcp ...  the tensors, as torch.distributed.checkpoint writes them, some files from each rank
+        .metadata         tensors.json for torch's own tools; never read here, because it is a pickle
+
+Names of tensors begin with model., ema., objective. or optimizer.
+"""
+
+import hashlib
+import json
 import re
-import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from manifests.errors import UserError
-from manifests.publish import published
 from train.data.place import LoaderState
+from train.distributed.world import World
 
-CHECKPOINT_FORMAT = 2
-# What torch.load raises for a file that wants more than tensors and plain containers.
-_Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
-_NAME = re.compile(r"step_(\d{6,})\.pt")
+if TYPE_CHECKING:
+    import torch
+
+CHECKPOINT_FORMAT = 3
+FACTS_FILE, TABLE_FILE, PICKLED_FILE = "checkpoint.json", "tensors.json", ".metadata"
+_NAME = re.compile(r"step_(\d{6,})")
+_MANY = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """The whole state of a run after `step` steps.
+class Facts:
+    """What a checkpoint holds besides tensors.
 
     Attributes:
         loader: where each rank's batches end.
         precision: of train.precision.Precision.
-        ema: averages of the weights by the names in `model`; {} where none are kept.
+        numbers: of the evaluation at this step; {} where there was none.
     """
 
     task: str
     step: int
     loader: list[LoaderState]
-    model: dict[str, Any]
-    objective: dict[str, Any]
-    optimizer: dict[str, Any]
-    precision: dict[str, Any]
-    ema: dict[str, Any]
+    precision: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def evaluated(self) -> dict[str, Any]:
-        """The weights to evaluate: the averages where there are some."""
-        return {**self.model, **self.ema}
+    def as_json(self, files: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of checkpoint.json; `files` has the size and checksum of each other file."""
+        content = {"format": CHECKPOINT_FORMAT, **asdict(self), "files": dict(files)}
+        return {**content, "checksum": _checksum_of(content)}
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Publishes `folder`/step_<step>.pt."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{checkpoint.step:06d}.pt"
-    # Not asdict(): that would copy every tensor first.
-    content = {"format": CHECKPOINT_FORMAT, **vars(checkpoint)}
-    with published(path) as temporary:
-        torch.save(content, temporary)
-    return path
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of a checkpoint."""
+    return f"step_{step:06d}"
+
+
+def all_checkpoints(folder: Path) -> dict[int, Path]:
+    """Checkpoints by their steps, in ascending order."""
+    found = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found)}
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the highest step, or None."""
-    found = {int(match[1]): path for path in folder.glob("*.pt") if (match := _NAME.fullmatch(path.name))}
+    found = all_checkpoints(folder)
     return found[max(found)] if found else None
 
 
-def load_checkpoint(path: Path, *, device: torch.device) -> Checkpoint:
-    """Reads a checkpoint with its tensors on `device`.
+def read_facts(path: Path, *, world: World | None = None) -> Facts:
+    """Reads a checkpoint's facts, after each rank has compared its part of the files with their checksums.
 
     Raises:
-        UserError: the file is damaged, cut short, or of another format.
+        UserError: a file is damaged, cut short or missing, or of another format; all ranks raise it.
     """
+    world = world or World()
     try:
-        with zipfile.ZipFile(path) as archive:
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"the checksum of its part {damaged} does not fit")
-        content = torch.load(path, map_location=device, weights_only=True)
-        if not isinstance(content, dict) or content.pop("format", None) != CHECKPOINT_FORMAT:
-            raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
-        return Checkpoint(**content)
-    except (OSError, RuntimeError, ValueError, TypeError, zipfile.BadZipFile, _Refused) as error:
+        content = content_of(path)
+        files = sorted(content["files"].items())[world.rank :: world.size]
+        damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
+        facts = Facts(**{name: content[name] for name in Facts.__dataclass_fields__})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        damage, facts = _first_line(error), None
+    damages = [one for one in world.gather_objects(damage) if one is not None]
+    if damages or facts is None:
+        raise _unreadable(path, damages[0])
+    return facts
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    """A checkpoint's checkpoint.json; OSError or ValueError where it cannot be read."""
+    content = json.loads((path / FACTS_FILE).read_bytes())
+    if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+        raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
+    if content.pop("checksum", None) != _checksum_of(content):
+        raise ValueError(f"the checksum of {FACTS_FILE} does not fit")
+    return content
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Which tensors a checkpoint has (train.distributed.storage); UserError where it cannot be read."""
+    try:
+        table = json.loads((path / TABLE_FILE).read_bytes())
+        if not isinstance(table, dict):
+            raise ValueError(f"{TABLE_FILE} is no table")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, _first_line(error)) from error
+    return table
+
+
+def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:
+    """Reads tensors into those of the same names, which may be spread over ranks; all ranks call it.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    from train.distributed.storage import read_into
+
+    try:
+        read_into(path, dict(table), tensors, world=world)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _unreadable(path, _first_line(error)) from error
+
+
+def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
+    """The model's weights and buffers on the CPU by name, as one process has them: averages where the run kept some.
+
+    Any process may call it by itself, whatever number of ranks wrote the checkpoint.
+
+    Raises:
+        UserError: the checkpoint is damaged, cut short, or of another format.
+    """
+    import torch
+
+    from train.distributed.storage import dtype_of
+
+    read_facts(path)
+    table = read_table(path)
+    wanted = {name.removeprefix("model."): name for name in table if name.startswith("model.")}
+    wanted |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}
+    try:
+        weights = {
+            name: torch.empty(table[stored]["size"], dtype=dtype_of(table[stored]["dtype"]))
+            for name, stored in wanted.items()
+        }
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise _unreadable(path, _first_line(error)) from error
+    fill(path, table, {stored: weights[name] for name, stored in wanted.items()}, world=World())
+    return weights
+
+
+def check_fits(path: Path, table: Mapping[str, Any], wanted: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
+    """Compares the tensors whose names begin with `prefix` with those that are wanted.
+
+    Raises:
+        UserError: some are missing, unexpected, or of another size; it names them.
+    """
+    stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
+    missing = [f"{name} {list(one.shape)}" for name, one in wanted.items() if name not in stored]
+    unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in wanted]
+    reshaped = [
+        f"{name} {stored[name]['size']} to {list(one.shape)}"
+        for name, one in wanted.items()
+        if name in stored and stored[name]["size"] != list(one.shape)
+    ]
+    parts = [
+        f"{what}: {', '.join(names[:_MANY])}" + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another size", reshaped))
+        if names
+    ]
+    if parts:
         raise UserError(
-            f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}",
-            hint="remove it: the one before it, if there is one, is used instead",
-        ) from error
+            f"{path} is of another model; {'; '.join(parts)}",
+            hint="were settings changed by hand? put back what the run was trained with",
+        )
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
+    with path.open("rb") as file:
+        return {"size_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _damage(path: Path, about: Mapping[str, Any]) -> str | None:
+    if not path.is_file():
+        return f"its file {path.name} is missing"
+    if (size_bytes := path.stat().st_size) != about["size_bytes"]:
+        return f"its file {path.name} has {size_bytes} bytes of {about['size_bytes']}"
+    return None if file_facts(path) == about else f"the checksum of its file {path.name} does not fit"
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _unreadable(path: Path, why: str) -> UserError:
+    return UserError(
+        f"checkpoint {path} cannot be read: {why}",
+        hint="remove it: the one before it, if there is one, is used instead",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

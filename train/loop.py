@@ -1,51 +1,37 @@
-"""The one training loop. What is trained, and towards what, is the task's business (train.tasks)."""
+"""The one training loop. What is trained, and towards what, is the task's business (train.tasks).
+
+All ranks run it in step. Before each step they agree that everyone has a batch and nobody is to stop, and then take it
+together: whatever ends one of them ends all (train.agreement).
+"""
 
 import math
 import time
-from collections.abc import Generator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from manifests.errors import FailedWork, UserError
-from manifests.publish import publish_json
-from train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from train.data.batch import Batch
-from train.data.failures import FailedSample, TooManyFailures
+from manifests.errors import Stopped, UserError
+from train.agreement import FailureLog, StopSignal, require_finite
+from train.checkpoint import latest_checkpoint
+from train.checkpoint_writer import CheckpointWriter
 from train.data.filling import LoadedBatch
 from train.data.loader import TrainingSet
-from train.data.place import LoaderState, Place
 from train.data.prefetch import prefetch
+from train.distributed.parallel import average_gradients, synced
 from train.distributed.world import World
-from train.objective import Objective
-from train.optim.ema import Ema
-from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
-from train.precision import Precision, open_precision
+from train.memory import explained
+from train.optim.optimizer import clip_gradients, set_learning_rates
 from train.progress import Progress
-from train.run_folder import RunFolder, append_lines, keep_lines
+from train.run_folder import RunFolder
 from train.settings import TrainingSettings
+from train.state import State, new_state
 from train.step import Step
 from train.tasks import Task
 from train.throughput import Throughput
 from train.tracking.trackers import Trackers, open_trackers
-
-
-@dataclass
-class _State:
-    """What changes from step to step."""
-
-    model: nn.Module
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    throughput: Throughput
-    ema: Ema | None
-    step: int = 0
-    place: Place = field(default_factory=lambda: Place(0))
-    num_failed: int = 0
 
 
 def train(
@@ -66,38 +52,58 @@ def train(
         The trained model.
 
     Raises:
-        FailedWork: the loss is not finite, or too many samples failed.
-        UserError: the checkpoint does not fit, or a batch is larger than the set of samples.
+        FailedWork: the loss is not finite, too many samples failed, or a checkpoint could not be written.
+        Stopped: SIGTERM came; the state has been saved.
+        UserError: the checkpoint does not fit, or a batch is larger than the set of samples or than memory.
     """
     check_batch(settings, samples)
-    state = _begin(task, samples, settings, run=run, world=world, device=device)
-    left_to_fail = settings.max_failures - state.num_failed
-    batches = prefetch(samples.batches(max_failures=left_to_fail), device)
-    state.model.train()
+    state = new_state(task, samples, settings, world=world, device=device)
+    if (path := world.first(lambda: latest_checkpoint(run.checkpoints))) is not None:
+        state.restore(path, samples, task=task, world=world)
+    failures = FailureLog(run, world=world, max_failures=settings.max_failures, place=state.place)
     trackers = Trackers([])
     if world.is_first:
         trackers = open_trackers(settings, run=run, progress=progress, step=state.step)
-    try:
+    writer = CheckpointWriter(run.checkpoints, world=world, keep=settings.keep_checkpoints, best=settings.best)
+    batches = prefetch(samples.batches(max_failures=failures.num_left), device)
+    throughput = Throughput(device=device, precision=state.precision.name)
+
+    def save(numbers: dict[str, float]) -> None:
+        facts = state.facts(task, samples, settings, world=world, numbers=numbers)
+        writer.save(state.tensors(), facts)
+
+    state.trained.train()
+    # However it ends, the threads of loader and writer end, and the numbers are kept.
+    with closing(trackers), closing(writer), closing(batches), StopSignal().heard() as stop:
         while state.step < settings.steps:
-            epoch = state.place.position / samples.num_samples if samples.num_samples else 0.0
+            began_s = time.perf_counter()
+            agreed = failures.next_batch(batches, stops=stop.has_come)
+            if agreed.stops:
+                save({})
+                writer.wait()
+                raise Stopped(f"step {state.step} is saved, go on with --resume --out {run.path}")
             step = Step(
                 number=state.step + 1,
-                epoch=epoch,
+                epoch=_epoch(state, samples),
                 world=world,
                 seed=settings.seed,
+                microbatch=settings.microbatch,
                 autocast=state.precision.autocast,
                 scale=state.precision.scale,
+                synced=partial(synced, state.trained),
             )
-            line = _one_step(state, step, batches, settings, run=run)
+            with explained(settings, world, device=device):
+                line = _take(step, state, agreed.loaded, settings, run=run, throughput=throughput)
+            speed = throughput.numbers(
+                step_s=time.perf_counter() - began_s, waited_s=agreed.waited_s, num_samples=settings.batch
+            )
             if samples.num_samples:
-                line["epoch"] = state.place.position / samples.num_samples
-            trackers.log(line)
-            if state.step % settings.checkpoint_every == 0 or state.step == settings.steps:
-                _save(task, state, samples, settings, run=run)
-    finally:
-        # Ends the loader's threads, whatever happened.
-        batches.close()
-        trackers.close()
+                line["epoch"] = _epoch(state, samples)
+            found = _evaluate(task, state, settings, world=world)
+            trackers.log({**line, **speed, **found, "num_failed": failures.num_failed})
+            if writer.is_best(found) or state.step % settings.checkpoint_every == 0 or state.step == settings.steps:
+                save(found)
+        writer.wait()
     return state.model
 
 
@@ -110,69 +116,30 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
         )
 
 
-def _begin(
-    task: Task,
-    samples: TrainingSet,
-    settings: TrainingSettings,
-    *,
-    run: RunFolder,
-    world: World,
-    device: torch.device,
-) -> _State:
-    torch.manual_seed(settings.seed)
-    model = task.build_model(samples).to(device)
-    objective = task.build_objective(samples, world).to(device)
-    precision = open_precision(settings.precision, device_type=device.type)
-    state = _State(
-        model,
-        objective,
-        make_optimizer(model, objective, settings),
-        precision,
-        Throughput(device=device, precision=precision.name),
-        Ema(model, decay=settings.optimizer.ema) if settings.optimizer.ema else None,
-    )
-    path = latest_checkpoint(run.checkpoints)
-    if path is not None:
-        saved = load_checkpoint(path, device=device)
-        if saved.task != task.name:
-            raise UserError(f"{path} is of a run of {saved.task}", hint="begin a new run with another --out")
-        samples.load_state_dict(*saved.loader)
-        model.load_state_dict(saved.model)
-        objective.load_state_dict(saved.objective)
-        state.optimizer.load_state_dict(saved.optimizer)
-        state.precision.load_state_dict(saved.precision)
-        if state.ema is not None:
-            state.ema.load_state_dict(saved.ema)
-        state.step = saved.step
-        state.place = Place(saved.loader[0]["position"], tuple(saved.loader[0]["ahead"]))
-    state.num_failed = len(keep_lines(run.failures, lambda line: line["position"] < state.place.position))
-    return state
-
-
-def _one_step(
-    state: _State,
+def _take(
     step: Step,
-    batches: Generator[LoadedBatch, None, None],
+    state: State,
+    loaded: LoadedBatch,
     settings: TrainingSettings,
     *,
     run: RunFolder,
+    throughput: Throughput,
 ) -> dict[str, Any]:
-    """Takes one step and returns its line of metrics.jsonl."""
-    began = time.perf_counter()
-    loaded = _next_batch(batches, state, settings, run=run)
-    waited_s = time.perf_counter() - began
+    """One step of the optimizer: from a batch to new weights; the step's numbers."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
-    state.optimizer.zero_grad(set_to_none=True)
-    with state.throughput.counting(state.model) if state.throughput.flops_per_step is None else nullcontext():
-        numbers = state.objective.backward(state.model, loaded.batch, step)
-    if not math.isfinite(numbers["loss"]):
-        _stop_at("loss", numbers["loss"], step, loaded.batch, run=run)
-    parameters = [*state.model.parameters(), *state.objective.parameters()]
-    grad_norm = clip_gradients(parameters, max_norm=settings.max_grad_norm, loss_scale=state.precision.loss_scale)
+    state.model.zero_grad(set_to_none=True)
+    state.objective.zero_grad(set_to_none=True)
+    with throughput.counting(state.trained) if throughput.flops_per_step is None else nullcontext():
+        numbers = state.objective.backward(state.trained, loaded.batch, step)
+    require_finite("loss", numbers["loss"], loaded.batch, step=step, run=run)
+    average_gradients(list(state.objective.parameters()), step.world)
+    loss_scale = state.precision.loss_scale
+    grad_norm = clip_gradients(state.parameters(), max_norm=settings.max_grad_norm, loss_scale=loss_scale)
     if state.precision.accepts(grad_norm):
-        if not math.isfinite(grad_norm):
-            _stop_at("norm of the gradients", grad_norm, step, loaded.batch, run=run)
+        require_finite("norm of the gradients", grad_norm, loaded.batch, step=step, run=run)
         state.optimizer.step()
+        if state.zero is not None:
+            state.zero.exchange()
     if state.ema is not None:
         state.ema.update(state.model, step=step.number)
     state.objective.after_step(step)
@@ -183,55 +150,23 @@ def _one_step(
         "lr": lr,
         "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
         **numbers,
-        **state.throughput.numbers(step_s=time.perf_counter() - began, waited_s=waited_s, num_samples=settings.batch),
-        "num_failed": state.num_failed,
     }
     if state.precision.name == "fp16":
-        line |= {"loss_scale": state.precision.loss_scale, "num_skipped": state.precision.num_skipped}
+        line |= {"loss_scale": loss_scale, "num_skipped": state.precision.num_skipped}
     return line
 
 
-def _next_batch(
-    batches: Generator[LoadedBatch, None, None], state: _State, settings: TrainingSettings, *, run: RunFolder
-) -> LoadedBatch:
-    try:
-        loaded = next(batches)
-    except TooManyFailures as error:
-        _record(error.failed, state, run=run)
-        raise FailedWork(
-            f"{state.num_failed} samples failed, more than --max-failures {settings.max_failures}; "
-            f"the last one: {error}; all are listed in {run.failures}"
-        ) from error
-    _record(loaded.failed, state, run=run)
-    return loaded
+def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: World) -> dict[str, float]:
+    """The numbers of the evaluation that this step has, if it has one."""
+    every, best = settings.evaluate.every, settings.best
+    if not every or state.step % every:
+        return {}
+    with state.evaluated() as model:
+        found = task.evaluate(model, world)
+    if best is not None and best not in found:
+        raise UserError(f"--best {best} is no number of the evaluation", hint=f"it gives: {', '.join(found)}")
+    return found
 
 
-def _record(failed: tuple[FailedSample, ...], state: _State, *, run: RunFolder) -> None:
-    state.num_failed += len(failed)
-    append_lines(run.failures, [failure.as_json() for failure in failed])
-
-
-def _stop_at(what: str, value: float, step: Step, batch: Batch, *, run: RunFolder) -> None:
-    path = run.path / "bad_batch.json"
-    keys, caption_ids = list(batch["key"]), batch["caption_id"].tolist()
-    publish_json(path, {"step": step.number, what: str(value), "keys": keys, "caption_ids": caption_ids})
-    raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
-
-
-def _save(task: Task, state: _State, samples: TrainingSet, settings: TrainingSettings, *, run: RunFolder) -> None:
-    loader = LoaderState(
-        position=state.place.position, ahead=list(state.place.ahead), seed=settings.seed, samples=samples.fingerprint
-    )
-    save_checkpoint(
-        run.checkpoints,
-        Checkpoint(
-            task=task.name,
-            step=state.step,
-            loader=[loader],
-            model=state.model.state_dict(),
-            objective=state.objective.state_dict(),
-            optimizer=state.optimizer.state_dict(),
-            precision=state.precision.state_dict(),
-            ema=state.ema.state_dict() if state.ema is not None else {},
-        ),
-    )
+def _epoch(state: State, samples: TrainingSet) -> float:
+    return state.place.position / samples.num_samples if samples.num_samples else 0.0

@@ -12,10 +12,14 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Shows the steps of a run on stdout."""
+    """Shows the steps of a run on stdout.
 
-    def __init__(self) -> None:
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    Args:
+        is_quiet: says nothing, as all ranks but the first.
+    """
+
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
         self._bar: RichProgress | None = None
         self._last_line = 0.0
         self._num_steps = 0

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_a_run_leaves_settings_metrics_a_checkpoint_and_a_page(finished_run: Pat
     lines = read_lines(run.metrics)
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert {"loss", "lr", "grad_norm", "temperature", "samples_per_s", "step_s", "data_wait_s"} <= lines[0].keys()
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000008.pt"]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000008"]
     assert "8" in run.page.read_text() and "sdpa" in run.page.read_text()
 
 
@@ -163,25 +164,24 @@ def test_a_folder_that_is_no_run_cannot_be_scored(
     assert "there is no run in" in two_lines(capsys)[0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "text", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "missing"])
+@pytest.mark.parametrize("file", ["checkpoint.json", "tensors.json", "__0_0.distcp"])
 def test_a_damaged_checkpoint_is_named(
-    train: Train, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+    train: Train, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damage: str
 ) -> None:
-    content = (finished_run / "checkpoints" / "step_000008.pt").read_bytes()
-    middle = len(content) // 2
-    damaged = {
-        "cut": content[:middle],
-        "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
-        "text": b"no checkpoint",
-        "empty": b"",
-    }[damage]
     run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "settings.yaml").write_bytes((finished_run / "settings.yaml").read_bytes())
-    (run / "checkpoints" / "step_000008.pt").write_bytes(damaged)
+    shutil.copytree(finished_run, run)
+    path = run / "checkpoints" / "step_000008" / file
+    content = path.read_bytes()
+    middle = len(content) // 2
+    if damage == "missing":
+        path.unlink()
+    else:
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        path.write_bytes({"cut": content[:middle], "flipped": flipped, "empty": b""}[damage])
     assert train("eval", "retrieval", run) == 2
     error, hint = two_lines(capsys)
-    assert "step_000008.pt cannot be read" in error and "remove it" in hint
+    assert "step_000008 cannot be read" in error and "remove it" in hint
 
 
 def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
 from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
-from train.checkpoint import latest_checkpoint, load_checkpoint
+from train.checkpoint import latest_checkpoint, read_weights
 from train.run_folder import RunFolder, read_lines
 from train.tasks.dual_encoder import spread
 
@@ -88,7 +89,7 @@ def test_a_run_has_no_text_tower_and_needs_no_chunks(train: Callable[..., int], 
     assert train("dual-encoder", "--shards", columns, "--out", out, *FLAGS, *STEPS, "--steps", 2) == 0
     path = latest_checkpoint(RunFolder(out).checkpoints)
     assert path is not None
-    names = load_checkpoint(path, device=torch.device("cpu")).model
+    names = read_weights(path)
     assert not [name for name in names if name.startswith("text.")]
     assert names["video.conv1.weight"].shape[1:] == (4, 2, 2) and names["video.proj"].shape[1] == WIDTH
     assert not (columns / "video").exists()
@@ -100,7 +101,7 @@ def test_a_resumed_run_ends_with_the_same_weights(train: Callable[..., int], col
     assert train(*flags, "--out", tmp_path / "broken", "--steps", 9) == 0
     run = RunFolder(tmp_path / "broken")
     for path in sorted(run.checkpoints.iterdir())[1:]:
-        path.unlink()
+        shutil.rmtree(path)
     assert train("dual-encoder", "--resume", "--out", tmp_path / "broken") == 0
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 

@@ -32,6 +32,10 @@ class Place:
     position: int
     ahead: tuple[int, ...] = ()
 
+    def has_passed(self, position: int) -> bool:
+        """Whether `position` has been taken."""
+        return position < self.position or position in self.ahead
+
     def positions(self, begin: int, count: int, *, rank: int, num_ranks: int, group: int = 1) -> NDArray[np.int64]:
         """The `count` positions that a rank takes, not counting the first `begin` of its own, in order.
 

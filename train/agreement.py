@@ -1,0 +1,138 @@
+"""What the ranks tell one another in a step, so that all take it or none does: batches, failures, orders to stop."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from manifests.errors import ClipmillError, FailedWork
+from manifests.publish import publish_json
+from train.data.batch import Batch
+from train.data.failures import FailedSample, TooManyFailures
+from train.data.filling import LoadedBatch
+from train.data.place import Place
+from train.distributed.world import World
+from train.run_folder import RunFolder, append_lines, keep_lines
+from train.step import Step
+
+
+@dataclass(frozen=True)
+class AgreedBatch:
+    """This rank's batch, and what all ranks know.
+
+    Attributes:
+        stops: whether a rank was told to stop, so that this step is not taken.
+        waited_s: of the rank that waited longest for its batch.
+    """
+
+    loaded: LoadedBatch
+    stops: bool
+    waited_s: float
+
+
+class FailureLog:
+    """The samples of all ranks that could not be had: failures.jsonl, and how many may follow.
+
+    Attributes:
+        num_failed: so far.
+    """
+
+    def __init__(self, run: RunFolder, *, world: World, max_failures: int, place: Place) -> None:
+        """Keeps what the file has of the places before `place`; the others are visited once more."""
+        self._path, self._world, self._max_failures = run.failures, world, max_failures
+
+        def kept() -> int:
+            return len(keep_lines(run.failures, lambda line: place.has_passed(line["position"])))
+
+        self.num_failed = world.first(kept)
+
+    @property
+    def num_left(self) -> int:
+        """Failures that are still allowed."""
+        return self._max_failures - self.num_failed
+
+    def next_batch(self, batches: Generator[LoadedBatch, None, None], *, stops: bool) -> AgreedBatch:
+        """The next batch, once every rank has one; all ranks call it before each step.
+
+        Args:
+            stops: whether this rank was told to stop.
+
+        Raises:
+            FailedWork: too many samples failed.
+            ClipmillError: what the loader of a rank raised; all ranks raise it.
+        """
+        began_s = time.perf_counter()
+        loaded, error = None, None
+        try:
+            loaded = next(batches)
+            failed = loaded.failed
+        except TooManyFailures as too_many:
+            failed = too_many.failed
+        except ClipmillError as own:
+            failed, error = (), own
+        waited_s = time.perf_counter() - began_s
+        # A few numbers each step, and more only where something is amiss.
+        own_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
+        said_R4 = self._world.gather(own_14)
+        num_failed, num_stops, num_errors, _ = said_R4.sum(dim=0).tolist()
+        if num_failed:
+            self._record([one for of_rank in self._world.gather_objects(failed) for one in of_rank])
+        if num_errors:
+            raise next(one for one in self._world.gather_objects(error) if one is not None)
+        assert loaded is not None  # or a failure too many or an error would have been raised
+        return AgreedBatch(loaded, stops=num_stops > 0, waited_s=said_R4[:, 3].max().item())
+
+    def _record(self, failed: list[FailedSample]) -> None:
+        self.num_failed += len(failed)
+        if self._world.is_first:
+            append_lines(self._path, [failure.as_json() for failure in failed])
+        if self.num_failed > self._max_failures:
+            raise FailedWork(
+                f"{self.num_failed} samples failed, more than --max-failures {self._max_failures}; "
+                f"the last one: {failed[-1].key}: {failed[-1].detail}; all are listed in {self._path}"
+            )
+
+
+def require_finite(what: str, value: float, batch: Batch, *, step: Step, run: RunFolder) -> None:
+    """Stops all ranks where a number that they share is none, and names the samples of all in bad_batch.json.
+
+    Raises:
+        FailedWork: the number is infinite or none.
+    """
+    if math.isfinite(value):
+        return
+    path = run.path / "bad_batch.json"
+    own = {"keys": list(batch["key"]), "caption_ids": batch["caption_id"].tolist()}
+    ranks = step.world.gather_objects(own)
+    if step.world.is_first:
+        publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
+    raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
+
+
+class StopSignal:
+    """Whether this process has been told to stop (SIGTERM)."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    @contextmanager
+    def heard(self) -> Iterator["StopSignal"]:
+        """Within, SIGTERM is remembered and ends nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may set what a signal does
+            return
+
+        def remember(_: int, __: FrameType | None) -> None:
+            self.has_come = True
+
+        before = signal.signal(signal.SIGTERM, remember)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGTERM, before)

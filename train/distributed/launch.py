@@ -1,0 +1,85 @@
+"""Where a world begins and ends: from the environment that torchrun makes to a process group, and out of it again."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from manifests.errors import FailedWork, UserError
+from train.distributed.heartbeat import Heartbeat
+from train.distributed.world import World
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# How gloo and NCCL say that another process, or the way to it, is gone.
+_LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
+
+
+@contextmanager
+def open_world(*, device_type: str) -> Iterator[World]:
+    """The world that torchrun launched this process into; one of size 1 where nothing launched it.
+
+    Raises:
+        UserError: the environment is half there, or this machine has fewer GPUs than processes.
+        FailedWork: another rank is gone; this one cannot go on without it.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield World()
+        return
+    world = _from_environment()
+    if device_type == "cuda":
+        _take_gpu(world)
+    # The ranks find one another through a store that torchrun keeps, or rank 0 where something else launched them.
+    store, _, _ = next(dist.rendezvous("env://"))
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore("clipmill", store), rank=world.rank, world_size=world.size)
+    heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
+    try:
+        yield world
+        # Nobody leaves before all are done: the store may be in one of the processes.
+        dist.barrier(device_ids=[world.local_rank] if device_type == "cuda" else None)
+        heartbeat.end()
+    except RuntimeError as error:
+        heartbeat.end(error=error)
+        if world.size == 1 or not any(word in str(error).lower() for word in _LOST):
+            raise
+        raise FailedWork(
+            f"rank {world.rank} of {world.size} has lost another rank ({_first_line(error)}); "
+            "what that one said last stands above or in its own log; go on from the latest checkpoint with --resume"
+        ) from error
+    except BaseException as error:
+        heartbeat.end(error=error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _from_environment() -> World:
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"RANK is set, and {', '.join(missing)} is not" if len(missing) == 1 else f"not set: {', '.join(missing)}",
+            hint="launch with torchrun, which sets them all; or unset RANK and WORLD_SIZE for one process",
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        try:
+            numbers[name] = int(os.environ[name])
+        except ValueError:
+            raise UserError(f"{name} is {os.environ[name]!r}", hint="launch with torchrun, which sets it") from None
+    return World(rank=numbers["RANK"], size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"])
+
+
+def _take_gpu(world: World) -> None:
+    there = torch.cuda.device_count()
+    if world.local_rank >= there:
+        raise UserError(
+            f"process {world.local_rank} of this machine has no GPU: there are {there}",
+            hint=f"launch with --nproc-per-node {there}, or train with --device cpu",
+        )
+    torch.cuda.set_device(world.local_rank)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

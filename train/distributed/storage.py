@@ -1,0 +1,158 @@
+"""Tensors on disk by torch.distributed.checkpoint, and back, whole or in parts, on any number of ranks.
+
+What torch writes has a pickled table beside the tensors; nothing here reads it. The table that is read is plain JSON,
+and tensors are read by torch.load(weights_only=True), so that a checkpoint cannot make anybody execute anything.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from train.distributed.world import World
+
+# Two threads a rank keep a disk busy.
+_NUM_THREADS = 2
+
+# One process needs no process group, which is what torch warns of.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+Table = dict[str, Any]
+
+
+class Storage:
+    """The door between a run's tensors and its checkpoints. Every method is called by all ranks in the same order."""
+
+    def __init__(self, world: World) -> None:
+        # Ranks write beside the training, whose exchanges must not meet theirs.
+        self._group: dist.ProcessGroup | None = None
+        if world.size > 1:
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        # No pinned memory, no processes: copies wait for nothing that outlives them.
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies on the CPU; they take the place of those of the call before."""
+        return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
+
+    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
+        """Writes this rank's parts of `tensors` into `folder`; what all have equal is written once.
+
+        Returns:
+            What is where: plain values, the same on all ranks.
+        """
+        metadata = dcp.save(
+            dict(tensors),
+            storage_writer=dcp.FileSystemWriter(str(folder), thread_count=_NUM_THREADS, sync_files=True),
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        return _table(metadata)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Plain values of all ranks, for the thread that writes."""
+        if self._group is None:
+            return [value]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+
+def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *, world: World) -> None:
+    """Fills `tensors`, whole or spread over ranks, with those of the same names and sizes; all ranks call it.
+
+    Raises:
+        ValueError: what is there cannot be read.
+    """
+    try:
+        dcp.load(
+            dict(tensors),
+            storage_reader=_Reader(folder, table),
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=world.size == 1,
+        )
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise ValueError(f"rank {rank}: {reason}") from error
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that the table calls `name`; ValueError where there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+def files_of(table: Table) -> set[str]:
+    """Names of the files that a table points into."""
+    return {piece["file"] for entry in table.values() for piece in entry["pieces"]}
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads by a table of plain values in place of the pickled one."""
+
+    def __init__(self, folder: Path, table: Table) -> None:
+        super().__init__(str(folder))
+        self._metadata = _metadata(table)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+
+def _table(metadata: Metadata) -> Table:
+    table: Table = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TypeError(f"{name} is no tensor: checkpoints have tensors here, and all else in their JSON")
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        pieces = []
+        for chunk in entry.chunks:
+            place = _place_of(metadata.storage_data, name, chunk.offsets)
+            pieces.append(
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": place.relative_path,
+                    "begin": place.offset,
+                    "length": place.length,
+                }
+            )
+        table[name] = {"dtype": dtype, "size": list(entry.size), "pieces": pieces}
+    return table
+
+
+def _place_of(places: Mapping[MetadataIndex, _StorageInfo], name: str, offsets: Iterable[int]) -> _StorageInfo:
+    return places[MetadataIndex(name, torch.Size(offsets))]
+
+
+def _metadata(table: Table) -> Metadata:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places = {}
+    for name, entry in table.items():
+        chunks = []
+        for piece in entry["pieces"]:
+            if Path(piece["file"]).name != piece["file"]:
+                raise ValueError(f"{piece['file']!r} is no name of a file")
+            offsets = torch.Size(piece["offsets"])
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece["sizes"])))
+            places[MetadataIndex(name, offsets)] = _StorageInfo(piece["file"], piece["begin"], piece["length"])
+        properties = TensorProperties(dtype=dtype_of(entry["dtype"]))
+        entries[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
+    return Metadata(entries, storage_data=places)
