@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -86,6 +86,39 @@ def bench(
         print(json.dumps(result))
     else:
         print_report(result)
+
+
+@app.command
+def export(
+    run: Path,
+    *,
+    form: Annotated[Literal["open_clip", "hf"], Parameter(name="--format")],
+    out: Path,
+    frame_embedding: Literal["mean", "zero"] = "mean",
+    checkpoint: Path | None = None,
+) -> None:
+    """Writes a run's weights as a folder for open_clip or transformers; --init.weights reads it too.
+
+    Example:
+
+        train export runs/first --format open_clip --out exported
+
+    Parameters
+    ----------
+    run
+        Folder that train dual-encoder --out made.
+    form
+        open_clip: for create_model('local-dir:OUT'); hf: for CLIPModel.from_pretrained('OUT').
+    out
+        Folder to make.
+    frame_embedding
+        What a picture gets for a temporal embedding: the mean of all frames', or none.
+    checkpoint
+        Checkpoint of the run; its latest when left out.
+    """
+    from train.weights.export import export_run
+
+    export_run(run, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, say=print)
 
 
 def main() -> None:

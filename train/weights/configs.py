@@ -93,7 +93,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
         )
     vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
     activations = {part.get("hidden_act", "quick_gelu") for part in (vision, text)}
-    if len(activations) > 1 or not activations <= {"gelu", "quick_gelu"}:
+    if activations not in ({"gelu"}, {"quick_gelu"}):
         raise UserError(
             f"{source}: the activations are {', '.join(sorted(activations))}; here both towers have gelu or quick_gelu",
             hint="use the weights of a plain CLIP",
@@ -105,7 +105,7 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
             f"{source}: captions end with token {end}; here they end with the largest one", hint="use a plain CLIP"
         )
     return Facts(
-        activation=activations.pop(),
+        activation="gelu" if activations == {"gelu"} else "quick_gelu",
         video_eps=vision.get("layer_norm_eps", _CLIP_NORM_EPS),
         text_eps=text.get("layer_norm_eps", _CLIP_NORM_EPS),
         mean=_colours(preprocess.get("image_mean")),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from train.models.settings import Activation
+
 Tensors = Mapping[str, torch.Tensor]
 Rename = Callable[[str], str | None]
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -35,7 +37,7 @@ class Facts:
         remarks: what the user should hear about these weights.
     """
 
-    activation: str | None = None
+    activation: Activation | None = None
     video_eps: float | None = None
     text_eps: float | None = None
     mean: tuple[float, float, float] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from manifests.errors import UserError
 from train.weights.configs import facts_of_hf, facts_of_open_clip
 from train.weights.converted import Converted, Facts
+from train.weights.extras import EXTRAS_FILE, read_extras
 from train.weights.files import read_tensors
 from train.weights.formats import FORMATS, detect_format, without_prefixes
 from train.weights.settings import Init
@@ -23,7 +24,6 @@ _FILES = (
     "open_clip_pytorch_model.bin",
     "pytorch_model.bin",
 )
-_OUR_EXTRAS = "video_extras.safetensors"
 
 Say = Callable[[str], None]
 
@@ -64,12 +64,11 @@ def open_weights(init: Init, *, say: Say) -> Source | None:
     state = without_prefixes(read_tensors(file))
     form = FORMATS[init.format] if init.format != "auto" else detect_format(state)
     converted = form.convert(state)
-    if path.is_dir() and (path / _OUR_EXTRAS).is_file():
-        extras = read_tensors(path / _OUR_EXTRAS)
+    if path.is_dir() and (extras := read_extras(path, beside=file)):
         converted = replace(
             converted,
             tensors={**converted.tensors, **extras},
-            origins={**converted.origins, **{name: f"{_OUR_EXTRAS}: {name}" for name in extras}},
+            origins={**converted.origins, **{name: f"{EXTRAS_FILE}: {name}" for name in extras}},
         )
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 

@@ -1,0 +1,26 @@
+"""What a run's checkpoint knows of its temperature."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from train.checkpoint import fill, read_table
+from train.distributed.world import World
+
+_LOG_SCALE, _TEMPERATURE = "objective.logit_scale", "objective.temperature"
+
+
+def read_log_scale(path: Path) -> float | None:
+    """log(1 / temperature) of the loss in a checkpoint; None where it has none, or one for each sample.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    table = read_table(path)
+    for name in (_LOG_SCALE, _TEMPERATURE):
+        if name in table and not table[name]["size"]:
+            number = torch.zeros(())
+            fill(path, table, {name: number}, world=World())
+            return float(number) if name == _LOG_SCALE else -math.log(float(number))
+    return None
