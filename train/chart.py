@@ -1,50 +1,67 @@
 """A line chart as SVG: no scripts, no fonts, nothing to load."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from xml.sax.saxutils import escape
 
 _WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 34
 _MAX_POINTS = 800
+_MAX_MARKED = 60
 _NUM_TICKS = 4
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart; `style` is a class of the page's style sheet."""
+    """One line of a chart; `style` is a class of the page's style sheet; `label` stands beside marked points."""
 
     points: Sequence[tuple[float, float]]
     style: str
+    label: str = ""
 
 
-def line_chart(lines: Sequence[Line], *, x_label: str, y_label: str, y_from_zero: bool = False) -> str:
-    """Draws lines into one frame; labels are set by the caller of the page and must be plain words."""
+def line_chart(
+    lines: Sequence[Line], *, x_label: str, y_label: str, y_from_zero: bool = False, has_marks: bool = False
+) -> str:
+    """Draws lines into one frame; nothing where there are no points. The result is markup, its words are escaped.
+
+    Args:
+        has_marks: few points that stand for themselves, each with its value as a tooltip.
+    """
     everything = [point for line in lines for point in line.points]
     if not everything:
         return ""
+    x_ticks = ticks(*_range([x for x, _ in everything]), whole=True)
+    ys = [y for _, y in everything]
+    y_ticks = ticks(*_range([*ys, 0.0] if y_from_zero else ys))
     x_low, x_high = _range([x for x, _ in everything])
-    y_low, y_high = _range([y for _, y in everything])
-    if y_from_zero:
-        y_low = min(0.0, y_low)
+    y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = _LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
         return across, _HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{y_label} by {x_label}">']
-    for number in range(_NUM_TICKS + 1):
-        y_value = y_low + (y_high - y_low) * number / _NUM_TICKS
+    title = escape(f"{y_label} by {x_label}", {'"': "&quot;"})
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">']
+    for y_value in y_ticks:
         _, y = place(x_low, y_value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{y_value:.3g}</text>')
-        x_value = x_low + (x_high - x_low) * number / _NUM_TICKS
-        x, _ = place(x_value, y_low)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 18}" text-anchor="middle">{x_value:.0f}</text>')
+        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(y_value)}</text>')
+    for x_value in x_ticks:
+        if x_low <= x_value <= x_high:
+            x, _ = place(x_value, y_low)
+            parts.append(
+                f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 16}" text-anchor="middle">{_number(x_value)}</text>'
+            )
     for line in lines:
-        places = (place(x, y) for x, y in _thinned(line.points))
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in thinned(line.points)))
         parts.append(f'<polyline class="{line.style}" points="{path}"/>')
-    parts.append(f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">{x_label}</text>')
+        if len(line.points) == 1 or (has_marks and len(line.points) <= _MAX_MARKED):
+            parts += [_mark(place(*point), point, line) for point in line.points]
+    parts.append(
+        f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 2}" text-anchor="end">{escape(x_label)}</text>'
+    )
     parts.append("</svg>")
     return "".join(parts)
 
@@ -59,11 +76,43 @@ def smoothed(points: Sequence[tuple[float, float]], *, weight: float = 0.9) -> l
     return result
 
 
+def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """About four or five round values (1, 2 or 5 times a power of ten apart) that reach from `low` to `high`."""
+    rough = (high - low) / _NUM_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    if whole:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """At most some hundred points: of each part the lowest and the highest, so that no peak is lost."""
+    if len(points) <= _MAX_POINTS:
+        return points
+    every = -(-2 * len(points) // _MAX_POINTS)
+    kept: list[tuple[float, float]] = []
+    for begin in range(0, len(points), every):
+        part = points[begin : begin + every]
+        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return kept
+
+
+def _mark(at: tuple[float, float], point: tuple[float, float], line: Line) -> str:
+    words = escape(f"{line.label} {_number(point[1])} at {_number(point[0])}".strip())
+    return f'<circle class="{line.style}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3.5"><title>{words}</title></circle>'
+
+
+def _number(value: float) -> str:
+    if abs(value) >= 10_000 and value == round(value):
+        return f"{value / 1000:,.0f}k" if value % 1000 == 0 else f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    every = -(-len(points) // _MAX_POINTS)
-    return [*points[:-1:every], points[-1]] if every > 1 else points
+    if high > low:
+        return low, high
+    around = abs(low) / 10 or 0.5
+    return low - around, high + around

@@ -1,15 +1,22 @@
-"""The results page of a run (index.html) and the table that `train eval` prints. One file, nothing to load."""
+"""The results page of a run (index.html): one file, nothing to load."""
 
 import json
+import re
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from manifests.publish import publish_bytes
-from train.chart import Line, line_chart, smoothed
+from train.curves import evaluation_curves, training_curves
+from train.evaluation.tables import percent, table_of
 from train.run_folder import RunFolder, read_lines
+from train.settings import DualEncoderSettings
 
 _TEMPLATE = Path(__file__).parent / "report.html.j2"
-DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → text"}
+_NUM_LAST = 20
+# What a run is about; the rest of its settings is folded up.
+_SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 
 
 def write_page(run: RunFolder) -> None:
@@ -21,40 +28,45 @@ def write_page(run: RunFolder) -> None:
 
     lines = read_lines(run.metrics)
     facts: dict[str, Any] = json.loads(run.facts.read_bytes()) if run.facts.exists() else {}
+    settings = flat(yaml.safe_load(run.settings.read_bytes()))
+    results = [json.loads(path.read_bytes()) for path in sorted(run.evaluation("any").parent.glob("*.json"))]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["percent"] = lambda share: f"{100 * share:.1f} %"
+    environment.filters |= {"percent": percent, "markup": Markup}
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=run.path.resolve().name,
+        command=_command(run, str(facts.get("task", "dual-encoder"))),
         facts=facts,
-        settings=yaml.safe_load(run.settings.read_bytes()),
+        chosen=_chosen(settings),
+        settings=settings,
         summary=_summary(lines),
-        loss_chart=Markup(_loss_chart(lines)),
-        wait_chart=Markup(_wait_chart(lines)),
-        evaluations=_evaluations(run),
-        directions=DIRECTIONS,
+        curves=training_curves(lines),
+        evaluation_curves=evaluation_curves(lines),
+        results=[{**result, "table": table_of(result)} for result in results],
+        weights=_weights(facts.get("weights")),
         failures=read_lines(run.failures),
     )
     publish_bytes(run.page, page.encode())
 
 
-def describe_retrieval(result: dict[str, Any]) -> str:
-    """The table of a retrieval result as text, protocol and chance beside the numbers."""
-    rows = [f"{'':14}" + "".join(f"{'R@' + str(k):>9}" for k in (1, 5, 10)) + f"{'median rank':>13}"]
-    for key, name in DIRECTIONS.items():
-        scores = result[key]
-        for label, shares, median in (
-            (name, scores["recall"], scores["median_rank"]),
-            ("  by chance", scores["chance"], scores["chance_median_rank"]),
-        ):
-            cells = "".join(f"{100 * share:>7.1f} %" for share in shares.values())
-            rows.append(f"{label:14}{cells}{median:>13.1f}")
-    to_video, to_text = (result[key] for key in DIRECTIONS)
-    rows += [
-        f"data: {result['data']}; {result['variant']}",
-        f"protocol: {to_video['num_queries']} distinct texts, {to_text['num_queries']} clips; {result['protocol']}",
-        f"clip: {result['clip']}; checkpoint of step {result['step']}",
-    ]
-    return "\n".join(rows)
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings with those of groups named as their flags are: `augment.flip`."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _chosen(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that differ from their defaults, and those that every run is asked about."""
+    defaults = flat(asdict(DualEncoderSettings()))
+    return {
+        name: value
+        for name, value in settings.items()
+        if name in _SHOWN_SETTINGS or str(value) != str(defaults.get(name, value))
+    }
 
 
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,33 +76,50 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     steady = lines[1:] or lines
     took_s = sum(line["step_s"] for line in steady)
     waited_s = sum(line["data_wait_s"] for line in steady)
-    last = lines[-20:]
+    last = lines[-_NUM_LAST:]
+    memory_gb = [line["gpu_memory_gb"] for line in lines if "gpu_memory_gb" in line]
+    mfu = [line["mfu"] for line in steady if "mfu" in line]
     return {
         "num_steps": lines[-1]["step"],
         "first_loss": lines[0]["loss"],
         "last_loss": sum(line["loss"] for line in last) / len(last),
-        "took_s": took_s,
+        "num_last": len(last),
+        "took": _duration(sum(line["step_s"] for line in lines)),
         "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in steady) / took_s,
         "wait_share": waited_s / took_s,
         "epochs": lines[-1].get("epoch"),  # a stream does not know how long one is
+        "memory_gb": max(memory_gb, default=None),
+        "mfu": sum(mfu) / len(mfu) if mfu else None,
     }
 
 
-def _loss_chart(lines: list[dict[str, Any]]) -> str:
-    points = [(line["step"], line["loss"]) for line in lines]
-    return line_chart([Line(points, "raw"), Line(smoothed(points), "smooth")], x_label="step", y_label="loss")
+def _command(run: RunFolder, task: str) -> str:
+    """The command line that trains this once more."""
+    return shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
 
 
-def _wait_chart(lines: list[dict[str, Any]]) -> str:
-    points = [(line["step"], 100 * line["data_wait_s"] / line["step_s"]) for line in lines[1:]]
-    return line_chart(
-        [Line(points, "raw"), Line(smoothed(points), "smooth")],
-        x_label="step",
-        y_label="share of a step spent waiting for data, percent",
-        y_from_zero=True,
-    )
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
-    paths = sorted(run.evaluation("any").parent.glob("retrieval-*.json"))
-    return [json.loads(path.read_bytes()) for path in paths]
+def _weights(report: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What became of each tensor of the weights that a run began with; equal changes of several blocks in one row."""
+    if report is None:
+        return None
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for change in report["changes"]:
+        name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])
+        groups.setdefault((change["kind"], name, change["why"]), []).append(change)
+    rows = []
+    for (kind, name, why), its in groups.items():
+        shapes = {side: _shape(its[0], side) for side in ("old", "new")}
+        rows.append({"kind": kind, "name": name, "why": why, "count": len(its), **shapes})
+    return {"source": report["source"], "num_copied": report["num_copied"], "rows": rows}
+
+
+def _shape(change: dict[str, Any], side: str) -> str:
+    shape = change.get(side)
+    return "" if shape is None else " x ".join(map(str, shape)) or "one number"

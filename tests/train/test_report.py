@@ -43,7 +43,8 @@ def hostile_run(path: Path) -> RunFolder:
     }
     clip = {"key": HOSTILE, "begin_s": 0.0, "end_s": 1.0, "text": HOSTILE, "score": 0.5, "is_right": True}
     result = {
-        **dict.fromkeys(("split", "data", "variant", "clip", "protocol"), HOSTILE),
+        **dict.fromkeys(("split", "data", "variant", "clip", "protocol", "weights", "command"), HOSTILE),
+        "evaluation": "retrieval",
         "step": 30,
         "text_to_video": direction,
         "video_to_text": direction,

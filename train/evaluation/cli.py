@@ -123,7 +123,7 @@ def zero_shot(
 
 def _evaluate(run: Path, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int, as_json: bool) -> None:
     from train.evaluation.commands import evaluate_run
-    from train.evaluation.text import describe
+    from train.evaluation.tables import describe
 
     result, num_failed = evaluate_run(run, wanted, shards=shards, num_clips=num_clips)
     if as_json:

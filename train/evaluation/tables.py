@@ -1,0 +1,130 @@
+"""A result of `train eval` as a table with its protocol: what the console prints and the results page shows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → text"}
+_LABEL_WIDTH, _CELL_WIDTH = 14, 13
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number as text, and what chance reaches; shares in [0, 1] where it is one."""
+
+    text: str
+    chance: str = ""
+    share: float | None = None
+    chance_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One direction of a protocol; `detail` says how many were asked among how many."""
+
+    label: str
+    detail: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers, and everything that must be known to compare them with others."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    protocol: dict[str, str]
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    """The table of a result file."""
+    makers: dict[str, Callable[[dict[str, Any]], Table]] = {
+        "retrieval": _retrieval,
+        "mir": _mir,
+        "zero-shot": _zero_shot,
+    }
+    return makers[result["evaluation"]](result)
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The table as text, chance under each row and the protocol under all."""
+    table = table_of(result)
+    lines = [_line("", table.columns)]
+    for row in table.rows:
+        lines.append(_line(row.label, [cell.text for cell in row.cells]))
+        if any(cell.chance for cell in row.cells):
+            lines.append(_line("  by chance", [cell.chance for cell in row.cells]))
+    return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
+
+
+def percent(share: float | None) -> str:
+    """A share in percent, or a dash where there is none."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _line(label: str, cells: tuple[str, ...] | list[str]) -> str:
+    return f"{label:{_LABEL_WIDTH}}" + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
+
+
+def _share(share: float | None, chance: float | None = None) -> Cell:
+    return Cell(percent(share), "" if chance is None else percent(chance), share, chance)
+
+
+def _retrieval(result: dict[str, Any]) -> Table:
+    rows = []
+    for key, name in DIRECTIONS.items():
+        scores = result[key]
+        cells = [_share(share, scores["chance"][k]) for k, share in scores["recall"].items()]
+        cells.append(Cell(f"{scores['median_rank']:.1f}", f"{scores['chance_median_rank']:.0f}"))
+        detail = f"{scores['num_queries']:,} queries, {scores['gallery_size']:,} to choose from"
+        rows.append(Row(name, detail, tuple(cells)))
+    to_video, to_text = (result[key] for key in DIRECTIONS)
+    sizes = f"{to_video['num_queries']} distinct texts, {to_text['num_queries']} clips"
+    columns = (*(f"R@{k}" for k in to_video["recall"]), "median rank")
+    return Table("Text-video retrieval", columns, tuple(rows), _protocol(result, sizes))
+
+
+def _mir(result: dict[str, Any]) -> Table:
+    rows = []
+    for key in ("video_to_text", "text_to_video"):
+        scores = result[key]
+        cells = (
+            _share(scores["mean_ap"], scores["chance_mean_ap"]),
+            _share(scores["ndcg"], scores["chance_ndcg"]),
+        )
+        detail = f"{scores['num_queries']:,} queries, {scores['gallery_size']:,} to rank"
+        rows.append(Row(DIRECTIONS[key], detail, cells))
+    average = result["average"]
+    rows.append(Row("average", "of both directions", (_share(average["mean_ap"]), _share(average["ndcg"]))))
+    protocol = _protocol(result, result["coverage"], relevancy=result["relevancy"], left_out=_undefined(result))
+    return Table("Multi-instance retrieval (EK-100 MIR)", ("mAP", "nDCG"), tuple(rows), protocol)
+
+
+def _zero_shot(result: dict[str, Any]) -> Table:
+    top, chance = result["top"], result["chance"]
+    cells = [_share(share, chance[k]) for k, share in top.items()]
+    cells.append(_share(result["mean_class_accuracy"], next(iter(chance.values()))))
+    detail = f"{result['num_clips']:,} clips, {result['num_classes']:,} classes"
+    left_out = f"{result['num_without_class']:,} clips without a class" if result["num_without_class"] else ""
+    classes = f"{result['classes']}, {result['num_classes_seen']:,} of them have clips; {result['prompts']}"
+    protocol = _protocol(result, f"{result['num_clips']:,} clips", classes=classes, left_out=left_out)
+    columns = (*(f"top-{k}" for k in top), "mean class")
+    return Table("Zero-shot classification", columns, (Row("accuracy", detail, tuple(cells)),), protocol)
+
+
+def _protocol(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
+    lines = {"data": f"{result['data']}; {result['variant']}", "protocol": f"{sizes}; {result['protocol']}"}
+    lines |= {name.replace("_", " "): text for name, text in more.items() if text}
+    return lines | {"clip": result["clip"], "checkpoint": f"step {result['step']}, {result['weights']}"}
+
+
+def _undefined(result: dict[str, Any]) -> str:
+    parts = []
+    for direction, queries in (("video_to_text", "clips"), ("text_to_video", "sentences")):
+        scores = result[direction]
+        if scores["num_without_ap"]:
+            parts.append(f"{scores['num_without_ap']:,} {queries} with nothing of relevancy 1 have no AP")
+        if scores["num_without_ndcg"]:
+            parts.append(f"{scores['num_without_ndcg']:,} {queries} with nothing relevant have no nDCG")
+    return "; ".join(parts)
