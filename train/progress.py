@@ -62,4 +62,8 @@ def describe(line: dict[str, Any]) -> str:
         f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {line['samples_per_s']:.1f} samples/s"
         f"  data wait {line['data_wait_s'] / line['step_s']:.0%}"
     )
+    if "gpu_memory_gb" in line:
+        text += f"  {line['gpu_memory_gb']:.1f} GB"
+    if "mfu" in line:
+        text += f"  MFU {line['mfu']:.0%}"
     return f"{text}  {line['num_failed']} failed" if line["num_failed"] else text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
-from train.progress import Progress
+from train.progress import Progress, describe
 from train.run_folder import RunFolder, create_run, read_lines
 from train.settings import TrainingSettings
 from train.tracking.settings import TrackSettings
@@ -119,3 +119,9 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_numbers_stand_under_the_names_of_their_rooms() -> None:
     line = {"step": 3, "loss": 2.0, "mfu": 0.5, "mir/map": 0.1, "grad_norm": None, "nothing": float("nan")}
     assert tagged(line) == {"train/loss": 2.0, "speed/mfu": 0.5, "mir/map": 0.1}
+
+
+def test_the_console_shows_memory_and_mfu_where_they_are_known() -> None:
+    line = line_of(2)
+    assert describe(line) == "loss 0.5000  lr 5.00e-01  3.0 samples/s  data wait 0%"
+    assert describe({**line, "gpu_memory_gb": 19.04, "mfu": 0.416}).endswith("data wait 0%  19.0 GB  MFU 42%")
