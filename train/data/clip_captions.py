@@ -58,23 +58,24 @@ def group_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: 
     is_new = np.ones(len(used), bool)
     is_new[1:] = (np.diff(begin_us) != 0) | (np.diff(end_us) != 0) | (np.diff(first_chunk) != 0)
     clip = np.cumsum(is_new) - 1
-    spans = Spans(
-        begin_us=begin_us[is_new],
-        end_us=end_us[is_new],
-        first_chunk=smallest(first_chunk[is_new]),
-        last_chunk=smallest(usable.last_chunk[used][is_new]),
-    )
+    spans = _spans(usable, used[is_new])
     choice = caption_choice(clip, own_rank, num_clips=len(spans), weights=sources.weights)
     return ClipCaptions(spans, choice, smallest(usable.caption[used]))
 
 
-def one_by_one(usable: UsableCaptions) -> tuple[Spans, NDArray[Any]]:
-    """A clip for each caption, whether others have its span or not, in order of videos and time; and its caption."""
-    order = np.lexsort((usable.end_us, usable.begin_us, usable.first_chunk))
-    spans = Spans(
-        begin_us=usable.begin_us[order],
-        end_us=usable.end_us[order],
-        first_chunk=smallest(usable.first_chunk[order]),
-        last_chunk=smallest(usable.last_chunk[order]),
+def one_by_one(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
+    """As `group_captions`, but a clip for each caption, whether others have its span or not."""
+    used = np.flatnonzero(rank[usable.caption] >= 0)
+    used = used[np.lexsort((usable.end_us[used], usable.begin_us[used], usable.first_chunk[used]))]
+    own_rank = rank[usable.caption[used]]
+    choice = caption_choice(np.arange(len(used)), own_rank, num_clips=len(used), weights=sources.weights)
+    return ClipCaptions(_spans(usable, used), choice, smallest(usable.caption[used]))
+
+
+def _spans(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:
+    return Spans(
+        begin_us=usable.begin_us[which],
+        end_us=usable.end_us[which],
+        first_chunk=smallest(usable.first_chunk[which]),
+        last_chunk=smallest(usable.last_chunk[which]),
     )
-    return spans, smallest(usable.caption[order])

@@ -1,7 +1,6 @@
 """The set of (clip, caption) samples of one split: captions of the manifest, pictures from the `video` column."""
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,11 @@ from train.data.caption_settings import CaptionSettings
 from train.data.caption_texts import require_different
 from train.data.chunk_set import ChunkSet
 from train.data.chunk_table import rows_of
-from train.data.clip_captions import ClipCaptions, group_captions
+from train.data.clip_captions import ClipCaptions, group_captions, one_by_one
+from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.failures import FailedSample
-from train.data.filling import LoadedBatch
-from train.data.loader import Loader, LoaderSettings, Visit
-from train.data.place import LoaderState
+from train.data.loader import LoaderSettings, Visit
 from train.data.relevant_captions import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
 from train.data.usable_captions import UsableCaptions, usable_captions
@@ -34,7 +31,7 @@ from train.models.text import Tokenize
 ALL_CAPTIONS = CaptionSettings()
 
 
-class VideoCaptions:
+class VideoCaptions(ClipSamples):
     """Samples of one split; sample i is clip i, a span of a video with all its captions. Safe to use from many threads.
 
     A visit in training shows one of the captions (train.data.caption_choice), an evaluation the first one of the first
@@ -46,6 +43,7 @@ class VideoCaptions:
         decode: how frames come out of chunks.
         captions: which of a clip's captions are shown.
         has_stored_text: whether captions are embeddings that prep text made; those without one are left out.
+        each_caption: make a sample of each caption, not of each span: for evaluations that ask for every one.
         tars: how bytes of tars are read, where they do not lie in `data_dir`.
 
     Raises:
@@ -63,10 +61,10 @@ class VideoCaptions:
         decode: DecodeRule = "packets",
         captions: CaptionSettings = ALL_CAPTIONS,
         has_stored_text: bool = False,
+        each_caption: bool = False,
         tars: TarBytes | None = None,
     ) -> None:
-        self.split = split
-        self._tokenize, self._group, self._settings = tokenize, loading.group, captions
+        self._tokenize, self._settings = tokenize, captions
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
         video_ids = chunks.video_ids
         self.stored_text = StoredText(data_dir, video_ids) if has_stored_text else None
@@ -93,37 +91,25 @@ class VideoCaptions:
             end_s=table["end_s"].to_numpy()[of_split],
             chunks=chunks.table,
         )
-        self._captions: ClipCaptions = group_captions(self.usable, rank=rank, sources=names)
-        self.clips = VideoClips(chunks, self._captions.spans, shape)
+        group = one_by_one if each_caption else group_captions
+        self._captions: ClipCaptions = group(self.usable, rank=rank, sources=names)
+        clips = VideoClips(chunks, self._captions.spans, shape)
         self._rows = of_split[self._captions.caption].astype(np.int32)
         self._caption_ids: NDArray[np.int64] = caption_id[self._rows]
         self._rank_counts = np.bincount(rank[self._captions.caption], minlength=len(names.names))
         self._texts: pa.ChunkedArray = table["text"]
-        if not len(self):
-            raise UserError(
-                f"no caption of split {split!r} can be shown: {self.describe()}",
-                hint=f"see prep status --data {data_dir}; captions come from prep manifest",
-            )
+        super().__init__(clips, split=split, loading=loading)
         self._relevant = self._relevant_captions(table)
-        self._loader = Loader(self, loading)
-
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch: clips."""
-        return len(self)
-
-    @property
-    def num_clips(self) -> int:
-        """Ids of clips are from 0 to below this."""
-        return len(self)
 
     @property
     def num_caption_ids(self) -> int:
         """Ids of captions are from 0 to below this."""
         return int(self._caption_ids.max()) + 1
+
+    @property
+    def text_width(self) -> int | None:
+        """Width of the stored embeddings; None where captions come as tokens."""
+        return None if self.stored_text is None else self.stored_text.width
 
     @property
     def variant_name(self) -> str:
@@ -166,38 +152,6 @@ class VideoCaptions:
     def text(self, sample: int) -> str:
         """The words of a clip's caption in an evaluation."""
         return self._text_at(self._first_place(sample))
-
-    def key(self, sample: int) -> str:
-        """The chunk in which the clip begins."""
-        return self.clips.key(sample)
-
-    def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of the clip in its video, seconds."""
-        return self.clips.span_s(sample)
-
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
-        return self.clips.pictures(sample, num_frames=num_frames)
-
-    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """See `train.data.loader.Loader`."""
-        return self._loader.batches(position=position, max_failures=max_failures)
-
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """See `train.data.loader.Loader`."""
-        return self._loader.evaluation_batches(every=every)
-
-    def state_dict(self) -> LoaderState:
-        """See `train.data.loader.Loader`."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, *states: LoaderState) -> None:
-        """See `train.data.loader.Loader`."""
-        self._loader.load_state_dict(*states)
-
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
-        """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
-        return self.clips.load(visits, self.sample)
 
     def sample(self, visit: Visit, clip: Clip) -> Sample:
         """The clip with a caption and its names."""

@@ -48,7 +48,8 @@ def evaluate_run(
         raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     task = DualEncoderTask(settings, door=door, device=device)
-    samples = task.samples(wanted.split, World(), num_clips=num_clips)
+    # Two narrations of one span are two queries of multi-instance retrieval.
+    samples = task.samples(wanted.split, World(), num_clips=num_clips, each_caption=wanted.protocol == "mir")
     step = read_facts(path).step
     has_averages = any(name.startswith("ema.") for name in read_table(path))
     model = task.build_model(samples).to(device)

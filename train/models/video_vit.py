@@ -61,6 +61,7 @@ class VideoViT(nn.Module):
 
     Args:
         num_frames: of a clip; a multiple of the cubes' frames.
+        embedding_width: E; None for the class token itself, without a projection.
         temporal_std: of the temporal embedding at the start; with 0 the order of frames does not count yet.
         patch_dropout: share of a clip's cubes that are left out in training (Li et al. 2023, FLIP; AVION).
         drop_path: for each block, the probability that it is skipped for a clip in training; empty for none.
@@ -72,7 +73,7 @@ class VideoViT(nn.Module):
         *,
         image_px: int,
         num_frames: int,
-        embedding_width: int,
+        embedding_width: int | None,
         attend: Attend,
         temporal_std: float = 0.0,
         patch_dropout: float = 0.0,
@@ -93,10 +94,12 @@ class VideoViT(nn.Module):
         self.ln_pre = nn.LayerNorm(width, eps=size.trunk.norm_eps)
         self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
         self.ln_post = nn.LayerNorm(width, eps=size.trunk.norm_eps)
-        self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
+        self.proj = None
+        if embedding_width is not None:
+            self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
     def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Embeds normalised clips [B, C, T, H, W] as [B, E], not yet of unit length."""
+        """Embeds normalised clips [B, C, T, H, W] as [B, E], not yet of unit length; [B, D] without a projection."""
         num_clips = len(video_BCTHW)
         cubes_BN = self.conv1.cut(video_BCTHW).flatten(1, 2)
         positions_SPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
@@ -109,8 +112,8 @@ class VideoViT(nn.Module):
         class_B1D = (self.class_embedding + self.positional_embedding[0]).expand(num_clips, 1, -1)
         x_BLD = torch.cat([class_B1D, x_BND], dim=1)
         x_BLD = self.transformer(self.ln_pre(x_BLD))
-        embedding_BE: torch.Tensor = self.ln_post(x_BLD[:, 0]) @ self.proj
-        return embedding_BE
+        class_BD: torch.Tensor = self.ln_post(x_BLD[:, 0])
+        return class_BD if self.proj is None else class_BD @ self.proj
 
 
 def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> torch.Tensor:

@@ -72,11 +72,12 @@ class DualEncoderTask:
             self._evaluation = self._open_evaluation(world)
         return samples
 
-    def samples(self, split: str, world: World, *, num_clips: int = 1) -> Samples:
+    def samples(self, split: str, world: World, *, num_clips: int = 1, each_caption: bool = False) -> Samples:
         """This rank's part of the clips and captions of any split; tars that are streamed know no splits.
 
         Args:
             num_clips: looks at each clip in an evaluation.
+            each_caption: see `VideoCaptions`.
 
         Raises:
             UserError: there are none, or they do not fit the settings.
@@ -143,6 +144,7 @@ class DualEncoderTask:
             decode=settings.decode,
             captions=settings.captions,
             has_stored_text=is_frozen,
+            each_caption=each_caption,
             tars=folder.tars,
         )
 
@@ -218,7 +220,9 @@ class DualEncoderTask:
         return {} if self._evaluation is None else self._evaluation(model, world)
 
     def _open_evaluation(self, world: World) -> LoopEvaluation:
-        samples = self.samples(self._settings.evaluate.split, world)
+        # Two narrations of one span are two queries there.
+        each_caption = self._settings.evaluate.protocol == "mir"
+        samples = self.samples(self._settings.evaluate.split, world, each_caption=each_caption)
         return LoopEvaluation(self, samples, self._settings, device=self._device)
 
 

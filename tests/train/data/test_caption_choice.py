@@ -12,6 +12,7 @@ from train.data.clip_captions import group_captions
 from train.data.usable_captions import UsableCaptions
 
 NUM_DRAWS = 60_000
+ROWS = ((0, 2), (0, 3), (1, 3), (-1, 2))  # first chunk, begin, length, rank
 
 
 def choice_of(ranks: list[list[int]], weights: list[float]) -> CaptionChoice:
@@ -84,7 +85,7 @@ def test_sources_are_named_in_full_or_by_pattern() -> None:
     "text", ["human", "human=", "=1", "human=-1", "human=nan", "human=x", "a=1,a=2", "", "a=0,b=0"]
 )
 def test_weights_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--captions.sources"):
+    with pytest.raises(UserError, match=r"--captions\.sources"):
         CaptionSettings(sources=text)
 
 

@@ -198,3 +198,20 @@ def test_one_text_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
     samples = opened(tmp_path)
     with pytest.raises(UserError, match="all 3 captions of split 'train' are 'someone cooks'"):
         samples.require_different_texts()
+
+
+def test_an_evaluation_may_ask_for_every_caption(data_dir: Path) -> None:
+    loading = LoaderSettings(batch=20, num_threads=1, num_ahead=4, seed=0)
+    samples = VideoCaptions(
+        data_dir, split="train", shape=SHAPE, tokenize=load_tokenizer(), loading=loading, each_caption=True
+    )
+    [batch] = [loaded.batch for loaded in samples.evaluation_batches()]
+    assert sorted(batch["caption_id"].tolist()) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert batch["clip_id"].tolist() == list(range(9))
+
+
+def test_captions_of_which_none_can_be_shown_are_said(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, chunks_of("a", 20), split="train")
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 7.0, 9.0, "too late")])
+    with pytest.raises(UserError, match=r"no clip of split 'train' can be shown: 0 of 1 captions .*; 1 begins after"):
+        opened(tmp_path)

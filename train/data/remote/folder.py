@@ -64,7 +64,18 @@ def open_data_folder(address: str, *, cache: Path | None) -> DataFolder:
             hint = "make room, or choose another folder with --cache DIR"
             raise UserError(f"{copy} cannot take a copy of {address}: {error.strerror}", hint=hint) from error
         raise UserError(f"{address} cannot be read: {error}", hint="see whether the address is right") from error
+    _require_ranges(files, root, address=address)
     return DataFolder(copy, RemoteTars(files, root, copy=copy))
+
+
+def _require_ranges(files: "AbstractFileSystem", root: str, *, address: str) -> None:
+    """Raises a UserError where a whole file comes for a part of it: each clip would cost its whole shard."""
+    part = patiently(lambda: files.cat_file(f"{root.rstrip('/')}/{DATASET_FILE}", start=0, end=1), what=address)
+    if len(part) != 1:
+        raise UserError(
+            f"{address} serves no parts of files: {len(part)} bytes came for 1",
+            hint="use a server that knows Range requests (nginx, caddy, S3), or name tars: {000..999}.tar",
+        )
 
 
 def _copy_small_files(files: "AbstractFileSystem", root: str, copy: Path) -> None:

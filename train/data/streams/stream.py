@@ -72,6 +72,7 @@ class VideoStream:
         self.place = Place(0)
         self.num_shortened = 0
         self.num_without_video = 0
+        self._first_unreadable: Unreadable | None = None
 
     @property
     def num_samples(self) -> None:
@@ -198,15 +199,19 @@ class VideoStream:
         for item in items_in(tars, cache=self._cache):
             if isinstance(item, WithoutVideo):
                 self.num_without_video += 1
-            else:
-                yield item
+                continue
+            if isinstance(item, Unreadable):
+                self._first_unreadable = self._first_unreadable or item
+            yield item
 
     def _require(self, num_items: int, *, at_least: int) -> None:
-        if num_items < at_least:
-            raise UserError(
-                f"{self.variant_name} holds {num_items} clips, and {at_least} are needed: {self.describe()}",
-                hint="name more tars, or use a smaller --batch",
-            )
+        if num_items >= at_least:
+            return
+        message = f"{self.variant_name} holds fewer than the {at_least} clips that are needed: {self.describe()}"
+        if self._first_unreadable is not None:
+            key, why = self._first_unreadable.key, self._first_unreadable.detail
+            raise UserError(f"{message}; what cannot be read begins with {key}: {why}", hint="mend or leave out that tar")
+        raise UserError(message, hint="name more tars, or use a smaller --batch")
 
     def _positions(self, place: Place) -> Iterator[int]:
         loading = self._loading

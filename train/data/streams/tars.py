@@ -1,5 +1,7 @@
 """From names of tars to what is in them: brace patterns, whole tars in the cache, samples by webdataset."""
 
+import math
+import re
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from train.data.streams.clips import StreamedClip, WithoutVideo, clips_of
 from train.data.workers import Stuck, in_order
 
 _FETCH_TIMEOUT_S = 3600.0
+_MAX_TARS = 1_000_000
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _PATTERN_HINT = "patterns look like DIR/{000000..000099}.tar, with as many digits as the names have"
 
 
@@ -39,12 +43,15 @@ def expand(pattern: str) -> list[str]:
     """The tars that a pattern such as `DIR/{000000..000099}.tar` names, in its order; `::` joins several patterns.
 
     Raises:
-        UserError: a tar on this machine is not there, or the first of those elsewhere is not.
+        UserError: a tar on this machine is not there, or the first of those elsewhere is not; or they are too many.
     """
     import webdataset as wds
 
     if "pipe:" in pattern:
         raise UserError(f"{pattern} is a command, and none is run", hint="name tars: DIR/{000000..000099}.tar")
+    num_named = math.prod(abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(pattern))
+    if num_named > _MAX_TARS:
+        raise UserError(f"{pattern} names {num_named:,} tars, more than {_MAX_TARS:,}", hint=_PATTERN_HINT)
     tars = [str(tar) for tar in wds.shardlists.expand_urls(pattern)]
     missing = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
     if missing:
