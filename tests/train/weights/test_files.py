@@ -1,0 +1,127 @@
+"""Files that are no weights, or not whole, or want to run a program: each is named for what it is."""
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from manifests.errors import UserError
+from train.weights.files import openai_digests, read_tensors
+
+STATE = {"visual.proj": torch.ones(64, 24), "ln_final.weight": torch.arange(48.0)}
+
+
+class Program:
+    """What a malicious pickle holds: a call."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def saved(state: object, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer, **options)
+    return buffer.getvalue()
+
+
+def refused(path: Path, content: bytes) -> tuple[str, str]:
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_tensors(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+    return str(caught.value), str(caught.value.hint)
+
+
+@pytest.mark.parametrize("part", [0.05, 0.5, 0.98])
+def test_a_file_that_is_cut_is_damaged(tmp_path: Path, part: float) -> None:
+    save_file(STATE, tmp_path / "whole.safetensors")
+    whole = {"w.pt": saved(STATE), "w.safetensors": (tmp_path / "whole.safetensors").read_bytes()}
+    for name, content in whole.items():
+        error, hint = refused(tmp_path / name, content[: int(part * len(content))])
+        assert "damaged or cut short" in error or "no file of tensors" in error
+        assert hint
+
+
+@pytest.mark.parametrize(
+    "page", [b"<!DOCTYPE html><html>404</html>", b"\n  <html><body>Too many requests", b"<?xml ?>"]
+)
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_an_error_page_is_said_to_be_one(tmp_path: Path, page: bytes, name: str) -> None:
+    error, hint = refused(tmp_path / name, page)
+    assert "is a web page, not weights" in error and "again" in hint
+
+
+def test_a_pointer_of_git_lfs_is_said_to_be_one(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 34\n"
+    assert "git lfs pull" in refused(tmp_path / "model.safetensors", pointer)[1]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, is_new: bool) -> None:
+    mark = tmp_path / "it-ran"
+    program = Program(f"touch {mark}")
+    content = saved({**STATE, "payload": program}, _use_new_zipfile_serialization=is_new)
+    error, hint = refused(tmp_path / "w.pt", content)
+    assert "posix.system" in error and "only tensors and plain values" in error and "trust" in hint
+    assert not mark.exists()
+    bare = pickle.dumps(program)
+    refused(tmp_path / "bare.pt", bare)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 5000, b"PK\x03\x04 not a zip"])
+def test_other_bytes_are_no_weights(tmp_path: Path, content: bytes) -> None:
+    for name in ("w.pt", "w.safetensors"):
+        refused(tmp_path / name, content)
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 3}, [1, 2], {"state_dict": {"a": 1}}])
+def test_a_file_without_tensors_is_said_to_have_none(tmp_path: Path, state: object) -> None:
+    assert "there are no tensors" in refused(tmp_path / "w.pt", saved(state))[0]
+
+
+def test_what_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.pt", tmp_path):
+        with pytest.raises(UserError, match="cannot read the weights"):
+            read_tensors(path)
+
+
+class TorchScript(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_program_of_torchscript_is_opened_only_if_openai_published_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hashlib
+
+    path = tmp_path / "ViT-B-16.pt"
+    torch.jit.script(TorchScript()).save(path)
+    assert zipfile.is_zipfile(path)
+    with pytest.raises(UserError, match=r"is a program \(TorchScript\), and none that OpenAI published"):
+        read_tensors(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr("train.weights.files.openai_digests", lambda: frozenset({digest}))
+    assert torch.equal(read_tensors(path)["weight"], torch.arange(3.0))
+
+
+def test_openais_digests_are_those_of_its_archives() -> None:
+    digests = openai_digests()
+    # ViT-B/16, as the address of the file that OpenAI's own code downloads has it.
+    assert "5806e77cd80f8b59890b7e101eabd078d9fb84e6937f9e85e4ecb61988df416f" in digests
+    assert all(len(digest) == 64 and set(digest) <= set("0123456789abcdef") for digest in digests)

@@ -1,0 +1,234 @@
+"""Drift between weights and model: what is explained, what is an error, what the user may allow."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from open_clip.model import resize_pos_embed
+from torch import nn
+
+from manifests.errors import UserError
+from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
+from train.weights.converted import Converted
+from train.weights.fitting import resize_positions
+from train.weights.formats import detect_format, without_prefixes
+from train.weights.loading import Loaded
+from train.weights.open_clip_format import from_open_clip, to_open_clip
+from train.weights.settings import Init
+from train.weights.sources import Source, open_weights
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def state() -> State:
+    """The state dict of a small CLIP."""
+    model = our_model()
+    shuffle(model, seed=11)
+    return {**to_open_clip(model.state_dict()), "logit_scale": torch.tensor(4.6)}
+
+
+def source_of(converted: Converted) -> Source:
+    from train.weights.converted import Facts
+
+    return Source(title="weights.pt (open_clip)", converted=converted, facts=Facts())
+
+
+def loaded(state: State, *, allow: tuple[str, ...] = (), say: Callable[[str], None] = quiet, **model: Any) -> Loaded:
+    return loaded_weights(our_model(**model), source_of(from_open_clip(state)), allow=allow, say=say)
+
+
+def without(state: State, name: str) -> State:
+    return {key: value for key, value in state.items() if key != name}
+
+
+BLOCK = "visual.transformer.resblocks.1.mlp.c_fc.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "row"),
+    [
+        (
+            lambda state: without(state, BLOCK),
+            "1 missing (video.transformer.resblocks.1.mlp.c_fc.weight)",
+            "MISSING      video.transformer.resblocks.1.mlp.c_fc.weight  256 x 64",
+        ),
+        (
+            lambda state: {**state, "visual.ls_1.gamma": torch.ones(64)},
+            "1 left over (visual.ls_1.gamma)",
+            "UNEXPECTED   visual.ls_1.gamma",
+        ),
+        (
+            lambda state: {**state, "head.weight": torch.ones(2, 3)},
+            "1 left over (head.weight)",
+            "UNEXPECTED   head.weight",
+        ),
+        (
+            lambda state: {**state, BLOCK: torch.ones(128, 64)},
+            f"1 of another shape ({BLOCK})",
+            f"OTHER SHAPE  {BLOCK}         128 x 64 -> 256 x 64",
+        ),
+        (
+            lambda state: {**state, "token_embedding.weight": torch.ones(90, 48)},
+            "1 of another shape (token_embedding.weight)",
+            "OTHER SHAPE  token_embedding.weight",
+        ),
+        (
+            lambda state: {**state, "positional_embedding": torch.ones(8, 48)},
+            "1 of another shape (positional_embedding)",
+            "OTHER SHAPE  positional_embedding",
+        ),
+    ],
+)
+def test_drift_that_nothing_explains_is_an_error_with_a_table(
+    state: State, change: Callable[[State], State], message: str, row: str
+) -> None:
+    said: list[str] = []
+    with pytest.raises(UserError) as caught:
+        loaded(change(state), say=said.append)
+    assert message in str(caught.value) and "--init.allow" in str(caught.value.hint)
+    assert any(line.strip().startswith(row) for line in said), said
+
+
+def test_the_user_may_allow_drift_by_pattern_of_either_name(state: State) -> None:
+    before = our_model().state_dict()["video.transformer.resblocks.1.mlp.c_fc.weight"].clone()
+    changed = {**without(state, BLOCK), "head.weight": torch.ones(2, 3)}
+    found = loaded(changed, allow=("video.transformer.*.c_fc.weight", "head.*"))
+    whys = {change.name: change.why for change in found.fitted.changes}
+    assert whys["head.weight"] == "allowed by --init.allow head.*"
+    assert "video.transformer.resblocks.1.mlp.c_fc.weight" not in found.fitted.tensors
+    model = our_model()
+    loaded_weights(model, source_of(from_open_clip(changed)), allow=("*",), say=quiet)
+    assert torch.equal(model.state_dict()["video.transformer.resblocks.1.mlp.c_fc.weight"], before)
+    with pytest.raises(UserError, match=r"head.weight"):
+        loaded(changed, allow=("video.*",))
+
+
+def test_an_error_leaves_the_model_as_it_was(state: State) -> None:
+    model = our_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError):
+        loaded_weights(model, source_of(from_open_clip(without(state, BLOCK))), say=quiet)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_another_architecture_is_described(state: State) -> None:
+    wide = {name: torch.cat([tensor, tensor], -1) if tensor.ndim else tensor for name, tensor in state.items()}
+    deeper = {name.replace("resblocks.1", "resblocks.2"): tensor for name, tensor in state.items()} | state
+    with pytest.raises(UserError, match="video of width 128 and 2 blocks.*the model: video of width 64 and 2 blocks"):
+        loaded(wide)
+    with pytest.raises(UserError, match="video of width 64 and 3 blocks, text of width 48 and 3 blocks"):
+        loaded(deeper)
+
+
+def test_another_embedding_width_learns_new_projections_and_a_new_temperature(state: State) -> None:
+    from dataclasses import replace
+
+    from tests.train.weights.small import SIZE
+
+    model = our_model(size=replace(SIZE, embedding_width=16))
+    before = model.video.proj.detach().clone()
+    found = loaded_weights(model, source_of(from_open_clip(state)), say=quiet)
+    assert torch.equal(model.video.proj, before) and found.logit_scale is None
+    dropped = {change.name: change.why for change in found.fitted.changes if change.kind == "dropped"}
+    assert dropped.keys() == {"video.proj", "text.text_projection", "logit_scale"}
+    assert dropped["video.proj"] == "the embedding has 16 numbers here, 24 there: a new projection is learned"
+
+
+def test_a_model_without_a_text_tower_takes_the_video_tower_alone(state: State) -> None:
+    found = loaded(state, has_text_tower=False)
+    assert {change.why for change in found.fitted.changes if change.kind == "dropped"} == {
+        "this model has no text tower"
+    }
+
+
+def test_positions_of_another_resolution_are_open_clips(state: State) -> None:
+    positions = state["visual.positional_embedding"]
+
+    class Theirs(nn.Module):
+        def __init__(self, grid: int) -> None:
+            super().__init__()
+            self.visual = nn.Module()
+            self.visual.grid_size = (grid, grid)  # type: ignore[assignment]
+
+    for grid in (2, 3, 6, 9):
+        theirs = {"visual.positional_embedding": positions}
+        resize_pos_embed(theirs, Theirs(grid))
+        ours = resize_positions(positions, num_places=1 + grid * grid)
+        assert torch.equal(ours, theirs["visual.positional_embedding"])
+    found = loaded(state, image_px=48)
+    (change,) = [change for change in found.fitted.changes if change.kind == "resized"]
+    assert (change.name, change.old, change.new) == ("video.positional_embedding", (17, 64), (37, 64))
+
+
+def test_a_longer_context_and_padding_of_the_vocabulary_are_cut(state: State) -> None:
+    longer = {
+        **state,
+        "positional_embedding": torch.cat([state["positional_embedding"], torch.ones(5, 48)]),
+        "token_embedding.weight": torch.cat([state["token_embedding.weight"], torch.zeros(3, 48)]),
+    }
+    found = loaded(longer)
+    assert torch.equal(found.fitted.tensors["text.positional_embedding"], state["positional_embedding"])
+    assert torch.equal(found.fitted.tensors["text.token_embedding.weight"], state["token_embedding.weight"])
+    assert [change.kind for change in found.fitted.changes].count("resized") == 2
+
+
+def test_the_report_for_run_json_names_every_change(state: State) -> None:
+    found = loaded(state, num_frames=4)
+    report = found.as_json()
+    assert report["num_copied"] == len(our_model().state_dict()) - 1
+    assert report["changes"] == [
+        {
+            "kind": "created",
+            "name": "video.temporal_embedding",
+            "origin": "",
+            "old": None,
+            "new": (4, 64),
+            "why": "as --towers.temporal says",
+        }
+    ]
+
+
+def test_half_precision_becomes_the_models_own(state: State) -> None:
+    model = our_model()
+    half = {name: tensor.half() for name, tensor in state.items()}
+    loaded_weights(model, source_of(from_open_clip(half)), say=quiet)
+    assert model.video.proj.dtype == torch.float32
+    assert torch.equal(model.video.proj, half["visual.proj"].float())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["visual.layer1.0.conv1.weight", "transformer.resblocks.0.ln_1.weight"], "of a ResNet"),
+        (["visual.trunk.blocks.0.norm1.weight", "text.transformer.resblocks.0.ln_1.weight"], "a tower of timm"),
+        (["encoder.weight", "decoder.weight"], "not the weights of a CLIP.*decoder.weight, encoder.weight"),
+        ([], "the first tensors: none"),
+    ],
+)
+def test_weights_of_other_kinds_are_named(names: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        detect_format(names)
+
+
+def test_prefixes_of_wrappers_are_taken_off_where_all_have_them() -> None:
+    one = torch.ones(1)
+    assert without_prefixes({"module._orig_mod.a": one, "module._orig_mod.b": one}).keys() == {"a", "b"}
+    assert without_prefixes({"module.a": one, "b": one}).keys() == {"module.a", "b"}
+
+
+def test_a_forced_format_goes_before_the_names(state: State, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "w.pt")
+    source = open_weights(Init(weights=str(tmp_path / "w.pt"), format="openai"), say=quiet)
+    assert source is not None and source.facts.activation == "quick_gelu"
+    source = open_weights(Init(weights=str(tmp_path / "w.pt"), format="hf"), say=quiet)
+    assert source is not None and len(source.converted.unknown) == len(state) - 1
+
+
+def test_settings_about_no_weights_are_a_mistake() -> None:
+    with pytest.raises(UserError, match="there are none"):
+        Init(format="avion")
+    with pytest.raises(UserError, match="--init.pixel-std"):
+        Init(pixel_std=(0.0, 1.0, 1.0))
