@@ -53,32 +53,32 @@ BLOCK = "visual.transformer.resblocks.1.mlp.c_fc.weight"
         (
             lambda state: without(state, BLOCK),
             "1 missing (video.transformer.resblocks.1.mlp.c_fc.weight)",
-            "MISSING      video.transformer.resblocks.1.mlp.c_fc.weight  256 x 64",
+            "MISSING video.transformer.resblocks.1.mlp.c_fc.weight 256 x 64",
         ),
         (
             lambda state: {**state, "visual.ls_1.gamma": torch.ones(64)},
             "1 left over (visual.ls_1.gamma)",
-            "UNEXPECTED   visual.ls_1.gamma",
+            "UNEXPECTED visual.ls_1.gamma",
         ),
         (
             lambda state: {**state, "head.weight": torch.ones(2, 3)},
             "1 left over (head.weight)",
-            "UNEXPECTED   head.weight",
+            "UNEXPECTED head.weight",
         ),
         (
             lambda state: {**state, BLOCK: torch.ones(128, 64)},
             f"1 of another shape ({BLOCK})",
-            f"OTHER SHAPE  {BLOCK}         128 x 64 -> 256 x 64",
+            f"OTHER SHAPE {BLOCK} 128 x 64 -> 256 x 64",
         ),
         (
             lambda state: {**state, "token_embedding.weight": torch.ones(90, 48)},
             "1 of another shape (token_embedding.weight)",
-            "OTHER SHAPE  token_embedding.weight",
+            "OTHER SHAPE token_embedding.weight",
         ),
         (
             lambda state: {**state, "positional_embedding": torch.ones(8, 48)},
             "1 of another shape (positional_embedding)",
-            "OTHER SHAPE  positional_embedding",
+            "OTHER SHAPE positional_embedding",
         ),
     ],
 )
@@ -89,7 +89,7 @@ def test_drift_that_nothing_explains_is_an_error_with_a_table(
     with pytest.raises(UserError) as caught:
         loaded(change(state), say=said.append)
     assert message in str(caught.value) and "--init.allow" in str(caught.value.hint)
-    assert any(line.strip().startswith(row) for line in said), said
+    assert any(" ".join(line.split()).startswith(row) for line in said), said
 
 
 def test_the_user_may_allow_drift_by_pattern_of_either_name(state: State) -> None:
@@ -117,7 +117,7 @@ def test_an_error_leaves_the_model_as_it_was(state: State) -> None:
 def test_another_architecture_is_described(state: State) -> None:
     wide = {name: torch.cat([tensor, tensor], -1) if tensor.ndim else tensor for name, tensor in state.items()}
     deeper = {name.replace("resblocks.1", "resblocks.2"): tensor for name, tensor in state.items()} | state
-    with pytest.raises(UserError, match="video of width 128 and 2 blocks.*the model: video of width 64 and 2 blocks"):
+    with pytest.raises(UserError, match=r"video of width 128 and 2 blocks.*the model: video of width 64 and 2 blocks"):
         loaded(wide)
     with pytest.raises(UserError, match="video of width 64 and 3 blocks, text of width 48 and 3 blocks"):
         loaded(deeper)
@@ -230,5 +230,5 @@ def test_a_forced_format_goes_before_the_names(state: State, tmp_path: Path) -> 
 def test_settings_about_no_weights_are_a_mistake() -> None:
     with pytest.raises(UserError, match="there are none"):
         Init(format="avion")
-    with pytest.raises(UserError, match="--init.pixel-std"):
+    with pytest.raises(UserError, match=r"--init\.pixel-std"):
         Init(pixel_std=(0.0, 1.0, 1.0))
