@@ -161,7 +161,7 @@ def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: Wo
     every, best = settings.evaluate.every, settings.best
     if not every or state.step % every:
         return {}
-    with state.evaluated() as model:
+    with state.evaluated() as model, state.precision.autocast():
         found = task.evaluate(model, world)
     if best is not None and best not in found:
         raise UserError(f"--best {best} is no number of the evaluation", hint=f"it gives: {', '.join(found)}")

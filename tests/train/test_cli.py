@@ -99,7 +99,7 @@ def test_retrieval_prints_recalls_chance_and_protocol(
     assert (result["text_to_video"]["num_queries"], result["video_to_text"]["num_queries"]) == (7, 9)
     assert result["step"] == 8 and "examples" not in result
     page = (finished_run / "index.html").read_text()
-    assert page.count("Retrieval on split") == 2 and "data:image/jpeg;base64," in page
+    assert page.count("<h2>Text-video retrieval") == 2 and "data:image/jpeg;base64," in page
 
 
 def test_a_run_is_not_begun_over_another(

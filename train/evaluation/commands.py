@@ -14,6 +14,7 @@ from train.evaluation.examples import ShownSet, retrieval_examples
 from train.evaluation.in_loop import open_scorer, score
 from train.evaluation.settings import DualEncoderEvaluation
 from train.models.attention import open_attention
+from train.precision import open_precision
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
 from train.settings import DualEncoderSettings, load_settings
@@ -61,17 +62,20 @@ def evaluate_run(
             hint="were settings changed by hand? put back what the run was trained with",
         ) from error
     model.eval()
-    own = embed_all(task, model, samples.evaluation_batches(), device=device, num_clips=num_clips)
-    found = gathered(own, World(), device=device)
+    precision = open_precision(settings.precision, device_type=device.type)
+    with precision.autocast():
+        own = embed_all(task, model, samples.evaluation_batches(), device=device, num_clips=num_clips)
+        found = gathered(own, World(), device=device)
+        scores = score(scorer, found, model, device=device)
     result = {
         "evaluation": wanted.protocol,
         "split": samples.split,
         "step": step,
-        "weights": "moving average of the weights" if has_averages else "weights of the step",
+        "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
         "data": samples.describe(),
         "variant": samples.variant_name,
         "clip": describe_clip(settings, num_clips=num_clips),
-        **score(scorer, found, model, device=device),
+        **scores,
         "failed": [failure.as_json() for failure in found.failed],
         "command": _command(run, wanted, shards=shards, num_clips=num_clips),
     }

@@ -61,7 +61,7 @@ class Embeddings:
         return len(self.samples)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what a model keeps of a pass, as masks, must serve training too
 def embed_all(
     task: TakesBatches, model: nn.Module, batches: Iterable[LoadedBatch], *, device: torch.device, num_clips: int = 1
 ) -> Embeddings:
@@ -111,7 +111,7 @@ def _joined(parts: list[tuple[NDArray[np.generic], ...]], failed: list[FailedSam
     return Embeddings(video, text, text_key, caption_id, samples, len(failed), tuple(failed))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def embed_texts(
     embed: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[str], *, device: torch.device
 ) -> NDArray[np.float32]:
