@@ -1,7 +1,6 @@
 """Embedding a split in parts and putting the parts together, without a real model."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from manifests.errors import FailedWork
+from tests.train.evaluation.threads import on_two_ranks
 from train.data.batch import Batch
 from train.data.failures import FailedSample
 from train.data.filling import LoadedBatch
@@ -52,36 +52,6 @@ def loaded(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> Loaded
 
 def embedded(batches: list[LoadedBatch], **options: Any) -> Embeddings:
     return embed_all(Task(), Towers().eval(), batches, device=CPU, **options)
-
-
-class Threads(World):
-    """A rank whose peers are threads."""
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        SHARED[self.rank] = rows
-        BARRIER.wait()
-        together = torch.cat([SHARED[rank] for rank in range(self.size)])
-        BARRIER.wait()
-        return together
-
-
-SHARED: dict[int, torch.Tensor] = {}
-BARRIER = threading.Barrier(2, timeout=20)
-
-
-def on_two_ranks(work: Callable[[World], Any]) -> list[Any]:
-    BARRIER.reset()
-    results: list[Any] = [None, None]
-
-    def run(rank: int) -> None:
-        results[rank] = work(Threads(rank=rank, size=2))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def same(one: Embeddings, other: Embeddings) -> bool:

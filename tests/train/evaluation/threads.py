@@ -1,0 +1,47 @@
+"""Two ranks of one process: what is tested is what they do with an exchange, not the exchange."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from train.distributed.world import World
+
+_SHARED: dict[int, torch.Tensor] = {}
+_BARRIER = threading.Barrier(2, timeout=60)
+
+
+class Threads(World):
+    """A rank whose peer is another thread."""
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        _SHARED[self.rank] = rows
+        _BARRIER.wait()
+        together = torch.cat([_SHARED[rank] for rank in range(self.size)])
+        _BARRIER.wait()
+        return together
+
+
+def on_two_ranks(work: Callable[[World], Any]) -> list[Any]:
+    """What `work` gives on each rank."""
+    _BARRIER.reset()
+    results: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Threads(rank=rank, size=2))
+        except BaseException as error:
+            _BARRIER.abort()
+            results[rank] = error
+            raise
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
