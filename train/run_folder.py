@@ -118,15 +118,34 @@ def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file; a last line that a killed process left unfinished is passed over."""
+    """Objects of a .jsonl file; a last line that a killed process left unfinished is passed over.
+
+    Raises:
+        UserError: another line is no object.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    values = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise UserError(f"line {number} of {path} is damaged", hint="remove that line")
+        values.append(value)
+    return values
 
 
 def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Drops the objects of a .jsonl file that do not belong, and returns the others."""
-    kept = [value for value in read_lines(path) if belongs(value)]
+    """Drops the objects of a .jsonl file that do not belong, and returns the others.
+
+    Raises:
+        UserError: the file is damaged, or an object lacks what `belongs` asks for.
+    """
+    try:
+        kept = [value for value in read_lines(path) if belongs(value)]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"a line of {path} is not as clipmill wrote it: {error}", hint="remove that line") from error
     publish_bytes(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
     return kept

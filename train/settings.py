@@ -326,6 +326,9 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     """
     given = {argument.name: [token.value for token in argument.tokens] for argument in arguments}
     if given.get("--resume"):
+        for name in ("--config", "--preset"):
+            if given.get(name):
+                raise UserError(f"{name} does not go with --resume", hint="the run's own settings count; leave it out")
         out = given["--out"][0] if given["--out"] else str(DualEncoderSettings.out)
         saved = Path(out) / "settings.yaml"
         # Where it is missing, opening the run says so.

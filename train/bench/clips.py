@@ -64,7 +64,7 @@ class ClipLinks:
     def __init__(self, samples: VideoCaptions, settings: DualEncoderSettings) -> None:
         self._samples, self._settings = samples, settings
         self._order = SampleOrder(len(samples), settings.seed, settings.samples_per_chunk)
-        self._failed: list[str] = []
+        self._failed: dict[int, str] = {}  # by sample, which may be tried again and again
 
     def measure(self, *, seconds: float) -> ClipRates:
         """Every link for about `seconds`.
@@ -90,10 +90,11 @@ class ClipLinks:
                 samples = [*samples, *(sample for one in work for sample in one.samples)][-self._settings.batch :]
                 num_read += sum(len(one.visits) for one in work)
                 size_bytes += sum(content.size_bytes for one in work for content in one.contents.values())
-                if len(self._failed) > self._settings.max_failures:
-                    raise FailedWork(f"{len(self._failed)} samples cannot be had; the first: {self._failed[0]}")
+                failed = list(self._failed.values())
+                if len(failed) > self._settings.max_failures or len(failed) == len(self._samples):
+                    raise FailedWork(f"{len(failed)} samples cannot be had; the first: {failed[0]}")
         rates = {name: each.median_rate for name, each in rounds.items()}
-        return ClipRates(rates, size_bytes / num_read, samples, self._failed)
+        return ClipRates(rates, size_bytes / num_read, samples, list(self._failed.values()))
 
     def _visits_of_round(self, number: int) -> list[_Work]:
         group, seed = self._settings.samples_per_chunk, self._settings.seed
@@ -111,7 +112,7 @@ class ClipLinks:
         try:
             return link(work)
         except SampleFailed as error:
-            self._failed += [f"{self._samples.key(visit.sample)}: {error}" for visit in work.visits]
+            self._failed |= {visit.sample: str(error) for visit in work.visits}
             return None
 
     def _read(self, work: _Work) -> _Work:

@@ -69,6 +69,13 @@ def test_a_server_without_ranges_is_named_and_not_asked_again(served: HttpFolder
     assert served.num_bytes[address] == tar.stat().st_size
 
 
+def test_a_server_that_knows_no_ranges_is_refused_before_a_tar_is_touched(served: HttpFolder, tmp_path: Path) -> None:
+    served.without_ranges.add("/data/dataset.json")
+    with pytest.raises(UserError, match="serves no parts of files"):
+        open_set(f"{served.address}/data", tmp_path / "cache")
+    assert not [name for name in served.num_bytes if name.endswith(".tar")]
+
+
 def test_tables_are_copied_again_when_the_manifest_has_changed(served: HttpFolder, tmp_path: Path) -> None:
     address, captions = f"{served.address}/data", "/data/manifest/captions.parquet"
     before = len(open_set(address, tmp_path / "cache"))

@@ -174,15 +174,21 @@ def test_a_window_of_large_videos_is_bounded_in_bytes(monkeypatch: pytest.Monkey
 
 
 def test_a_stream_of_fewer_clips_than_a_batch_is_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
-    with pytest.raises(UserError, match="holds 2 clips, and 4 are needed"):
+    with pytest.raises(UserError, match="fewer than the 4 clips that are needed"):
         first(open_stream(write_tar(tmp_path / "0.tar", payload, ["a", "b"])), 1)
 
 
 def test_tars_without_samples_are_the_users_mistake(tmp_path: Path, payload: bytes) -> None:
     write_tar(tmp_path / "0.tar", payload, [])
-    with pytest.raises(UserError, match="holds 0 clips"):
+    with pytest.raises(UserError, match="fewer than the 1 clips that are needed"):
         list(open_stream(tmp_path / "0.tar").evaluation_batches())
-    with pytest.raises(UserError, match="holds 0 clips"):
+    with pytest.raises(UserError, match="fewer than the 4 clips that are needed"):
+        first(open_stream(tmp_path / "0.tar"), 1)
+
+
+def test_what_is_no_tar_is_named_where_clips_are_too_few(tmp_path: Path) -> None:
+    (tmp_path / "0.tar").write_bytes(b"<html>not found</html>" * 100)
+    with pytest.raises(UserError, match="fewer than the 4 .* cannot be read begins with .*0.tar"):
         first(open_stream(tmp_path / "0.tar"), 1)
 
 
@@ -192,6 +198,7 @@ def test_tars_without_samples_are_the_users_mistake(tmp_path: Path, payload: byt
         ("memory://nowhere/{00..07}.tar", "there is no memory://nowhere/00.tar"),
         ("s3://bucket/{00..07}.tar", "needs a package that is not here"),
         ("x/{pipe:echo,b}.tar", "is a command"),
+        ("x/{00000..99999999999}.tar", "names 100,000,000,000 tars"),
     ],
 )
 def test_remote_patterns_that_name_nothing_are_the_users_mistake(pattern: str, said: str) -> None:

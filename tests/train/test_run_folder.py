@@ -1,0 +1,31 @@
+"""The files of a run that grow by lines."""
+
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from train.run_folder import keep_lines, read_lines
+
+
+@pytest.mark.parametrize("bad", ["garbage", "3", '"text"', "\udcff"])
+def test_a_damaged_line_is_named_by_its_number(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n'.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match="line 2 of .*metrics.jsonl is damaged"):
+        read_lines(path)
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1}', '{"step": "one"}'])
+def test_a_line_that_lacks_what_is_asked_for_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(UserError, match="is not as clipmill wrote it"):
+        keep_lines(path, lambda value: value["step"] <= 3)
+
+
+def test_a_line_that_a_kill_cut_short_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    assert keep_lines(path, lambda value: value["step"] <= 3) == [{"step": 1}]
+    assert path.read_text() == '{"step": 1}\n'
