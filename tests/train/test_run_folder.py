@@ -12,7 +12,7 @@ from train.run_folder import keep_lines, read_lines
 def test_a_damaged_line_is_named_by_its_number(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n'.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match="line 2 of .*metrics.jsonl is damaged"):
+    with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is damaged"):
         read_lines(path)
 
 

@@ -211,7 +211,7 @@ class VideoStream:
         if self._first_unreadable is not None:
             key, why = self._first_unreadable.key, self._first_unreadable.detail
             raise UserError(
-                f"{message}; what cannot be read begins with {key}: {why}", hint="mend or leave out that tar"
+                f"{message}; what cannot be read: {key}: {why}", hint="mend or leave out that tar"
             )
         raise UserError(message, hint="name more tars, or use a smaller --batch")
 
