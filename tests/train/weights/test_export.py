@@ -1,0 +1,194 @@
+"""`train export` from a real run: open_clip and transformers compute what the run's towers do, and all comes back."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manifests.errors import UserError
+from tests.train.weights.small import loaded_weights, our_model, quiet
+from train.checkpoint import latest_checkpoint, read_weights
+from train.cli import main
+from train.models.attention import attend_with_sdpa
+from train.models.dual_encoder import DualEncoder, size_of
+from train.models.settings import Towers
+from train.models.text import load_tokenizer
+from train.settings import DualEncoderSettings, load_settings
+from train.weights.export import export_run, image_towers
+from train.weights.settings import Init
+from train.weights.sources import open_weights
+
+Train = Callable[..., int]
+SIDE = 32
+TOWERS = ["--towers.activation", "quick_gelu", "--towers.video-norm-eps", "1e-6", "--towers.temporal", "random"]
+SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", str(SIDE), "--batch", "4", "--lr", "1e-3", "--steps", "2"]
+MEAN = ["--init.pixel-mean", "0.42", "0.46", "0.41"]
+
+
+def run_train(*arguments: object) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+    return int(left.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a temporal embedding, QuickGELU and eps 1e-6."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert run_train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, *TOWERS, *MEAN) == 0
+    return out
+
+
+def model_of(run: Path, *, num_frames: int) -> DualEncoder:
+    settings = load_settings(run / "settings.yaml", DualEncoderSettings)
+    size = size_of(settings.model, settings.towers)
+    return DualEncoder(size, image_px=SIDE, num_frames=num_frames, attend=attend_with_sdpa).eval()
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(run / "checkpoints")
+    assert path is not None
+    return read_weights(path)
+
+
+def picture_features(run: Path, *, rule: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pictures and captions, and what our towers make of them, one frame with the rule's temporal embedding."""
+    weights = weights_of(run)
+    model = model_of(run, num_frames=1)
+    temporal = weights.pop("video.temporal_embedding")
+    embedding = temporal.mean(0, keepdim=True) if rule == "mean" else torch.zeros(1, temporal.shape[1])
+    model.load_state_dict({**weights, "video.temporal_embedding": embedding})
+    pictures = torch.randn(3, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    tokenize = load_tokenizer()
+    ids = torch.from_numpy(np.stack([tokenize(text) for text in ("a red circle", "it is late, isn't it?", "naïve")]))
+    assert model.text is not None
+    with torch.no_grad():
+        return pictures, ids, model.video(pictures[:, :, None]), model.text(ids)
+
+
+@pytest.mark.parametrize("rule", ["mean", "zero"])
+def test_open_clip_computes_what_the_run_does(run: Path, tmp_path: Path, rule: str) -> None:
+    import open_clip
+
+    out = tmp_path / "exported"
+    assert run_train("export", run, "--format", "open_clip", "--out", out, "--frame-embedding", rule) == 0
+    model = open_clip.create_model(f"local-dir:{out}").eval()
+    pictures, ids, video, text = picture_features(run, rule=rule)
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode_image(pictures), video, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(model.encode_text(ids), text, atol=2e-5, rtol=1e-4)
+    assert tuple(model.visual.preprocess_cfg["mean"]) == (0.42, 0.46, 0.41)
+    # The file alone, with a configuration that open_clip knows by name.
+    config = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]
+    (tmp_path / f"exported-{rule}.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path / f"exported-{rule}.json")
+    by_file = open_clip.create_model(f"exported-{rule}", pretrained=str(out / "open_clip_model.safetensors")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(by_file.encode_image(pictures), video, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["mean", "zero"])
+def test_clip_model_computes_what_the_run_does(run: Path, tmp_path: Path, rule: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "exported"
+    assert run_train("export", run, "--format", "hf", "--out", out, "--frame-embedding", rule) == 0
+    model, told = transformers.CLIPModel.from_pretrained(out, output_loading_info=True)
+    assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    pictures, ids, video, text = picture_features(run, rule=rule)
+    with torch.no_grad():
+        seen = model.eval()(input_ids=ids, pixel_values=pictures)
+    torch.testing.assert_close(seen.image_embeds, torch.nn.functional.normalize(video), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(seen.text_embeds, torch.nn.functional.normalize(text), atol=2e-5, rtol=1e-4)
+
+
+def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    export_run(run, form="hf", out=tmp_path / "exported", say=quiet)
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(tmp_path / "exported")
+    tokenize = load_tokenizer()
+    for text in ("a red circle moves left", "#C C cuts the onion, isn't it?", "  A LOT   of space ", "naïve 42", ""):
+        theirs = tokenizer(text, padding="max_length", truncation=True)["input_ids"]
+        ours = tokenize(text)
+        length = int((ours == 49407).argmax()) + 1
+        assert theirs[:length] == ours[:length].tolist(), text
+    processor = transformers.CLIPImageProcessor.from_pretrained(tmp_path / "exported")
+    assert list(processor.image_mean) == [0.42, 0.46, 0.41] and processor.crop_size["height"] == SIDE
+
+
+@pytest.mark.parametrize("form", ["open_clip", "hf"])
+def test_an_export_gives_the_run_its_weights_back_bit_by_bit(run: Path, tmp_path: Path, form: Any) -> None:
+    export_run(run, form=form, out=tmp_path / "exported", frame_embedding="mean", say=quiet)
+    source = open_weights(Init(weights=str(tmp_path / "exported")), say=quiet)
+    assert source is not None
+    assert (source.facts.activation, source.facts.video_eps) == ("quick_gelu", 1e-6)
+    assert source.facts.mean == (0.42, 0.46, 0.41)
+    model = model_of(run, num_frames=2)
+    loaded = loaded_weights(model, source, say=quiet)
+    assert loaded.fitted.changes == ()
+    wanted = weights_of(run)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "exported"
+    export_run(run, form="hf", out=out, say=quiet)
+    state = load_file(out / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in state.items()}, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"belongs to other weights than model.safetensors") as caught:
+        open_weights(Init(weights=str(out)), say=quiet)
+    assert "remove video_extras.safetensors" in str(caught.value.hint)
+
+
+def test_the_user_hears_what_is_lost(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_train("export", run, "--format", "open_clip", "--out", tmp_path / "exported") == 0
+    printed = capsys.readouterr().out
+    assert "the temporal embedding of 2 steps has no place in an image tower: its mean is added" in printed
+    assert "kept in video_extras.safetensors" in printed
+
+
+def test_cubes_of_several_frames_become_patches_of_equal_frames() -> None:
+    size = replace(size_of("tiny", Towers(tubelet=2)))
+    cubes = DualEncoder(size, image_px=SIDE, num_frames=2, attend=attend_with_sdpa).eval()
+    towers = image_towers(cubes.state_dict(), rule="mean")
+    assert any("cubes of 2 frames" in one for one in towers.lost) and "video.conv1.weight" in towers.extras
+    patches = DualEncoder(size_of("tiny", Towers()), image_px=SIDE, num_frames=1, attend=attend_with_sdpa).eval()
+    patches.load_state_dict({**towers.tensors, "video.temporal_embedding": torch.zeros(1, 128)})
+    picture = torch.randn(2, 3, 1, SIDE, SIDE)
+    with torch.no_grad():
+        torch.testing.assert_close(patches.video(picture), cubes.video(picture.expand(-1, -1, 2, -1, -1)))
+
+
+def test_mistakes_have_two_lines_and_leave_nothing_behind(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious").write_text("x")
+    for arguments, error in (
+        ([tmp_path / "none", "--out", tmp_path / "a"], "there is no run in"),
+        ([run, "--out", full], "exists already"),
+        ([run, "--out", tmp_path / "a", "--checkpoint", tmp_path / "step_000009"], "cannot be read"),
+        ([run, "--out", full / "precious" / "a"], "cannot write"),
+    ):
+        assert run_train("export", *arguments, "--format", "open_clip") == 2
+        printed = capsys.readouterr().err.splitlines()
+        assert len(printed) == 2 and error in printed[0] and printed[1].startswith("hint: "), printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_a_model_without_a_text_tower_or_of_latents_is_no_clip(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    for change, error in (({"has_text_tower": False}, "no text tower"), ({}, "latents of 4 channels")):
+        weights = our_model(**change).state_dict()
+        if not change:
+            weights["video.conv1.weight"] = torch.zeros(64, 4, 2, 2)
+        monkeypatch.setattr("train.weights.export.read_weights", lambda path, weights=weights: weights)
+        with pytest.raises(UserError, match=error):
+            export_run(run, form="hf", out=run / "exported", say=quiet)
