@@ -188,7 +188,7 @@ def test_tars_without_samples_are_the_users_mistake(tmp_path: Path, payload: byt
 
 def test_what_is_no_tar_is_named_where_clips_are_too_few(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(UserError, match=r"fewer than the 4 .* cannot be read:  .*0\.tar"):
+    with pytest.raises(UserError, match=r"fewer than the 4 .* cannot be read: .*0\.tar"):
         first(open_stream(tmp_path / "0.tar"), 1)
 
 
