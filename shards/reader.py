@@ -140,6 +140,18 @@ class Variant:
             raise UserError(f"no shard of {directory} is committed", hint=hint)
         return opened
 
+    def whole(self) -> "Variant":
+        """Itself, where no commit is damaged.
+
+        Raises:
+            UserError: one is, so that its shard's samples would be missing without a word.
+        """
+        if self.damaged:
+            num_more = len(self.damaged) - 1
+            more = f", and so are {num_more} more" if num_more else ""
+            raise UserError(f"{self.damaged[0]}{more}", hint="see prep verify; prep run again makes those shards anew")
+        return self
+
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """The settings that made the variant.

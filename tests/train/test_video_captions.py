@@ -319,3 +319,14 @@ def test_clips_shorter_than_the_window_are_counted(data_dir: Path) -> None:
     assert "6 shorter than 4 x 5 frames, with a smaller stride" in samples.describe()
     assert numbers(samples, 2) == [32, 37, 42, 47]  # the middle 20 of frames 30 to 54
     assert numbers(samples, 0) == [0, 2, 5, 7]  # 10 frames: a stride of 2.5
+
+
+def test_a_damaged_commit_is_named_before_its_samples_are_missed(tmp_path: Path) -> None:
+    for number, video in enumerate(("a", "b")):
+        write_shard(tmp_path, number, [video_sample(video, 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
+    write_captions(tmp_path, {"a": "train", "b": "train"}, [Caption("a", 0, 1, "first"), Caption("b", 0, 1, "second")])
+    assert len(open_set(tmp_path)) == 2
+    commit = sorted(tmp_path.glob("video/*/commits/*.json"))[1]
+    commit.write_bytes(commit.read_bytes() + b"x")
+    with pytest.raises(UserError, match=commit.name):
+        open_set(tmp_path)

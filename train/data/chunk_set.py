@@ -36,7 +36,7 @@ class ChunkSet:
     def __init__(self, data_dir: Path, *, split: str, rule: DecodeRule, tars: TarBytes | None = None) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made: --shards DIR")
-        variant = Variant.open(data_dir, tars=tars)
+        variant = Variant.open(data_dir, tars=tars).whole()
         self.variant_name = variant.directory.name
         self.rule = rule
         self.video_ids: pa.Array = videos_of_split(data_dir, split)

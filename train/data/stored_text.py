@@ -21,7 +21,7 @@ class StoredText:
     """
 
     def __init__(self, data_dir: Path, video_ids: pa.Array) -> None:
-        variant = Variant.open(data_dir, column="text")
+        variant = Variant.open(data_dir, column="text").whole()
         self.variant_name = variant.directory.name
         self._video_ids = video_ids
         shards = variant.shards()

@@ -90,8 +90,8 @@ class SegmentSet:
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
         self.split = split
         self.video_ids: pa.Array = videos_of_split(data_dir, split)
-        self._latents = Variant.open(data_dir, column="latents")
-        self._text_variant = Variant.open(data_dir, column="text") if captions == "stored" else None
+        self._latents = Variant.open(data_dir, column="latents").whole()
+        self._text_variant = Variant.open(data_dir, column="text").whole() if captions == "stored" else None
         self._stale = self._other_video_variant(data_dir)
         latent_shards = self._latents.shards()
         text_shards = self._text_variant.shards() if self._text_variant else []

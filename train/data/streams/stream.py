@@ -210,9 +210,7 @@ class VideoStream:
         message = f"{self.variant_name} holds fewer than the {at_least} clips that are needed: {self.describe()}"
         if self._first_unreadable is not None:
             key, why = self._first_unreadable.key, self._first_unreadable.detail
-            raise UserError(
-                f"{message}; what cannot be read: {key}: {why}", hint="mend or leave out that tar"
-            )
+            raise UserError(f"{message}; what cannot be read: {key}: {why}", hint="mend or leave out that tar")
         raise UserError(message, hint="name more tars, or use a smaller --batch")
 
     def _positions(self, place: Place) -> Iterator[int]:
