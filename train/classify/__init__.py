@@ -1,0 +1,1 @@
+"""Classification of clips: fine-tuning a video tower on labelled sets."""

@@ -1,0 +1,110 @@
+"""What `train eval classification` does, once its flags are read."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
+from train.classify.classes import ClassList
+from train.classify.settings import ClassEvaluation, ClassifySettings
+from train.commands import choose_device
+from train.data.decoding.clip import Views
+from train.distributed.world import World
+from train.models.attention import open_attention
+from train.precision import open_precision
+from train.report import write_page
+from train.run_folder import RunFolder, open_run
+from train.settings import load_settings
+from train.tasks.classify import ClassifyTask
+
+
+def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str | None) -> dict[str, Any]:
+    """Scores a run's latest checkpoint on all clips of a split, and adds the result to its page.
+
+    Raises:
+        UserError: there is no such run, it is of another task, or there are no such clips.
+        FailedWork: nothing could be decoded.
+    """
+    run = open_run(run_path)
+    classes = read_run_classes(run)
+    settings = load_settings(run.settings, ClassifySettings)
+    if shards is not None:
+        settings = replace(settings, shards=shards)
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    device = choose_device(settings.device)
+    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    precision = open_precision(settings.precision, device_type=device.type)
+    task = ClassifyTask(settings, door=door, device=device, classes=classes)
+    views = Views(num_clips=wanted.clips, num_crops=wanted.crops)
+    samples = task.samples(wanted.split, World(), views=views)
+    model = task.build_model().to(device)
+    try:
+        model.load_state_dict(read_weights(path))
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
+            hint="were settings changed by hand? put back what the run was trained with",
+        ) from error
+    model.eval()
+    with precision.autocast():
+        found = task.score(model, samples, World(), views=views)
+    has_averages = any(name.startswith("ema.") for name in read_table(path))
+    result = {
+        "evaluation": "classification",
+        "split": wanted.split,
+        "step": read_facts(path).step,
+        "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
+        "data": samples.describe(),
+        "variant": samples.variant_name,
+        "clip": _describe_views(settings, views),
+        "label": classes.label,
+        "num_classes": len(classes),
+        "num_samples": found.num_samples,
+        "numbers": found.numbers,
+        "failed": [failure.as_json() for failure in found.failed],
+        "command": _command(run, wanted, shards=shards),
+    }
+    suffix = "" if len(views) == 1 else f"-{wanted.clips}x{wanted.crops}"
+    run.write_evaluation(f"classification-{wanted.split}{suffix}", result)
+    write_page(run)
+    return result
+
+
+def read_run_classes(run: RunFolder) -> ClassList:
+    """The classes that a run was trained on.
+
+    Raises:
+        UserError: it is no run of `train classify`.
+    """
+    try:
+        facts = json.loads(run.facts.read_bytes())
+        return ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{run.facts} names no classes: {run.path} is no run of train classify",
+            hint="other runs are scored by other commands: train eval --help",
+        ) from error
+
+
+def _describe_views(settings: ClassifySettings, views: Views) -> str:
+    moments = {
+        "uniform": "one in each of equal segments",
+        "stride": f"every {settings.stride} frames",
+        "lavila": "one in each of LaViLa's segments",
+    }[settings.sampling]
+    crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
+    looks = "1 clip" if views.num_clips == 1 else f"{views.num_clips} clips"
+    mean = "" if len(views) == 1 else ", mean of their probabilities"
+    return f"T = {settings.num_frames} frames, {moments}, {looks} x {crops}, {settings.size_px} px{mean}"
+
+
+def _command(run: RunFolder, wanted: ClassEvaluation, *, shards: str | None) -> str:
+    words = ["train", "eval", "classification", str(run.path), "--split", wanted.split]
+    words += [] if shards is None else ["--shards", shards]
+    words += ["--clips", str(wanted.clips), "--crops", str(wanted.crops)]
+    return shlex.join(words)

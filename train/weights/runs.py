@@ -1,0 +1,53 @@
+"""Weights of a run of this project: its latest checkpoint, and what its settings say of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import UserError
+from train.checkpoint import latest_checkpoint, read_facts, read_weights
+from train.models.dual_encoder import SIZES
+from train.models.transformer import NORM_EPS
+from train.run_folder import RunFolder
+from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, Converted, Facts
+from train.weights.run_weights import read_log_scale
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder was made by a training command."""
+    return RunFolder(folder).settings.is_file()
+
+
+def read_run(folder: Path) -> tuple[Converted, Facts, str]:
+    """The weights of a run (averages where it kept some), what is known of them, and a title.
+
+    Raises:
+        UserError: it has no checkpoint, or one that cannot be read.
+    """
+    import yaml
+
+    run = RunFolder(folder)
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        raise UserError(f"{folder} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    settings: dict[str, Any] = yaml.safe_load(run.settings.read_bytes())
+    tensors = read_weights(path)
+    if (log_scale := read_log_scale(path)) is not None:
+        tensors[LOGIT_SCALE] = torch.tensor(log_scale)
+    size, towers, init = SIZES[settings["model"]], settings["towers"], settings["init"]
+    facts = Facts(
+        activation=towers["activation"] or size.video.trunk.activation,
+        video_eps=towers["video_norm_eps"] or NORM_EPS,
+        text_eps=NORM_EPS,
+        mean=_triple(init["pixel_mean"]) or CLIP_MEAN,
+        std=_triple(init["pixel_std"]) or CLIP_STD,
+        video_heads=size.video.trunk.num_heads,
+        text_heads=size.text.trunk.num_heads,
+    )
+    converted = Converted(tensors=tensors, origins={name: name for name in tensors})
+    return converted, facts, f"{folder} (step {read_facts(path).step} of a run)"
+
+
+def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
+    return None if values is None else (values[0], values[1], values[2])
