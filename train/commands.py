@@ -1,5 +1,8 @@
 """What the commands of `train` do, once their flags are read."""
 
+import json
+from typing import Any
+
 import torch
 
 from manifests.errors import UserError
@@ -12,13 +15,15 @@ from train.models.attention import open_attention
 from train.precision import open_precision
 from train.progress import Progress
 from train.report import write_page
-from train.run_folder import create_run, reopen_run
+from train.run_folder import RunFolder, create_run, reopen_run
 from train.settings import DualEncoderSettings
 from train.surroundings import machine, versions
 from train.tasks.dual_encoder import DualEncoderTask
 from train.tracking.trackers import check_tracking
 from train.weights.effective import effective_settings
-from train.weights.sources import open_weights
+from train.weights.loading import Loaded
+from train.weights.settings import Init
+from train.weights.sources import Say, Source, fetch_tag, open_weights
 
 
 def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
@@ -38,7 +43,7 @@ def _train_dual_encoder(settings: DualEncoderSettings, *, resume: bool, world: W
     progress.say(f"attention: {door.name} ({door.reason}); precision: {precision.name} ({precision.reason})")
     old_run = reopen_run(settings) if resume else None
     has_weights = old_run is not None and latest_checkpoint(old_run.checkpoints) is not None
-    source = None if has_weights else open_weights(settings.init, say=progress.say)
+    source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
     settings = effective_settings(settings, source, say=progress.say)
     task = DualEncoderTask(settings, door=door, device=device)
     samples = task.training_set(world)
@@ -54,7 +59,7 @@ def _train_dual_encoder(settings: DualEncoderSettings, *, resume: bool, world: W
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
-        **({} if start is None else {"weights": start.as_json()}),
+        **_weights_facts(start, old_run),
         "machine": machine(device),
         "versions": versions(),
     }
@@ -64,6 +69,20 @@ def _train_dual_encoder(settings: DualEncoderSettings, *, resume: bool, world: W
     if world.is_first:
         write_page(run)
     progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}")
+
+
+def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:
+    # One rank downloads; the others find it in the cache.
+    world.first(lambda: fetch_tag(init, say=say))
+    return open_weights(init)
+
+
+def _weights_facts(start: Loaded | None, old_run: RunFolder | None) -> dict[str, Any]:
+    """What the run began with: also of one that is resumed, which does not read it again."""
+    if start is not None:
+        return {"weights": start.as_json()}
+    old = json.loads(old_run.facts.read_bytes()) if old_run is not None and old_run.facts.is_file() else {}
+    return {"weights": old["weights"]} if "weights" in old else {}
 
 
 def choose_device(name: str) -> torch.device:

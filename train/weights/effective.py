@@ -11,11 +11,12 @@ from typing import TypeVar
 from manifests.errors import UserError
 from train.models.dual_encoder import size_of
 from train.models.transformer import NORM_EPS
-from train.settings import DualEncoderSettings
+from train.settings import ClipSettings, DualEncoderSettings
 from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE
 from train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
+Clips = TypeVar("Clips", bound=ClipSettings)
 
 # Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
@@ -29,14 +30,27 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     """
     if source is None:
         return settings
-    facts, towers, init = source.facts, settings.towers, settings.init
-    for remark in facts.remarks:
-        say(f"weights: {remark}")
-    if facts.text_eps is not None and not math.isclose(facts.text_eps, NORM_EPS):
+    facts = source.facts
+    if settings.text_tower == "trained" and facts.text_eps is not None and not math.isclose(facts.text_eps, NORM_EPS):
         raise UserError(
             f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
             hint="use the weights of a plain CLIP",
         )
+    settings = effective_clip_settings(settings, source, say=say)
+    temperature = _temperature(settings, source)
+    if temperature is not None:
+        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
+        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
+    return settings
+
+
+def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
+    """The settings with activation, eps and normalisation of the weights, where they say so."""
+    if source is None:
+        return settings
+    facts, towers, init = source.facts, settings.towers, settings.init
+    for remark in facts.remarks:
+        say(f"weights: {remark}")
     if facts.activation is None and towers.activation is None:
         say("weights: they do not say which activation they were trained with: gelu (else --towers.activation)")
     towers = replace(
@@ -49,12 +63,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
         pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or CLIP_MEAN, say=say),
         pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or CLIP_STD, say=say),
     )
-    settings = replace(settings, towers=towers, init=init)
-    temperature = _temperature(settings, source)
-    if temperature is not None:
-        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
-        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
-    return settings
+    return replace(settings, towers=towers, init=init)
 
 
 def _chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:

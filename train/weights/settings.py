@@ -13,7 +13,7 @@ class Init:
     """Weights to start from."""
 
     weights: str | None = None
-    """A file, a folder, or NAME:TAG of open_clip (which downloads it); left out: random weights."""
+    """A file, a folder, a run, or NAME:TAG of open_clip (which downloads it); left out: random weights."""
     format: FormatChoice = "auto"
     """Who wrote the weights; auto: told by the names of the tensors."""
     allow: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from train.weights.converted import Converted, Facts
 from train.weights.extras import EXTRAS_FILE, read_extras
 from train.weights.files import read_tensors
 from train.weights.formats import FORMATS, detect_format, without_prefixes
+from train.weights.runs import is_run, read_run
 from train.weights.settings import Init
 
 _NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
@@ -43,11 +44,23 @@ class Source:
     facts: Facts
 
 
-def open_weights(init: Init, *, say: Say) -> Source | None:
-    """Reads the weights that the settings name, None where they name none.
+def fetch_tag(init: Init, *, say: Say) -> None:
+    """Has open_clip download the weights of a NAME:TAG that are not in its cache; does nothing about files.
 
-    Args:
-        say: told what takes time (a download).
+    Raises:
+        UserError: open_clip knows no such weights, or cannot get them.
+    """
+    if (
+        init.weights is not None
+        and not Path(init.weights).exists()
+        and (match := _NAME_AND_TAG.fullmatch(init.weights))
+    ):
+        say(f"weights: {init.weights} from open_clip's cache, or else downloaded")
+        _file_of_tag(match[1], match[2])
+
+
+def open_weights(init: Init) -> Source | None:
+    """Reads the weights that the settings name, None where they name none.
 
     Raises:
         UserError: they are not there, damaged, of no known format, or of a model that the towers cannot be.
@@ -55,12 +68,15 @@ def open_weights(init: Init, *, say: Say) -> Source | None:
     if init.weights is None:
         return None
     path, match = Path(init.weights), _NAME_AND_TAG.fullmatch(init.weights)
+    if is_run(path):
+        converted, facts_of_run, title = read_run(path)
+        return Source(title=title, converted=converted, facts=facts_of_run)
     if path.is_dir():
         file, facts = _file_in(path), _facts_in(path)
     elif path.is_file() or not match:
         file, facts = path, None
     else:
-        file, facts = _file_of_tag(match[1], match[2], say=say)
+        file, facts = _file_of_tag(match[1], match[2])
     state = without_prefixes(read_tensors(file))
     form = FORMATS[init.format] if init.format != "auto" else detect_format(state)
     converted = form.convert(state)
@@ -73,7 +89,7 @@ def open_weights(init: Init, *, say: Say) -> Source | None:
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
 
-def _file_of_tag(name: str, tag: str, *, say: Say) -> tuple[Path, Facts]:
+def _file_of_tag(name: str, tag: str) -> tuple[Path, Facts]:
     import open_clip
     from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
 
@@ -85,7 +101,6 @@ def _file_of_tag(name: str, tag: str, *, say: Say) -> tuple[Path, Facts]:
             hint=f"tags of {name}: {', '.join(tags)}" if tags else "names: open_clip.list_pretrained()",
         )
     facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}")
-    say(f"weights: {name}:{tag} from open_clip's cache, or downloaded")
     try:
         return Path(download_pretrained(entry)), facts
     except (OSError, RuntimeError) as error:

@@ -172,7 +172,7 @@ def training_checkpoint(state: State) -> dict[str, Any]:
 
 
 def opened(path: Path, **settings: Any) -> Source:
-    source = open_weights(Init(weights=str(path), **settings), say=quiet)
+    source = open_weights(Init(weights=str(path), **settings))
     assert source is not None
     return source
 

@@ -126,7 +126,7 @@ def test_the_tokenizer_of_transformers_gives_the_ids_that_the_run_saw(run: Path,
 @pytest.mark.parametrize("form", ["open_clip", "hf"])
 def test_an_export_gives_the_run_its_weights_back_bit_by_bit(run: Path, tmp_path: Path, form: Any) -> None:
     export_run(run, form=form, out=tmp_path / "exported", frame_embedding="mean", say=quiet)
-    source = open_weights(Init(weights=str(tmp_path / "exported")), say=quiet)
+    source = open_weights(Init(weights=str(tmp_path / "exported")))
     assert source is not None
     assert (source.facts.activation, source.facts.video_eps) == ("quick_gelu", 1e-6)
     assert source.facts.mean == (0.42, 0.46, 0.41)
@@ -143,7 +143,7 @@ def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
     state = load_file(out / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in state.items()}, out / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"belongs to other weights than model.safetensors") as caught:
-        open_weights(Init(weights=str(out)), say=quiet)
+        open_weights(Init(weights=str(out)))
     assert "remove video_extras.safetensors" in str(caught.value.hint)
 
 

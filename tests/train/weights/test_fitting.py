@@ -221,9 +221,9 @@ def test_prefixes_of_wrappers_are_taken_off_where_all_have_them() -> None:
 
 def test_a_forced_format_goes_before_the_names(state: State, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "w.pt")
-    source = open_weights(Init(weights=str(tmp_path / "w.pt"), format="openai"), say=quiet)
+    source = open_weights(Init(weights=str(tmp_path / "w.pt"), format="openai"))
     assert source is not None and source.facts.activation == "quick_gelu"
-    source = open_weights(Init(weights=str(tmp_path / "w.pt"), format="hf"), say=quiet)
+    source = open_weights(Init(weights=str(tmp_path / "w.pt"), format="hf"))
     assert source is not None and len(source.converted.unknown) == len(state) - 1
 
 

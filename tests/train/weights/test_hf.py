@@ -58,7 +58,7 @@ def folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(path: Path) -> Source:
-    source = open_weights(Init(weights=str(path)), say=quiet)
+    source = open_weights(Init(weights=str(path)))
     assert source is not None
     return source
 

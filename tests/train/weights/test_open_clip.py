@@ -21,7 +21,7 @@ from tests.train.weights.small import (
 from train.models.dual_encoder import DualEncoder
 from train.weights.open_clip_format import from_open_clip, to_open_clip
 from train.weights.settings import Init
-from train.weights.sources import Source, open_weights
+from train.weights.sources import Source, fetch_tag, open_weights
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def opened(path: Path | str, **settings: Any) -> Source:
-    source = open_weights(Init(weights=str(path), **settings), say=quiet)
+    source = open_weights(Init(weights=str(path), **settings))
     assert source is not None
     return source
 
@@ -153,9 +153,10 @@ def test_a_tag_comes_from_open_clip(theirs: Any, tmp_path: Path, monkeypatch: py
     save_file(theirs.state_dict(), tmp_path / "cached.safetensors")
     monkeypatch.setattr("open_clip.pretrained.download_pretrained", lambda entry: str(tmp_path / "cached.safetensors"))
     said: list[str] = []
-    source = open_weights(Init(weights="ViT-B-16:openai"), say=said.append)
+    fetch_tag(Init(weights="ViT-B-16:openai"), say=said.append)
+    source = open_weights(Init(weights="ViT-B-16:openai"))
     assert source is not None and source.facts.activation == "quick_gelu" and source.facts.video_heads == 12
-    assert "open_clip's cache, or downloaded" in said[0]
+    assert "open_clip's cache, or else downloaded" in said[0]
 
 
 def test_an_unknown_tag_lists_those_there_are() -> None:

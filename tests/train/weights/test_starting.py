@@ -1,0 +1,152 @@
+"""Training that starts from weights, from the command line: what is copied, said, kept and refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from manifests.errors import UserError
+from train.augment import pictures
+from train.checkpoint import latest_checkpoint, read_weights
+from train.cli import main
+from train.losses.settings import Loss
+from train.models.attention import attend_with_sdpa
+from train.models.dual_encoder import DualEncoder, size_of
+from train.models.settings import Towers
+from train.run_folder import RunFolder, read_lines
+from train.settings import DualEncoderSettings, load_settings
+from train.weights.avion_format import MISTYPED_MEAN
+from train.weights.converted import LOGIT_SCALE
+from train.weights.effective import effective_settings
+from train.weights.open_clip_format import to_open_clip
+from train.weights.settings import Init
+from train.weights.sources import open_weights
+
+Train = Callable[..., int]
+SMALL = ["--model", "tiny", "--num-frames", "2", "--size-px", "32", "--batch", "4", "--lr", "1e-9", "--steps", "1"]
+TEMPERATURE = 0.025
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Runs the command in this process and gives its exit status."""
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr("sys.argv", ["train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return int(left.value.code or 0)
+
+    return run
+
+
+def tiny_weights() -> dict[str, torch.Tensor]:
+    """The tiny model's under our names, with a temperature."""
+    torch.manual_seed(99)
+    model = DualEncoder(size_of("tiny", Towers(temporal="random")), image_px=32, num_frames=2, attend=attend_with_sdpa)
+    return {**model.state_dict(), LOGIT_SCALE: -torch.tensor(TEMPERATURE).log()}
+
+
+def write_open_clip(path: Path) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in to_open_clip(tiny_weights()).items()}, path)
+    return path
+
+
+def write_avion(path: Path) -> Path:
+    weights = tiny_weights()
+    state = {name.replace("video.", "visual.").replace("text.", "textual."): one for name, one in weights.items()}
+    state["visual.image_projection"] = state.pop("visual.proj")
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, path)
+    return path
+
+
+def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    means: list[Any] = []
+    whole = pictures.to_model_input
+
+    def spy(*arguments: Any, mean: Any, **options: Any) -> Any:
+        means.append(mean)
+        return whole(*arguments, mean=mean, **options)
+
+    monkeypatch.setattr("train.tasks.dual_encoder.to_model_input", spy)
+    weights = write_avion(tmp_path / "avion.pt")
+    out = tmp_path / "run"
+    assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--init.weights", weights) == 0
+    assert set(means) == {MISTYPED_MEAN}
+    printed = capsys.readouterr().out
+    assert "avion.pt (AVION)" in printed and "tensors of the model copied as they are" in printed
+    assert "108.33 / 255" in printed and "the temperature starts at theirs, 0.025" in printed
+    settings = load_settings(out / "settings.yaml", DualEncoderSettings)
+    assert (settings.towers.activation, settings.towers.video_norm_eps) == ("gelu", 1e-6)
+    assert settings.init.pixel_mean == MISTYPED_MEAN and settings.loss.temperature == pytest.approx(TEMPERATURE)
+    run = RunFolder(out)
+    facts = json.loads(run.facts.read_text())
+    assert facts["weights"]["source"].endswith("(AVION)") and facts["weights"]["changes"] == []
+    # The step is so small that the run has its first weights still.
+    assert read_lines(run.metrics)[0]["temperature"] == pytest.approx(TEMPERATURE)
+    path = latest_checkpoint(run.checkpoints)
+    assert path is not None
+    trained, first = read_weights(path), tiny_weights()
+    assert all(torch.allclose(tensor, first[name], atol=1e-7) for name, tensor in trained.items())
+    weights.unlink()
+    assert train("dual-encoder", "--out", out, "--resume") == 0
+    assert json.loads(run.facts.read_text())["weights"] == facts["weights"]
+
+
+def test_what_does_not_fit_leaves_no_run_behind(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = write_open_clip(tmp_path / "w.safetensors")
+    arguments = ["--shards", data_dir, "--out", tmp_path / "run", *SMALL[2:], "--model", "s16"]
+    assert train("dual-encoder", *arguments, "--init.weights", weights) == 2
+    printed = capsys.readouterr()
+    error, hint = printed.err.splitlines()
+    assert "does not fit the model: video of width 128 and 4 blocks" in error and "width 384 and 12 blocks" in error
+    assert "--model" in hint and "OTHER SHAPE" in printed.out
+    assert train("dual-encoder", *arguments, "--init.weights", tmp_path / "none.pt") == 2
+    assert "cannot read the weights" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def settings_from(path: Path, say: Callable[[str], None] = lambda line: None, **changes: Any) -> DualEncoderSettings:
+    settings = DualEncoderSettings(init=Init(weights=str(path)), model="tiny", **changes)
+    return effective_settings(settings, open_weights(settings.init), say=say)
+
+
+def test_what_the_user_said_goes_before_the_weights_and_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = write_avion(tmp_path / "avion.pt")
+    settings = settings_from(path, said.append, towers=Towers(activation="quick_gelu"))
+    assert (settings.towers.activation, settings.towers.video_norm_eps) == ("quick_gelu", 1e-6)
+    assert "weights: they were trained with gelu, and --towers.activation is quick_gelu: that is used" in said
+
+
+def test_weights_that_say_no_activation_are_remarked_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = settings_from(write_open_clip(tmp_path / "w.safetensors"), said.append)
+    assert settings.towers.activation is None
+    assert any("do not say which activation" in line for line in said)
+
+
+def test_the_temperature_is_handed_over_where_it_means_the_same(tmp_path: Path) -> None:
+    path = write_open_clip(tmp_path / "w.safetensors")
+    assert settings_from(path).loss.temperature == pytest.approx(TEMPERATURE)
+    assert settings_from(path, loss=Loss(temperature=0.5)).loss.temperature == 0.5
+    assert settings_from(path, loss=Loss(kind="fastclip-v3")).loss.temperature is None
+    # New projections: their temperature is new as well.
+    assert settings_from(path, towers=Towers(embedding_width=64)).loss.temperature is None
+
+
+def test_text_norms_of_another_eps_are_refused(tmp_path: Path) -> None:
+    source = open_weights(Init(weights=str(write_open_clip(tmp_path / "w.safetensors"))))
+    assert source is not None
+    odd = replace(source, facts=replace(source.facts, text_eps=1e-12))
+    with pytest.raises(UserError, match="layer norms have eps 1e-12"):
+        effective_settings(DualEncoderSettings(), odd, say=lambda line: None)
