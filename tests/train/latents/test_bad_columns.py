@@ -65,9 +65,10 @@ def test_a_damaged_index_is_named(own: Written) -> None:
     opened(own.data_dir)
 
 
-def test_a_damaged_commit_is_told_in_the_log(own: Written) -> None:
+def test_a_damaged_commit_is_named_before_its_segments_are_missed(own: Written) -> None:
     (own.latents_dir / "commits" / "000002.json").write_text("{")
-    assert "1 damaged commits of tiny-01234567 left out" in opened(own.data_dir).describe()
+    with pytest.raises(UserError, match=r"000002\.json"):
+        opened(own.data_dir)
 
 
 def test_missing_columns_are_named_with_the_command_that_makes_them(own: Written) -> None:

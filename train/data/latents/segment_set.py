@@ -159,9 +159,6 @@ class SegmentSet:
                 f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,
             }
             parts += [text for text, count in counts.items() if count]
-        for variant in (self._latents, self._text_variant):
-            if variant is not None and variant.damaged:
-                parts.append(f"{len(variant.damaged):,} damaged commits of {variant.directory.name} left out")
         if self._stale:
             parts.append(self._stale)
         return "; ".join(parts)
