@@ -1,0 +1,70 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manifests.errors import UserError
+from manifests.store import read_captions
+from tests.train.tiny_data import Caption, write_captions
+from train.classify.classes import ClassList, names_of, numbers_of, read_classes
+
+VIDEOS = {"a": "train", "b": "val", "c": "test"}
+
+
+def action(verb: int | None, noun: int | None, **more: Any) -> dict[str, Any]:
+    return {"label_verb": verb, "label_noun": noun, "label_nouns": [noun], **more}
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    captions = [
+        Caption("a", 0, 1, "one", labels=action(0, 2, label_class="9", label_mood="calm")),
+        Caption("a", 1, 2, "two", labels=action(0, 10, label_class="10", label_mood="wild")),
+        Caption("a", 2, 3, "three", labels=action(11, 2, label_class="9", label_mood="calm")),
+        Caption("a", 3, 4, "without", labels=action(None, 3)),
+        Caption("b", 0, 1, "four", labels=action(2, 0, label_class="-1", label_mood="10")),
+        Caption("b", 1, 2, "five", labels=action(0, 2, label_class="2", label_mood="9")),
+        Caption("c", 0, 1, "of a test", labels=action(90, 90, label_class="90", label_mood="calm")),
+    ]
+    write_captions(tmp_path, VIDEOS, captions)
+    return tmp_path
+
+
+def test_actions_are_sorted_as_strings_over_training_and_evaluation_together(data_dir: Path) -> None:
+    classes = read_classes(data_dir, label="action", splits=("train", "val"))
+    assert classes.names == ("0:10", "0:2", "11:2", "2:0")
+    assert classes.parts["verb"].tolist() == [0, 0, 11, 2] and classes.parts["noun"].tolist() == [10, 2, 2, 0]
+    names = names_of(read_captions(data_dir), label="action")
+    assert numbers_of(names, classes).tolist() == [1, 0, 2, -1, 3, 1, -1]
+
+
+def test_the_order_of_actions_is_that_of_the_definition() -> None:
+    """All pairs of 97 verbs and 300 nouns, against Python's order of strings."""
+    rng = np.random.default_rng(0)
+    pairs = {f"{verb}:{noun}" for verb, noun in zip(rng.integers(0, 97, 4000), rng.integers(0, 300, 4000), strict=True)}
+    classes = ClassList("action", tuple(sorted(pairs)))
+    for number, name in enumerate(classes.names):
+        verb, noun = name.split(":")
+        assert (classes.parts["verb"][number], classes.parts["noun"][number]) == (int(verb), int(noun))
+
+
+def test_other_labels_are_sorted_as_numbers_where_all_are_numbers(data_dir: Path) -> None:
+    assert read_classes(data_dir, label="class", splits=("train", "val")).names == ("-1", "2", "9", "10")
+    assert read_classes(data_dir, label="mood", splits=("train", "val")).names == ("10", "9", "calm", "wild")
+    assert read_classes(data_dir, label="verb", splits=("train", "val", "test")).names == ("0", "2", "11", "90")
+
+
+@pytest.mark.parametrize(
+    ("label", "splits", "message"),
+    [
+        ("flavour", ("train",), "no column label_flavour"),
+        ("nouns", ("train",), "a caption has several nouns"),
+        ("class", ("test",), "have 1 different values of 'class'"),
+    ],
+)
+def test_labels_that_make_no_classes_are_named(
+    data_dir: Path, label: str, splits: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read_classes(data_dir, label=label, splits=splits)

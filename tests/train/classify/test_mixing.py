@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+
+from train.classify.mixing import NOTHING, Mix, cut_around, draw_mix, mix_clips, mixed_targets
+from train.classify.objective import soft_cross_entropy
+
+SIZE = 8
+
+
+def clips() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).standard_normal((4, 3, 2, SIZE, SIZE)))
+
+
+def test_mixup_blends_each_clip_and_its_target_with_those_opposite() -> None:
+    video, labels, mix = clips(), torch.tensor([0, 2, 2, 1]), Mix(0.3)
+    mixed = mix_clips(video, video.flip(0), mix)
+    targets = mixed_targets(labels, num_classes=5, smoothing=0.1, mix=mix)
+    for row in range(4):
+        torch.testing.assert_close(mixed[row], 0.3 * video[row] + 0.7 * video[3 - row])
+        wanted = np.full(5, 0.1 / 5)
+        wanted[labels[row]] += 0.3 * 0.9
+        wanted[labels[3 - row]] += 0.7 * 0.9
+        assert np.allclose(targets[row], wanted) and np.isclose(targets[row].sum(), 1)
+
+
+def test_cutmix_takes_one_rectangle_of_all_frames_and_as_much_of_the_target() -> None:
+    video, labels = clips(), torch.tensor([0, 1, 2, 3])
+    mix = cut_around(6, 3, share=0.75, size_px=SIZE)  # a square of 4, cut off below
+    assert mix == Mix(1 - 4 * 4 / 64, (4, 8, 1, 5))
+    mixed = mix_clips(video, video.flip(0), mix)
+    targets = mixed_targets(labels, num_classes=4, smoothing=0.0, mix=mix)
+    for row in range(4):
+        for y in range(SIZE):
+            for x in range(SIZE):
+                source = video[3 - row] if 4 <= y < 8 and 1 <= x < 5 else video[row]
+                assert (mixed[row, :, :, y, x] == source[:, :, y, x]).all()
+        assert targets[row].tolist() == [
+            0.75 if label == row else 0.25 if label == 3 - row else 0 for label in range(4)
+        ]
+    assert cut_around(0, 0, share=1.0, size_px=SIZE) == Mix(1.0, (0, 0, 0, 0))
+    edge = cut_around(7, 0, share=0.0, size_px=SIZE)
+    assert edge.box == (3, 8, 0, 4) and edge.share == 1 - 20 / 64
+
+
+def test_without_either_nothing_is_mixed_and_nothing_is_drawn() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert draw_mix(mixup=0.0, cutmix=0.0, size_px=SIZE) == NOTHING
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_drawn_is_seeded_and_has_the_beta_distributions_moments() -> None:
+    def drawn(seed: int, count: int = 1, **alphas: float) -> list[Mix]:
+        torch.manual_seed(seed)
+        return [draw_mix(size_px=224, **alphas) for _ in range(count)]
+
+    assert (
+        drawn(3, 5, mixup=0.8, cutmix=1.0) == drawn(3, 5, mixup=0.8, cutmix=1.0) != drawn(4, 5, mixup=0.8, cutmix=1.0)
+    )
+    shares = np.array([mix.share for mix in drawn(0, 4000, mixup=0.8, cutmix=0.0)])
+    # Of Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1)).
+    assert abs(shares.mean() - 0.5) < 0.02 and abs(shares.var() - 1 / (4 * 2.6)) < 0.01
+    both = drawn(0, 2000, mixup=0.8, cutmix=1.0)
+    assert 900 < sum(mix.box is None for mix in both) < 1100
+    assert all(mix.box is not None for mix in drawn(0, 50, mixup=0.0, cutmix=1.0))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_torchs_cross_entropy_where_nothing_is_mixed(smoothing: float) -> None:
+    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    labels = torch.tensor([0, 1, 4, 4, 2, 3])
+    targets = mixed_targets(labels, num_classes=5, smoothing=smoothing, mix=NOTHING).double()
+    wanted = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    torch.testing.assert_close(soft_cross_entropy(logits, targets), wanted, rtol=1e-6, atol=0)

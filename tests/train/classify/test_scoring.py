@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+
+from train.classify.classes import ClassList
+from train.classify.scoring import Scores, Tally, hits, marginal, view_mean
+from train.distributed.world import World
+
+CPU = torch.device("cpu")
+
+
+def random_probabilities(num: int, num_classes: int, seed: int = 0) -> torch.Tensor:
+    logits = np.random.default_rng(seed).standard_normal((num, num_classes)) * 2
+    return torch.from_numpy(logits).softmax(dim=1)
+
+
+def test_views_are_averaged_as_probabilities() -> None:
+    logits = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 6, 4)))
+    found = view_mean(logits)
+    for row in range(3):
+        one = [np.exp(view) / np.exp(view).sum() for view in logits[row].numpy()]
+        assert np.allclose(found[row], np.mean(one, axis=0), atol=1e-6)
+    assert not np.allclose(found, logits.mean(dim=1).softmax(dim=1))
+
+
+def test_marginals_are_sums_of_probabilities_and_0_for_a_class_without_actions() -> None:
+    probabilities = random_probabilities(5, 7)
+    verbs = torch.tensor([0, 3, 3, 1, 0, 6, 3])
+    found = marginal(probabilities, verbs)
+    assert found.shape == (5, 7)
+    for row in range(5):
+        for verb in range(7):
+            own = [float(probabilities[row, action]) for action in range(7) if verbs[action] == verb]
+            assert found[row, verb].item() == pytest.approx(sum(own), abs=1e-12)
+    assert (found[:, [2, 4, 5]] == 0).all()
+
+
+def test_a_verb_wins_by_the_sum_of_its_actions_not_by_the_best_of_them() -> None:
+    classes = ClassList("action", ("0:0", "0:1", "1:0"))
+    scores = Scores(classes, CPU)
+    scores.add(torch.tensor([[0.3, 0.3, 0.4]]), torch.tensor([0]))
+    numbers = scores.numbers(World())
+    assert (numbers["action_top1"], numbers["verb_top1"], numbers["noun_top1"]) == (0, 1, 1)
+    assert numbers["action_top5"] == 1
+
+
+def test_hits_are_those_of_a_full_sort() -> None:
+    probabilities = random_probabilities(200, 12, seed=1)
+    probabilities[::3, 4] = probabilities[::3, 2]  # ties: the lower class comes first
+    labels = torch.from_numpy(np.random.default_rng(2).integers(0, 12, 200))
+    order = np.argsort(-probabilities.numpy(), axis=1, kind="stable")
+    rank = (order == labels.numpy()[:, None]).argmax(axis=1)
+    assert hits(probabilities, labels).numpy().tolist() == [[bool(one < 1), bool(one < 5)] for one in rank]
+
+
+def test_the_mean_over_classes_counts_those_that_occur_alike() -> None:
+    tally = Tally.of(4, CPU)
+    probabilities = torch.tensor([[0.9, 0.1, 0, 0]] * 3 + [[0.1, 0.9, 0, 0]])
+    tally.add(probabilities[:2], torch.tensor([0, 0]))
+    tally.add(probabilities[2:], torch.tensor([1, 2]))
+    numbers = tally.numbers()
+    assert numbers["top1"] == 2 / 4 and numbers["top5"] == 1
+    assert numbers["mean_class"] == pytest.approx((1 + 0 + 0) / 3)
+
+
+def test_ranks_counts_add_up() -> None:
+    probabilities, labels = random_probabilities(20, 6, seed=3), torch.arange(20) % 6
+    whole = Scores(ClassList("class", tuple("abcdef")), CPU)
+    whole.add(probabilities, labels)
+    parts = [Scores(ClassList("class", tuple("abcdef")), CPU) for _ in range(2)]
+    for rank, part in enumerate(parts):
+        part.add(probabilities[rank::2], labels[rank::2])
+    own = whole.tallies["class"]
+    for name in ("num_right", "num_all"):
+        assert torch.equal(getattr(own, name), sum(getattr(part.tallies["class"], name) for part in parts))
