@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
 from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
+from train.augment.draws import uniform
 from train.checkpoint import latest_checkpoint, read_weights
 from train.run_folder import RunFolder, read_lines
 from train.tasks.dual_encoder import spread
@@ -46,8 +47,12 @@ def unit_vector(text: str) -> NDArray[np.float16]:
 
 @pytest.fixture(scope="module")
 def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_columns(tmp_path_factory.mktemp("columns"))
+
+
+def write_columns(folder: Path) -> Path:
     """Eight videos of two chunks, each with its own caption; the same in train and val."""
-    written = Written(tmp_path_factory.mktemp("columns"))
+    written = Written(folder)
     videos = {f"{split}{number}": split for split in ("train", "val") for number in range(8)}
     chunks = [[Chunk(name, start, 24, frame=FRAME) for start in (0, 6000)] for name in videos]
     captions = [Caption(name, 0.0, float("inf"), f"<pattern> of {name[-1]}") for name in videos]
@@ -149,9 +154,14 @@ def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
 
 
 def test_frames_are_spread_over_the_segment() -> None:
-    segment = torch.arange(20.0).reshape(1, 20, 1, 1, 1)
-    assert spread(segment, num_frames=4, is_training=False).flatten().tolist() == [2, 7, 12, 17]
-    assert spread(segment, num_frames=20, is_training=False).flatten().tolist() == list(range(20))
-    drawn = torch.stack([spread(segment, num_frames=4, is_training=True).flatten() for _ in range(400)])
+    segments = torch.arange(20.0).reshape(1, 20, 1, 1, 1).expand(400, -1, -1, -1, -1)
+    assert spread(segments, num_frames=4, within_BK=None)[7].flatten().tolist() == [2, 7, 12, 17]
+    assert spread(segments, num_frames=20, within_BK=None)[7].flatten().tolist() == list(range(20))
+    within = uniform(np.arange(400), 4, seed=3, purpose="frames")
+    drawn = spread(segments, num_frames=4, within_BK=within).reshape(400, 4)
     for part in range(4):
         assert set(drawn[:, part].tolist()) == set(range(5 * part, 5 * part + 5))
+    # What a segment shows does not depend on the others of its batch.
+    again = uniform(np.arange(400)[::-1][:9], 4, seed=3, purpose="frames")
+    assert (again == within[::-1][:9]).all() and abs(within.mean() - 0.5) < 0.02
+    assert not (uniform(np.arange(400), 4, seed=4, purpose="frames") == within).any()

@@ -55,7 +55,6 @@ def spread(
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from manifests.errors import UserError
-from train.augment.draws import draw
+from train.augment.draws import draw, uniform
 from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.caption_settings import CaptionSettings
@@ -191,7 +193,11 @@ class DualEncoderTask:
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
         if batch["input"] == "latents":
-            latents_BTCHW = spread(batch["latents"], num_frames=self._settings.num_frames, is_training=is_training)
+            num_frames = self._settings.num_frames
+            within_BK = None
+            if is_training:
+                within_BK = uniform(batch["position"].numpy(), num_frames, seed=self._settings.seed, purpose="frames")
+            latents_BTCHW = spread(batch["latents"], num_frames=num_frames, within_BK=within_BK)
             return latents_BTCHW.float().transpose(1, 2), _captions(batch)
         settings = self._settings
         drawn = draw(batch["position"].numpy(), settings.augment, seed=settings.seed) if is_training else None
@@ -262,9 +268,15 @@ def _check_latents(latents: CaptionedLatents, settings: DualEncoderSettings) -> 
         )
 
 
-def spread(latents_BTCHW: torch.Tensor, *, num_frames: int, is_training: bool) -> torch.Tensor:
-    """One frame from each of `num_frames` equal parts of a segment: a random one in training, else the middle one."""
-    length = latents_BTCHW.shape[1]
-    within_K = torch.rand(num_frames) if is_training else torch.full((num_frames,), 0.5)
-    chosen_K = ((torch.arange(num_frames) + within_K) * length / num_frames).long().clamp(max=length - 1)
-    return latents_BTCHW[:, chosen_K.to(latents_BTCHW.device)]
+def spread(latents_BTCHW: torch.Tensor, *, num_frames: int, within_BK: NDArray[np.float64] | None) -> torch.Tensor:
+    """One frame from each of `num_frames` equal parts of a segment: where `within_BK` says, else the middle one.
+
+    Args:
+        within_BK: for each segment and part, how far into the part, from 0 to 1.
+    """
+    size, length = latents_BTCHW.shape[:2]
+    if within_BK is None:
+        within_BK = np.full((size, num_frames), 0.5)
+    chosen_BK = ((np.arange(num_frames) + within_BK) * length / num_frames).astype(np.int64).clip(max=length - 1)
+    segments_B1 = torch.arange(size, device=latents_BTCHW.device)[:, None]
+    return latents_BTCHW[segments_B1, torch.from_numpy(chosen_BK).to(latents_BTCHW.device)]

@@ -1,0 +1,66 @@
+"""One launch of two ranks that many tests look at: a launch costs more than what it does."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.train.distributed.runs import STRATEGIES, exact_plane, towers, train_plane, train_towers
+from tests.train.test_latents_training import write_columns
+from train.distributed.world import World
+
+ONE = World()
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Folders of runs: of one process in `one`, of two ranks in `two`."""
+
+    one: Path
+    two: Path
+    data_dir: Path
+
+
+def launch(command: list[str], *, repository: Path, size: int = 2) -> list[subprocess.Popen[str]]:
+    """Starts `size` ranks of `command` with nobody over them who would end one when another one ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            command,
+            cwd=repository,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]
+
+
+@pytest.fixture(scope="session")
+def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What `tests.train.distributed.runs` makes on one process and on two."""
+    data_dir = write_columns(tmp_path_factory.mktemp("columns"))
+    made = Runs(tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two"), data_dir)
+    train_plane(exact_plane(made.one / "plane", keep_checkpoints=9), ONE)
+    for strategy in STRATEGIES:
+        resumed = made.two / f"resumed-{strategy}"
+        shutil.copytree(made.one / "plane", resumed)
+        for path in sorted((resumed / "checkpoints").iterdir())[1:]:
+            shutil.rmtree(path)
+    ranks = launch(
+        [sys.executable, "-m", "tests.train.distributed.runs", str(made.two), str(data_dir)], repository=repository
+    )
+    train_towers(towers(made.one / "towers", data_dir), ONE)
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=240)
+        assert rank.returncode == 0, errors[-3000:]
+    return made

@@ -1,0 +1,123 @@
+"""Runs of the loop that one process or two make alike, in float64; `python -m` this is one of two ranks."""
+
+import json
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import FailedWork
+from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
+from train.data.batch import Batch
+from train.distributed.launch import open_world
+from train.distributed.settings import ParallelSettings, Strategy
+from train.distributed.world import World
+from train.evaluation.settings import EvaluationSettings
+from train.loop import train
+from train.losses.settings import Loss
+from train.models.attention import open_attention
+from train.models.dual_encoder import DualEncoder
+from train.objective import Objective
+from train.progress import Progress
+from train.run_folder import RunFolder, create_run
+from train.settings import DualEncoderSettings, TrainingSettings
+from train.tasks.dual_encoder import DualEncoderTask, Samples
+
+CPU = torch.device("cpu")
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")
+FAILING = (3, 11)
+
+
+class ExactTask(DualEncoderTask):
+    """The dual encoder in float64, in which the order of sums does not show."""
+
+    def build_model(self, samples: Samples) -> DualEncoder:
+        return super().build_model(samples).double()
+
+    def build_objective(self, samples: Samples, world: World) -> Objective:
+        return super().build_objective(samples, world).double()
+
+    def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        clips, captions = super().inputs(batch, is_training=is_training)
+        return clips.double(), captions.double() if captions.is_floating_point() else captions
+
+
+def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
+    """Settings of a dual encoder on latents, with FastCLIP's loss, which has state for every sample."""
+    base = DualEncoderSettings(
+        shards=str(data_dir),
+        out=out,
+        input="latents",
+        text_tower="frozen",
+        segment="2s",
+        steps=6,
+        batch=8,
+        lr=1e-3,
+        warmup_steps=2,
+        checkpoint_every=3,
+        model="tiny",
+        num_frames=2,
+        loss=Loss(kind="fastclip-v3"),
+    )
+    return replace(base, **changes)
+
+
+def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
+    """A run of the dual encoder, from its latest checkpoint if it has one."""
+    task = ExactTask(chosen, door=open_attention("sdpa", device_type="cpu"), device=CPU)
+    samples = task.training_set(world)
+    return train(
+        task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)
+    )
+
+
+def exact_plane(out: Path, **changes: Any) -> TrainingSettings:
+    """Settings of the small task: an average of weights and an evaluation that the best checkpoint is chosen by."""
+    base = settings(out, evaluate=EvaluationSettings(every=3), best="closeness")
+    return replace(base, **{"optimizer": replace(base.optimizer, ema=0.9), **changes})
+
+
+def train_plane(chosen: TrainingSettings, world: World, points: Points | None = None) -> nn.Module:
+    """A run of the small task, from its latest checkpoint if it has one."""
+    samples = LoadedPoints(points or Points(), chosen, world)
+    task = PlaneTask(dropout=0.0, dtype=torch.float64)
+    return train(
+        task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)
+    )
+
+
+def _run(chosen: TrainingSettings, world: World) -> RunFolder:
+    run = RunFolder(chosen.out)
+    return run if run.settings.exists() else world.first(lambda: create_run(chosen))
+
+
+def spread_over(strategy: Strategy) -> dict[str, Any]:
+    """Settings for a strategy."""
+    return {"parallel": ParallelSettings(strategy=strategy)}
+
+
+def _all_runs(folder: Path, data_dir: Path, world: World) -> None:
+    for strategy in STRATEGIES:
+        train_plane(exact_plane(folder / f"plane-{strategy}", **spread_over(strategy)), world)
+        train_towers(towers(folder / f"towers-{strategy}", data_dir, **spread_over(strategy)), world)
+        # Begun by one process, which left a checkpoint behind.
+        train_plane(exact_plane(folder / f"resumed-{strategy}", **spread_over(strategy)), world)
+    train_plane(exact_plane(folder / "microbatches", microbatch=1), world)
+    train_plane(exact_plane(folder / "failing", max_failures=50), world, Points(failing=FAILING))
+    shown = {}
+    for name, points, most in (("poisoned", Points(poisoned=7), 9), ("budget", Points(failing=FAILING), 2)):
+        try:
+            train_plane(exact_plane(folder / name, max_failures=most), world, points)
+        except FailedWork as error:
+            shown[name] = str(error)
+    (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
+        _all_runs(Path(sys.argv[1]), Path(sys.argv[2]), launched)

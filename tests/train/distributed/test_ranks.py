@@ -1,0 +1,132 @@
+"""Two ranks and one process are the same run: loss by loss, weight by weight, and across each other's checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.distributed.conftest import ONE, Runs
+from tests.train.distributed.runs import FAILING, STRATEGIES, exact_plane, towers, train_plane, train_towers
+from tests.train.plane import Points
+from train.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
+from train.run_folder import RunFolder, read_lines
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def assert_same(found: Path, expected: Path, *, atol: float = 1e-10) -> None:
+    assert losses(found) == pytest.approx(losses(expected), abs=atol)
+    expected_weights = weights(expected)
+    found_weights = weights(found)
+    assert found_weights.keys() == expected_weights.keys()
+    for name, value in found_weights.items():
+        torch.testing.assert_close(value, expected_weights[name], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["plane", "towers"])
+def test_the_same_seed_gives_the_same_curve_on_one_process_and_on_two(runs: Runs, name: str, strategy: str) -> None:
+    assert_same(runs.two / f"{name}-{strategy}", runs.one / name)
+    assert len(set(losses(runs.one / name))) > 3
+
+
+def test_zero_is_ddp_to_the_bit(runs: Runs) -> None:
+    for name in ("plane", "towers"):
+        assert_same(runs.two / f"{name}-zero1", runs.two / f"{name}-ddp", atol=0)
+
+
+def test_microbatches_exchange_their_gradients_once_and_give_those_of_the_batch(runs: Runs) -> None:
+    assert_same(runs.two / "microbatches", runs.one / "plane")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_go_on_with_what_one_process_began(runs: Runs, strategy: str) -> None:
+    assert_same(runs.two / f"resumed-{strategy}", runs.one / "plane")
+
+
+@pytest.mark.parametrize("name", [f"plane-{strategy}" for strategy in STRATEGIES] + ["towers-fsdp", "towers-zero1"])
+def test_one_process_goes_on_with_what_two_ranks_began(runs: Runs, tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    shutil.copytree(runs.two / name, out)
+    for path in sorted((out / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(path)
+    before = len(losses(out))
+    kind = name.partition("-")[0]
+    if kind == "plane":
+        train_plane(exact_plane(out), ONE)
+    else:
+        train_towers(towers(out, runs.data_dir), ONE)
+    assert len(losses(out)) == before
+    assert_same(out, runs.one / kind)
+
+
+def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
+    def pieces(name: str, prefix: str) -> list[list[str]]:
+        path = latest_checkpoint(runs.two / f"towers-{name}" / "checkpoints")
+        assert path is not None
+        table = read_table(path)
+        return [[piece["file"][:3] for piece in one["pieces"]] for key, one in table.items() if key.startswith(prefix)]
+
+    assert ["__0", "__1"] in pieces("fsdp", "model.") and ["__0", "__1"] in pieces("fsdp", "optimizer.model.")
+    assert {tuple(one) for one in pieces("zero1", "optimizer.model.")} == {("__0",), ("__1",)}
+    assert {len(one) for one in pieces("ddp", "")} == {1}, "what all ranks have is written once"
+    facts = read_facts(runs.two / "plane-fsdp" / "checkpoints" / "step_000012")
+    assert len(facts.loader) == 2
+
+
+def test_evaluations_are_in_the_metrics_and_the_best_checkpoint_stays(runs: Runs) -> None:
+    for out in (runs.one / "plane", runs.two / "plane-fsdp"):
+        lines = [line for line in read_lines(RunFolder(out).metrics) if "closeness" in line]
+        assert [line["step"] for line in lines] == [3, 6, 9, 12]
+        best = max(lines, key=lambda line: line["closeness"])["step"]
+        stored = all_checkpoints(RunFolder(out).checkpoints)
+        assert best in stored and read_facts(stored[best]).numbers["closeness"] == max(
+            line["closeness"] for line in lines
+        )
+    kept = list(all_checkpoints(runs.two / "plane-fsdp" / "checkpoints"))
+    assert len(kept) <= 4 and kept[-1] == 12
+    mine, theirs = (
+        [line["error"] for line in read_lines(RunFolder(out).metrics) if "error" in line]
+        for out in (runs.one / "plane", runs.two / "plane-fsdp")
+    )
+    assert mine == pytest.approx(theirs, abs=1e-10)
+
+
+def test_failures_of_all_ranks_are_listed_and_budgeted_together(runs: Runs) -> None:
+    out = runs.two / "failing"
+    lines = read_lines(RunFolder(out).failures)
+    assert {line["key"] for line in lines} == {f"point_{number}" for number in FAILING}
+    assert read_lines(RunFolder(out).metrics)[-1]["num_failed"] == len(lines)
+    shown = [json.loads((runs.two / f"shown-{rank}.json").read_text()) for rank in (0, 1)]
+    assert shown[0] == shown[1]
+    assert shown[0]["budget"].startswith("3 samples failed, more than --max-failures 2")
+
+
+def test_ranks_that_failures_set_apart_are_resumed_by_one_process_without_loss(runs: Runs, tmp_path: Path) -> None:
+    """Every point but the failing ones is seen as often as it should, and those that were taken early once."""
+    out = tmp_path / "failing"
+    shutil.copytree(runs.two / "failing", out)
+    for path in sorted((out / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(path)
+    first = read_facts(out / "checkpoints" / "step_000003")
+    assert any(one["ahead"] for one in first.loader) or len({one["position"] for one in first.loader}) == 1
+    train_plane(exact_plane(out, max_failures=50), ONE, Points(failing=FAILING))
+    assert [line["step"] for line in read_lines(RunFolder(out).metrics)] == list(range(1, 13))
+
+
+def test_a_loss_that_is_no_number_stops_all_ranks_with_the_keys_of_all(runs: Runs) -> None:
+    shown = [json.loads((runs.two / f"shown-{rank}.json").read_text())["poisoned"] for rank in (0, 1)]
+    assert shown[0] == shown[1] and "the loss is nan at step" in shown[0]
+    content = json.loads((runs.two / "poisoned" / "bad_batch.json").read_text())
+    assert len(content["ranks"]) == 2 and all(len(one["keys"]) == 3 for one in content["ranks"])
+    assert "point_7" in [key for one in content["ranks"] for key in one["keys"]]

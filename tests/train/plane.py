@@ -1,0 +1,153 @@
+"""A task that is small and needs every kind of state: random numbers in the step, an objective with both."""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from train.data.batch import Batch, Sample
+from train.data.failures import FailedSample
+from train.data.filling import LoadedBatch
+from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
+from train.data.place import LoaderState
+from train.distributed.world import World
+from train.objective import Objective
+from train.settings import TrainingSettings
+from train.step import Step
+
+ONE = World()
+
+
+class Points:
+    """Points of a plane with noise; a generator per visit makes the noise, and some points fail."""
+
+    fingerprint = "points"
+
+    def __init__(self, *, failing: tuple[int, ...] = (), poisoned: int | None = None) -> None:
+        self._failing = failing
+        self._poisoned = poisoned
+
+    def __len__(self) -> int:
+        return 20
+
+    def describe(self) -> str:
+        return "points"
+
+    def key(self, sample: int) -> str:
+        return f"point_{sample}"
+
+    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+        return [self._load(visit) for visit in visits]
+
+    def _load(self, visit: Visit) -> Sample | FailedSample:
+        sample, rng = visit.sample, visit.rng()
+        if sample in self._failing:
+            return FailedSample(visit.position, self.key(sample), "undecodable", "as told")
+        assert rng is not None
+        values = np.array([np.nan if sample == self._poisoned else sample / 20, rng.normal()], np.float32)
+        return Sample(position=visit.position, key=self.key(sample), caption_id=sample, video=values.view(np.uint8))
+
+
+class LoadedPoints:
+    """Points in batches, as settings say."""
+
+    def __init__(self, points: Points, chosen: TrainingSettings, world: World = ONE) -> None:
+        self._points, self.fingerprint = points, points.fingerprint
+        batch = chosen.batch // world.size
+        self._loader = Loader(
+            points,
+            LoaderSettings(
+                batch=batch,
+                num_threads=chosen.workers,
+                num_ahead=2 * batch,
+                seed=chosen.seed,
+                rank=world.rank,
+                num_ranks=world.size,
+            ),
+        )
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._points)
+
+    def describe(self) -> str:
+        return self._points.describe()
+
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        return self._loader.batches(position=position, max_failures=max_failures)
+
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+        return self._loader.evaluation_batches(every=every)
+
+    def load_state_dict(self, *states: LoaderState) -> None:
+        self._loader.load_state_dict(*states)
+
+
+class Distance(Objective):
+    """Squared distance to a line whose slope is trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(3.0))
+        self.num_seen = nn.Buffer(torch.zeros(()))
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+        parts = batch["video"].view(torch.float32).to(self.slope.dtype).split(step.microbatch or len(batch["video"]))
+        loss, worst = torch.zeros_like(self.slope), torch.zeros_like(self.slope)
+        for number, part in enumerate(parts):
+            is_last = number == len(parts) - 1
+            with step.random(number), step.synced(is_last), step.autocast():
+                error = model(part).squeeze(1) - self.slope * part[:, 0]
+                part_loss = (error**2).sum() / len(batch["video"])
+                step.scale(part_loss).backward()
+            loss, worst = loss + part_loss.detach(), torch.maximum(worst, error.detach().abs().max())
+        self.num_seen.add_(step.world.size * len(batch["video"]))
+        return {
+            "loss": step.world.sum(loss).item() / step.world.size,
+            "worst": step.world.gather(worst[None]).max().item(),
+        }
+
+    def after_step(self, step: Step) -> None:
+        self.slope.data.clamp_(2.9, 3.1)
+
+
+class PlaneTask:
+    """A task that needs every kind of state: random numbers in the step, parameters and state of the objective."""
+
+    name = "plane"
+    columns: tuple[str, ...] = ()
+
+    def __init__(self, *, dropout: float = 0.5, dtype: torch.dtype = torch.float32) -> None:
+        self._dropout, self._dtype = dropout, dtype
+
+    def training_set(self, world: World) -> LoadedPoints:
+        return LoadedPoints(Points(), TrainingSettings(), world)
+
+    def build_model(self, samples: TrainingSet) -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(self._dropout)) for _ in range(2)]
+        return nn.Sequential(nn.Linear(2, 8), *blocks, nn.Linear(8, 1)).to(self._dtype)
+
+    def build_objective(self, samples: TrainingSet, world: World) -> Objective:
+        return Distance().to(self._dtype)
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        return (
+            [module for module in model if isinstance(module, nn.Sequential)]
+            if isinstance(model, nn.Sequential)
+            else []
+        )
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        # Ranks make different numbers of forward passes.
+        points = torch.tensor([[0.5, 0.5]], dtype=self._dtype)
+        error = torch.stack([model(points).squeeze() - 1.5 for _ in range(world.rank + 1)]).mean()
+        return {"error": error.abs().item(), "closeness": -error.abs().item()}
+
+
+def settings(out: Path, **changes: Any) -> TrainingSettings:
+    base = TrainingSettings(out=out, steps=12, batch=6, lr=0.05, warmup_steps=3, checkpoint_every=4, workers=2)
+    return replace(base, **changes)
