@@ -5,9 +5,11 @@
     ├── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
     └── Stopped        told to stop (SIGTERM), and what was done saved exit 143, how to go on
 
-Anything else that reaches the top is a bug and keeps its traceback.
+A disk that takes no more (full, over a quota, read-only) is failed work as well, wherever it shows. Anything else that
+reaches the top is a bug and keeps its traceback.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +19,9 @@ EXIT_FAILED_WORK = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
+
+# Of a disk that takes no more: nobody's mistake in the request, and no bug.
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
 class ClipmillError(Exception):
@@ -67,4 +72,10 @@ def run_command(command: Callable[[], object]) -> NoReturn:
         # The reader of our output (`| head`) has gone; Python would complain once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = error.filename or "a file"
+        print(f"failed: {where} cannot be written: {error.strerror}; what was finished is kept", file=sys.stderr)
+        sys.exit(EXIT_FAILED_WORK)
     sys.exit(0)

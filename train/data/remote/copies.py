@@ -4,10 +4,10 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import UserError
+from manifests.errors import DISK_ERRORS, UserError
 from manifests.publish import published
 from train.data.remote.address import cache_folder, is_remote, open_file_system
-from train.data.remote.patience import DISK_ERRORS, patiently
+from train.data.remote.patience import patiently
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

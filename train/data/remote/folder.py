@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from manifests.errors import UserError
+from manifests.errors import DISK_ERRORS, UserError
 from manifests.publish import publish_bytes
 from manifests.store import CAPTIONS_FILE, MANIFEST_FILE, MANIFEST_FOLDER, VIDEOS_FILE
 from shards.commits import ShardFiles, read_commits
@@ -21,7 +21,7 @@ from shards.format import COMMITS_FOLDER, DATASET_FILE
 from shards.scan import scan
 from shards.tars import TarBytes
 from train.data.remote.address import cache_folder, is_remote, open_file_system
-from train.data.remote.patience import DISK_ERRORS, patiently
+from train.data.remote.patience import patiently
 from train.data.remote.tars import RemoteTars
 
 if TYPE_CHECKING:

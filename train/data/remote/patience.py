@@ -1,15 +1,14 @@
 """Asking again: what fails on a network often works a moment later."""
 
-import errno
 import io
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from manifests.errors import DISK_ERRORS
+
 # Seconds before the second, third and fourth attempt.
 _WAITS_S = (0.2, 1.0, 5.0)
-# The disk of this machine, on which copies are made: waiting does not help.
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 _Result = TypeVar("_Result")
 
 

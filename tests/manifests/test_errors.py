@@ -1,0 +1,25 @@
+"""What an error does to the exit status and to what the user reads."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_disk_that_takes_no_more_is_failed_work_and_leaves_no_rest(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from manifests.errors import run_command
+from manifests.publish import publish_bytes
+run_command(lambda: publish_bytes(Path({str(tmp_path / "table")!r}), bytes(10_000)))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("failed: ") and "cannot be written: File too large" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
