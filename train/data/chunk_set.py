@@ -78,5 +78,5 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
     of_split = videos.filter(pc.equal(videos["split"], split))
     if not of_split.num_rows:
         there = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
-        raise UserError(f"{data_dir} has no videos of split {split!r}", hint=f"splits of this manifest: {there}")
+        raise UserError(f"{data_dir} has no videos of split {split!r}", hint=f"splits of this manifest: {there}; choose one by --split")
     return of_split["video_id"].combine_chunks()
