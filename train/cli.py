@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
+from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
 from train.settings import DualEncoderSettings, add_files
 
@@ -50,6 +51,34 @@ def dual_encoder(
     from train.commands import train_dual_encoder
 
     train_dual_encoder(settings, resume=resume)
+
+
+@app.command
+def classify(
+    settings: ClassifySettings = ClassifySettings(),  # noqa: B008 - frozen
+    *,
+    preset: Annotated[str | None, Parameter(group="Where")] = None,
+    config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
+    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+) -> None:
+    """Fine-tunes a video tower to tell the labels of clips apart.
+
+    Example:
+
+        train classify --shards data --init.weights runs/first --label class --out runs/classes
+
+    Parameters
+    ----------
+    preset
+        Settings by name; flags and --config go before them.
+    config
+        YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
+    resume
+        Go on with the run in --out from its latest checkpoint.
+    """
+    from train.commands import train_classify
+
+    train_classify(settings, resume=resume)
 
 
 @app.command

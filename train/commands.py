@@ -1,41 +1,104 @@
 """What the commands of `train` do, once their flags are read."""
 
 import json
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from train.checkpoint import latest_checkpoint
+from train.classify.settings import ClassifySettings
+from train.data.loader import TrainingSet
 from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.loop import check_batch, train
-from train.models.attention import open_attention
+from train.models.attention import AttentionDoor, open_attention
 from train.precision import open_precision
 from train.progress import Progress
 from train.report import write_page
 from train.run_folder import RunFolder, create_run, reopen_run
-from train.settings import DualEncoderSettings
+from train.settings import ClipSettings, DualEncoderSettings
 from train.surroundings import machine, versions
+from train.tasks import Task
+from train.tasks.classify import ClassifyTask
 from train.tasks.dual_encoder import DualEncoderTask
 from train.tracking.trackers import check_tracking
-from train.weights.effective import effective_settings
+from train.weights.effective import effective_clip_settings, effective_settings
 from train.weights.loading import Loaded
 from train.weights.settings import Init
 from train.weights.sources import Say, Source, fetch_tag, open_weights
 
+Settings = TypeVar("Settings", bound=ClipSettings)
+Settings_contra = TypeVar("Settings_contra", bound=ClipSettings, contravariant=True)
+
+
+class NamedSamples(TrainingSet, Protocol):
+    """Samples of a data folder or of tars."""
+
+    @property
+    def variant_name(self) -> str:
+        """What the samples are made of."""
+        ...
+
+
+class StartableTask(Task, Protocol):
+    """A task whose model can start from weights."""
+
+    def training_set(self, world: World) -> NamedSamples:
+        """This rank's part of the samples to train on."""
+        ...
+
+    def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
+        """Has `build_model` give models these weights, once they fit; UserError where they do not."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of this task, once its training set is open."""
+        ...
+
+
+class MakesTask(Protocol[Settings_contra]):
+    """The class of a task."""
+
+    def __call__(self, settings: Settings_contra, /, *, door: AttentionDoor, device: torch.device) -> StartableTask: ...
+
+
+class MakesEffective(Protocol[Settings]):
+    """Gives the settings that take effect with the weights of a source."""
+
+    def __call__(self, settings: Settings, source: Source | None, /, *, say: Say) -> Settings: ...
+
 
 def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     """Trains a dual encoder, on all ranks that torchrun launched, and writes the run's results page."""
+    _launch(settings, DualEncoderTask, effective_settings, resume=resume)
+
+
+def train_classify(settings: ClassifySettings, *, resume: bool) -> None:
+    """Fine-tunes a video tower on labels, likewise."""
+    _launch(settings, ClassifyTask, effective_clip_settings, resume=resume)
+
+
+def _launch(
+    settings: Settings, make_task: MakesTask[Settings], effective: MakesEffective[Settings], *, resume: bool
+) -> None:
     check_tracking(settings.track)
     device = choose_device(settings.device)
     with open_world(device_type=device.type) as world:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        _train_dual_encoder(settings, resume=resume, world=world, device=device)
+        _train(settings, make_task, effective, resume=resume, world=world, device=device)
 
 
-def _train_dual_encoder(settings: DualEncoderSettings, *, resume: bool, world: World, device: torch.device) -> None:
+def _train(
+    settings: Settings,
+    make_task: MakesTask[Settings],
+    effective: MakesEffective[Settings],
+    *,
+    resume: bool,
+    world: World,
+    device: torch.device,
+) -> None:
     world.share(settings.batch)
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     precision = open_precision(settings.precision, device_type=device.type)
@@ -44,8 +107,8 @@ def _train_dual_encoder(settings: DualEncoderSettings, *, resume: bool, world: W
     old_run = reopen_run(settings) if resume else None
     has_weights = old_run is not None and latest_checkpoint(old_run.checkpoints) is not None
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
-    settings = effective_settings(settings, source, say=progress.say)
-    task = DualEncoderTask(settings, door=door, device=device)
+    settings = effective(settings, source, say=progress.say)
+    task = make_task(settings, door=door, device=device)
     samples = task.training_set(world)
     check_batch(settings, samples)
     start = None if source is None else task.start_from(source, samples, say=progress.say)
@@ -59,6 +122,7 @@ def _train_dual_encoder(settings: DualEncoderSettings, *, resume: bool, world: W
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
+        **task.facts(),
         **_weights_facts(start, old_run),
         "machine": machine(device),
         "versions": versions(),

@@ -20,6 +20,8 @@ from train.run_folder import RunFolder, open_run
 from train.settings import load_settings
 from train.tasks.classify import ClassifyTask
 
+_PROTOCOL = "probabilities are means over views; those of verbs and nouns are sums over their actions"
+
 
 def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str | None) -> dict[str, Any]:
     """Scores a run's latest checkpoint on all clips of a split, and adds the result to its page.
@@ -63,7 +65,11 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
         "variant": samples.variant_name,
         "clip": _describe_views(settings, views),
         "label": classes.label,
-        "num_classes": len(classes),
+        "num_classes": {
+            **{name: len(set(part.tolist())) for name, part in classes.parts.items()},
+            classes.label: len(classes),
+        },
+        "protocol": _PROTOCOL,
         "num_samples": found.num_samples,
         "numbers": found.numbers,
         "failed": [failure.as_json() for failure in found.failed],

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork
+from train.classify.settings import ClassEvaluation
 from train.evaluation.settings import DualEncoderEvaluation
 
 evaluate = App(name="eval", help="Scores a trained run, and adds the result to its page.")
@@ -121,11 +122,53 @@ def zero_shot(
     _evaluate(run, wanted, shards=shards, num_clips=clips, as_json=as_json)
 
 
+@evaluate.command
+def classification(
+    run: Path,
+    *,
+    shards: str | None = None,
+    split: str = "val",
+    clips: int = 1,
+    crops: int = 1,
+    as_json: _AsJson = False,
+) -> None:
+    """Accuracies of a classifier: top-1, top-5 and mean over classes; of actions, verbs and nouns where labels are.
+
+    Example:
+
+        train eval classification runs/classes --shards data --clips 5 --crops 3
+
+    Parameters
+    ----------
+    run
+        Folder that train classify --out made.
+    shards
+        Data folder; as in training when left out.
+    split
+        Split to score.
+    clips
+        Looks at each clip, at different moments; probabilities are averaged over all views.
+    crops
+        Squares that each look is cut out as, along the longer side; 1 is the centre.
+    as_json
+        Print one JSON object.
+    """
+    from train.classify.commands import evaluate_classifier
+
+    result = evaluate_classifier(run, ClassEvaluation(split=split, clips=clips, crops=crops), shards=shards)
+    _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
+
+
 def _evaluate(run: Path, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int, as_json: bool) -> None:
     from train.evaluation.commands import evaluate_run
-    from train.evaluation.tables import describe
 
     result, num_failed = evaluate_run(run, wanted, shards=shards, num_clips=num_clips)
+    _print(run, result, num_failed=num_failed, as_json=as_json)
+
+
+def _print(run: Path, result: dict[str, Any], *, num_failed: int, as_json: bool) -> None:
+    from train.evaluation.tables import describe
+
     if as_json:
         print(json.dumps(_without_pictures(result)))
     else:

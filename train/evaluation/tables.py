@@ -43,6 +43,7 @@ def table_of(result: dict[str, Any]) -> Table:
         "retrieval": _retrieval,
         "mir": _mir,
         "zero-shot": _zero_shot,
+        "classification": _classification,
     }
     return makers[result["evaluation"]](result)
 
@@ -111,6 +112,17 @@ def _zero_shot(result: dict[str, Any]) -> Table:
     protocol = _protocol(result, f"{result['num_clips']:,} clips", classes=classes, left_out=left_out)
     columns = (*(f"top-{k}" for k in top), "mean class")
     return Table("Zero-shot classification", columns, (Row("accuracy", detail, tuple(cells)),), protocol)
+
+
+def _classification(result: dict[str, Any]) -> Table:
+    rows = []
+    for name, num_classes in result["num_classes"].items():
+        shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]
+        chances = [min(k / num_classes, 1.0) for k in (1, 5, 1)]
+        cells = tuple(_share(share, chance) for share, chance in zip(shares, chances, strict=True))
+        rows.append(Row(name, f"{result['num_samples']:,} clips, {num_classes:,} classes", cells))
+    protocol = _protocol(result, f"{result['num_samples']:,} clips")
+    return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
 
 
 def _protocol(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:

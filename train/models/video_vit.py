@@ -80,6 +80,7 @@ class VideoViT(nn.Module):
         drop_path: Sequence[float] = (),
     ) -> None:
         super().__init__()
+        self.proj: nn.Parameter
         if image_px % size.patch_px:
             raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {size.patch_px} px")
         if num_frames % size.cube_frames:
@@ -94,7 +95,8 @@ class VideoViT(nn.Module):
         self.ln_pre = nn.LayerNorm(width, eps=size.trunk.norm_eps)
         self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
         self.ln_post = nn.LayerNorm(width, eps=size.trunk.norm_eps)
-        self.proj = None
+        self.has_projection = embedding_width is not None
+        self.register_parameter("proj", None)
         if embedding_width is not None:
             self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
@@ -113,7 +115,7 @@ class VideoViT(nn.Module):
         x_BLD = torch.cat([class_B1D, x_BND], dim=1)
         x_BLD = self.transformer(self.ln_pre(x_BLD))
         class_BD: torch.Tensor = self.ln_post(x_BLD[:, 0])
-        return class_BD if self.proj is None else class_BD @ self.proj
+        return class_BD @ self.proj if self.has_projection else class_BD
 
 
 def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,6 +161,10 @@ class DualEncoderTask:
             model = self._towers(samples)
         self._start = fit_to(model, source, allow=self._settings.init.allow, say=say)
         return self._start
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
 
     def build_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""

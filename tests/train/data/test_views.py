@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.train.test_video_captions import numbers, open_set
+from tests.train.test_video_captions import load, numbers, open_set
 from train.data.clips import ChunkTimes, Sampling, SamplingRule, moments_of, view_places
 from train.data.crop import Rectangle, centre_square, square_views
 from train.data.decoding.clip import ClipShape, Views, frame_places
-from train.data.loader import Visit
 
 
 def frames(rule: SamplingRule, num_views: int, *, end_us: int = 10_000_000) -> list[list[int]]:
@@ -69,8 +68,7 @@ def test_the_frames_of_all_views_come_one_view_after_another(data_dir: Path) -> 
     # Frames 30 to 54 at 10 a second in halves of 12.5: looks at 1/6, 3/6 and 5/6 of each, every one as two squares.
     times = [3.0 + 1.25 * half + 1.25 * (2 * view + 1) / 6 for view in range(3) for _ in range(2) for half in range(2)]
     assert numbers(samples, 2) == [int(10 * time + 1e-9) for time in times]
-    training = open_set(data_dir, shape=shape).load([Visit(2, 0, 5)])[0]
-    assert len(training["video"]) == 2  # training looks once
+    assert len(load(open_set(data_dir, shape=shape), 2, seed=5)["video"]) == 2  # training looks once
 
 
 def test_crops_of_a_wide_picture_are_its_parts() -> None:

@@ -77,7 +77,8 @@ def pair_captions(
     none = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "address", "source", "first", "last"), none)]
     names: list[str] = []
-    num_read, num_embedded = [none], [none]  # by source
+    num_read: list[NDArray[Any]] = [none]  # sources of captions
+    num_embedded: list[NDArray[Any]] = [none]
     for block in _captions(data_dir, video_ids, names):
         address, embedded = none, np.ones(len(block.caption_id), bool)
         first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
