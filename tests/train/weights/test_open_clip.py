@@ -18,7 +18,10 @@ from tests.train.weights.small import (
     quiet,
     tokens,
 )
-from train.models.dual_encoder import DualEncoder
+from train.models.attention import attend_with_sdpa
+from train.models.dual_encoder import DualEncoder, size_of
+from train.models.settings import Towers
+from train.weights.converted import Facts
 from train.weights.open_clip_format import from_open_clip, to_open_clip
 from train.weights.settings import Init
 from train.weights.sources import Source, fetch_tag, open_weights
@@ -173,3 +176,19 @@ def test_without_a_network_the_cache_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match="cannot download ViT-B-16:openai, and it is not in the cache") as caught:
         opened("ViT-B-16:openai")
     assert "network" in str(caught.value.hint)
+
+
+def test_the_towers_of_vit_b_16_are_open_clips_at_their_full_size() -> None:
+    import open_clip
+
+    theirs = open_clip.create_model("ViT-B-16-quickgelu").eval()
+    size = size_of("b16", Towers(activation="quick_gelu"))
+    ours = DualEncoder(size, image_px=224, num_frames=1, attend=attend_with_sdpa).eval()
+    source = Source(title="ViT-B-16", converted=from_open_clip(theirs.state_dict()), facts=Facts())
+    loaded_weights(ours, source, say=quiet)
+    picture = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    ids = open_clip.get_tokenizer("ViT-B-16-quickgelu")(["a person washes a cup"])
+    assert ours.text is not None
+    with torch.no_grad():
+        torch.testing.assert_close(ours.video(picture[:, :, None]), theirs.encode_image(picture), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours.text(ids), theirs.encode_text(ids), atol=1e-5, rtol=1e-4)
