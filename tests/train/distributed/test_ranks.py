@@ -79,7 +79,8 @@ def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
 
     assert ["__0", "__1"] in pieces("fsdp", "model.") and ["__0", "__1"] in pieces("fsdp", "optimizer.model.")
     assert {tuple(one) for one in pieces("zero1", "optimizer.model.")} == {("__0",), ("__1",)}
-    assert {len(one) for one in pieces("ddp", "")} == {1}, "what all ranks have is written once"
+    assert {len(one) for one in pieces("ddp", "objective.")} == {1, 2}, "the loss's state of each sample is in parts"
+    assert {len(one) for one in [*pieces("ddp", "model."), *pieces("ddp", "optimizer.")]} == {1}
     facts = read_facts(runs.two / "plane-fsdp" / "checkpoints" / "step_000012")
     assert len(facts.loader) == 2
 
