@@ -1,0 +1,165 @@
+"""Checkpoints: nothing in them is executed, damage is named, and what does not fit is listed."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import FailedWork, UserError
+from train.checkpoint import (
+    Facts,
+    all_checkpoints,
+    check_fits,
+    file_facts,
+    read_facts,
+    read_table,
+    read_weights,
+)
+from train.checkpoint_writer import CheckpointWriter, superfluous
+from train.distributed.world import World
+
+TENSORS = {
+    "model.a.weight": torch.arange(6.0).reshape(2, 3),
+    "model.b": torch.tensor([1, 2]),
+    "ema.a.weight": torch.ones(2, 3),
+    "optimizer.model.a.weight.step": torch.tensor(5.0),
+}
+
+
+def write(
+    folder: Path, *steps: int, keep: int = 9, best: str | None = None, values: dict[int, float] | None = None
+) -> None:
+    writer = CheckpointWriter(folder, world=World(), keep=keep, best=best)
+    for step in steps:
+        numbers = {"score": values[step]} if values else {}
+        writer.save(TENSORS, Facts(task="t", step=step, loader=[], numbers=numbers))
+    writer.wait()
+    writer.close()
+
+
+def reseal(path: Path, **changed: Any) -> None:
+    """Gives a checkpoint checksums that fit what was done to it."""
+    content = json.loads((path / "checkpoint.json").read_bytes())
+    files = {name: file_facts(path / name) for name in content["files"]}
+    facts = Facts(**{name: changed.get(name, content[name]) for name in Facts.__dataclass_fields__})
+    (path / "checkpoint.json").write_text(json.dumps(facts.as_json(files)))
+
+
+def test_weights_are_the_averages_where_there_are_some_and_keep_their_types(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    weights = read_weights(tmp_path / "step_000003")
+    assert set(weights) == {"a.weight", "b"} and weights["b"].dtype == torch.int64
+    assert torch.equal(weights["a.weight"], torch.ones(2, 3)) and weights["b"].tolist() == [1, 2]
+
+
+def test_what_is_trained_on_meanwhile_does_not_reach_the_checkpoint(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, world=World(), keep=1, best=None)
+    weight = torch.zeros(1000)
+    for step in (1, 2):
+        weight.fill_(step)
+        writer.save({"model.w": weight}, Facts(task="t", step=step, loader=[]))
+        weight.fill_(-1)
+    writer.close()
+    assert list(all_checkpoints(tmp_path)) == [2], "closing waits for what is being written"
+    assert read_weights(tmp_path / "step_000002")["w"].unique().tolist() == [2]
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._path,))
+
+
+@pytest.mark.parametrize("place", ["table", "tensors"])
+def test_a_checkpoint_executes_nothing_when_it_is_read(tmp_path: Path, place: str) -> None:
+    write(tmp_path, 3)
+    path, trace = tmp_path / "step_000003", tmp_path / "executed"
+    if place == "table":
+        (path / ".metadata").write_bytes(pickle.dumps(Hostile(trace)))
+    else:
+        for file in path.glob("*.distcp"):
+            torch.save(Hostile(trace), file)
+        table = json.loads((path / "tensors.json").read_bytes())
+        for entry in table.values():
+            for piece in entry["pieces"]:
+                piece |= {"begin": 0, "length": (path / piece["file"]).stat().st_size}
+        (path / "tensors.json").write_text(json.dumps(table))
+    reseal(path)
+    if place == "table":
+        assert read_weights(path)["b"].tolist() == [1, 2]
+    else:
+        with pytest.raises(UserError, match="step_000003 cannot be read"):
+            read_weights(path)
+    assert not trace.exists()
+
+
+def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    path = tmp_path / "step_000003"
+    table = json.loads((path / "tensors.json").read_bytes())
+    table["model.b"]["pieces"][0]["file"] = "../elsewhere"
+    (path / "tensors.json").write_text(json.dumps(table))
+    reseal(path)
+    with pytest.raises(UserError, match=r"'\.\./elsewhere' is no name of a file"):
+        read_weights(path)
+
+
+def test_a_step_that_was_changed_does_not_pass(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    path = tmp_path / "step_000003" / "checkpoint.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 7'))
+    with pytest.raises(UserError, match=r"the checksum of checkpoint\.json does not fit"):
+        read_facts(path.parent)
+
+
+def test_tensors_of_another_model_are_listed(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    path = tmp_path / "step_000003"
+    wanted = {"model.a.weight": torch.zeros(3, 3), "model.c": torch.zeros(4)}
+    with pytest.raises(UserError) as caught:
+        check_fits(path, read_table(path), wanted, prefix="model.")
+    assert str(caught.value).partition("; ")[2] == (
+        "missing: model.c [4]; unexpected: model.b [2]; of another size: model.a.weight [2, 3] to [3, 3]"
+    )
+
+
+def test_the_last_and_the_best_stay() -> None:
+    steps = [1, 2, 3, 4, 5]
+    assert superfluous(steps, keep=2, scores={}) == [1, 2, 3]
+    assert superfluous(steps, keep=2, scores={1: 0.5, 2: 0.7, 3: 0.7}) == [1, 3]
+    assert superfluous(steps, keep=9, scores={1: 0.5}) == []
+
+
+@pytest.mark.parametrize(("metric", "best"), [("score", 2), ("mean_rank", 3)])
+def test_the_best_checkpoint_of_a_metric_is_kept(tmp_path: Path, metric: str, best: int) -> None:
+    values = {1: 0.2, 2: 0.9, 3: 0.1, 4: 0.5, 5: 0.4}
+    writer = CheckpointWriter(tmp_path, world=World(), keep=1, best=metric)
+    found = []
+    for step, value in values.items():
+        if writer.is_best({metric: value}):
+            found.append(step)
+        writer.save(TENSORS, Facts(task="t", step=step, loader=[], numbers={metric: value}))
+    writer.close()
+    assert list(all_checkpoints(tmp_path)) == [best, 5]
+    assert found == ([1, 2] if metric == "score" else [1, 3])
+
+
+def test_a_folder_that_cannot_be_written_fails_the_run_at_the_next_checkpoint(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "there", world=World(), keep=1, best=None)
+    (tmp_path / "there" / ".tmp-step_000001").write_text("in the way")
+    writer.save(TENSORS, Facts(task="t", step=1, loader=[]))
+    with pytest.raises(FailedWork, match="rank 0 could not write a checkpoint into"):
+        writer.wait()
+    writer.close()
+
+
+def test_what_a_killed_run_left_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step_000004").mkdir()
+    (tmp_path / ".tmp-step_000004" / "__0_0.distcp").touch()
+    write(tmp_path, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
