@@ -40,7 +40,7 @@ from train.step import Step
 
 SIZE_PX, NUM_FRAMES, BATCH = 32, 4, 16
 NUM_TRAIN, NUM_HELD_OUT = 480, len(COMBINATIONS)
-GRID = {"lr": (5e-4, 1e-3, 2e-3), "temperature": (0.03, 0.07)}
+GRID = {"lr": (2.5e-4, 5e-4, 1e-3), "temperature": (0.03, 0.07)}
 TUNING_SEEDS = (100, 101)
 WORDS = sorted({word for combination in COMBINATIONS for word in f"a {' '.join(combination)}".split()})
 TEXT_LENGTH = 8

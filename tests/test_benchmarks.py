@@ -18,11 +18,15 @@ TINY = {
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
         *("--ways", "LatentLoader", "npy memmap", "memcpy"),
     ],
+    "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "plan": ["--chunks", "80"],
     "recipes": ["--rounds", "1", "--only", "balanced", "scaler area"],
     "rerun": ["--chunks", "80", "--runs", "1"],
+    "small_batches": ["--seeds", "1", "--steps", "2", "--points", "1"],
+    "text_tower": ["--model", "tiny", "--captions", "4", "--rounds", "1", "--device", "cpu"],
+    "vit": ["--rounds", "1", "--ways", "naive", "fused, checkpointed", "open_clip", "--device", "cpu"],
 }
 NOT_BENCHMARKS = {
     "__init__",
@@ -34,6 +38,7 @@ NOT_BENCHMARKS = {
     "recipe_trial",
     "report",
     "tree",
+    "vit_steps",
     "way_process",
 }
 

@@ -1,0 +1,148 @@
+"""What a contrastive loss costs besides the model: from embeddings to their gradients, 2048 pairs of width 512.
+
+    python -m benchmarks.losses [--rounds 11] [--pairs 2048] [--width 512] [--device cpu] [--json FILE]
+
+Each way begins with embeddings of unit length and ends with the gradients of the embeddings and of the loss's own
+parameters, state of samples and numbers for the log included. Ours is `backward` of the objective as the training loop
+calls it, with a model that does nothing; open_clip's is its loss class and autograd. The ways take turns. On a CPU:
+CPU seconds of this process on one thread, as other programs use the machine too; on a GPU: wall time with all work
+waited for. Medians; ratios are medians of the ratios within each round.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.report import parser_for, print_report
+from train.data.batch import Batch
+from train.distributed.world import World
+from train.losses.build import build_contrast
+from train.losses.global_contrast import GlobalSet
+from train.losses.settings import PUBLISHED, Kind, Loss
+from train.step import Step
+
+BASE = "infonce"
+OPEN_CLIP = "infonce, open_clip"
+SIGLIP_OPEN_CLIP = "siglip, open_clip"
+NUM_SAMPLES = 100_000  # rows of state
+
+
+class Embeddings(nn.Module):
+    """A model that is its own output."""
+
+    def __init__(self, num_pairs: int, width: int) -> None:
+        super().__init__()
+        video, noise = torch.randn(2, num_pairs, width)
+        self.video = nn.Parameter(nn.functional.normalize(video, dim=1))
+        self.text = nn.Parameter(nn.functional.normalize(video + 2 * noise, dim=1))
+
+    def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of it."""
+        return self.video, self.text
+
+
+def our_way(kind: Kind, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
+    """Gradients of an objective, averages moving on by half."""
+    settings = Loss(kind=kind, **({"gamma": 0.5, "gamma_schedule": "constant"} if "gamma" in PUBLISHED[kind] else {}))  # type: ignore[arg-type]
+    whole = GlobalSet(num_clips=NUM_SAMPLES, num_captions=NUM_SAMPLES, num_epochs=10)
+    inputs = (model.video, model.text)
+    objective = build_contrast(settings, inputs=lambda batch: inputs, whole=whole, world=World()).to(device)
+    step = Step(number=1, epoch=1.0)
+
+    def once() -> None:
+        model.zero_grad()
+        objective.zero_grad()
+        objective.backward(model, batch, step)
+
+    return once
+
+
+def their_way(name: str, model: Embeddings, device: torch.device) -> Callable[[], None]:
+    """Gradients of open_clip's loss by autograd."""
+    import open_clip.loss
+
+    log_scale = nn.Parameter(torch.tensor(2.66, device=device))
+    bias = nn.Parameter(torch.tensor(-10.0, device=device))
+    clip, siglip = open_clip.loss.ClipLoss(), open_clip.loss.SigLipLoss()
+
+    def once() -> None:
+        model.zero_grad()
+        log_scale.grad = bias.grad = None
+        if name == OPEN_CLIP:
+            loss = clip(model.video, model.text, log_scale.exp())
+        else:
+            loss = siglip(model.video, model.text, log_scale.exp(), bias)
+        loss.backward()
+        loss.item()
+
+    return once
+
+
+def seconds_of(once: Callable[[], None], device: torch.device) -> float:
+    """CPU seconds on a CPU, wall seconds on a GPU."""
+    if device.type == "cpu":
+        began = time.process_time()
+        once()
+        return time.process_time() - began
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    once()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--pairs", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    device = torch.device(arguments.device)
+    model = Embeddings(arguments.pairs, arguments.width).to(device)
+    ids = torch.randperm(NUM_SAMPLES)[: arguments.pairs]
+    batch = Batch(input="latents", clip_id=ids, caption_id=ids)
+    kinds: list[Kind] = list(PUBLISHED)  # type: ignore[arg-type]
+    ways = {kind: our_way(kind, model, batch, device) for kind in kinds}
+    ways |= {name: their_way(name, model, device) for name in (OPEN_CLIP, SIGLIP_OPEN_CLIP)}  # type: ignore[misc]
+    names = list(ways)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-1, arguments.rounds):
+        # Each round begins with another way.
+        for place in range(len(names)):
+            name = names[(place + number) % len(names)]
+            seconds = seconds_of(ways[name], device)  # type: ignore[index]
+            if number >= 0:
+                taken[name].append(seconds)
+    rows = [
+        {
+            "loss": name,
+            "ms": 1000 * statistics.median(taken[name]),
+            "lowest": 1000 * min(taken[name]),
+            "highest": 1000 * max(taken[name]),
+            "/ infonce": _ratio(taken[name], taken[BASE]),
+            "/ open_clip's infonce": _ratio(taken[name], taken[OPEN_CLIP]),
+        }
+        for name in names
+    ]
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    print_report(
+        f"Losses of {arguments.pairs} pairs, width {arguments.width}, {where}",
+        rows,
+        notes=["Target: fastclip-v3 at 1.00 to 1.02 times InfoNCE."],
+        json_path=arguments.json,
+    )
+
+
+def _ratio(taken: list[float], others: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(taken, others, strict=True))
+
+
+if __name__ == "__main__":
+    main()
