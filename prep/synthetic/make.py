@@ -9,6 +9,8 @@ from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 
+import pyarrow as pa
+
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.splits import TRAIN, VAL
 from manifests.publish import published
@@ -16,6 +18,7 @@ from prep.synthetic.encode import TICKS_PER_FRAME, encode_video
 from prep.synthetic.frame_numbers import write_frame_number_video
 from prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 
+LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
 # Part of every file's name: raise it when the same settings make other pictures.
 GENERATION = 1
 # Real collections mix rates.
@@ -57,16 +60,16 @@ class SyntheticVideo:
     def split(self) -> str:
         return VAL if self.number % VIDEOS_PER_VAL == VIDEOS_PER_VAL - 1 else TRAIN
 
-    def captions(self) -> list[tuple[float, float, str]]:
-        """(begin_s, end_s, text) of what it shows, in order, without gaps."""
+    def captions(self) -> list[tuple[float, float, str, dict[str, str]]]:
+        """(begin_s, end_s, text, labels) of what it shows, in order, without gaps."""
         if self.mode is Mode.SHAPES:
-            return [(scene.begin_s, scene.end_s, scene.text) for scene in self._scenes()]
-        captions = []
+            return [(scene.begin_s, scene.end_s, scene.text, scene.labels) for scene in self._scenes()]
+        captions: list[tuple[float, float, str, dict[str, str]]] = []
         begin_s = 0.0
         while begin_s < self.duration_s:
             end_s = min(begin_s + FRAME_NUMBER_CAPTION_S, self.duration_s)
             first, last = (int(time_s * self.fps) for time_s in (begin_s, end_s))
-            captions.append((begin_s, end_s, f"frame numbers from {first} to {max(first, last - 1)}"))
+            captions.append((begin_s, end_s, f"frame numbers from {first} to {max(first, last - 1)}", {}))
             begin_s = end_s
         return captions
 
@@ -123,11 +126,20 @@ def make_synthetic(
             future.result()
             num_done += 1
             on_video(num_done)
-    builder = ReadingBuilder(dataset)
+    builder = ReadingBuilder(dataset, labels=LABELS if mode is Mode.SHAPES else None)
     for video, path in zip(videos, paths, strict=True):
         number = builder.add_video(video.source_id, path=path, split=video.split)
         if number is None:
             continue
-        for row, (begin_s, end_s, text) in enumerate(video.captions()):
-            builder.add_caption(number, text=text, begin_s=begin_s, end_s=end_s, source="synthetic", file=path, row=row)
+        for row, (begin_s, end_s, text, labels) in enumerate(video.captions()):
+            builder.add_caption(
+                number,
+                text=text,
+                begin_s=begin_s,
+                end_s=end_s,
+                source="synthetic",
+                file=path,
+                row=row,
+                labels=labels,
+            )
     return builder.build()

@@ -47,6 +47,10 @@ class Scene:
     def text(self) -> str:
         return f"a {self.colour} {self.shape} {self.motion}"
 
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"label_colour": self.colour, "label_shape": self.shape, "label_motion": self.motion}
+
 
 def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> list[Scene]:
     """Scenes that tile a video: the `number`-th one of `split`.

@@ -177,3 +177,11 @@ def test_frame_number_captions_name_the_frames_of_their_interval(tmp_path: Path)
     assert rows == [(0.0, 5.0, "frame numbers from 0 to 149"), (5.0, 6.0, "frame numbers from 150 to 179")]
     pictures, _ = frames_of(Path(reading.videos["path"][0].as_py()))
     assert [read_frame_number(picture) for picture in pictures] == list(range(180))
+
+
+def test_labels_say_what_the_captions_say(tmp_path: Path) -> None:
+    captions = make_synthetic(tmp_path, num_videos=2, minutes=0.1).captions.to_pylist()
+    for row in captions:
+        assert row["text"] == f"a {row['label_colour']} {row['label_shape']} {row['label_motion']}"
+    numbers = make_synthetic(tmp_path, num_videos=1, minutes=0.1, mode=Mode.FRAME_NUMBERS)
+    assert not [name for name in numbers.captions.column_names if name.startswith("label_")]

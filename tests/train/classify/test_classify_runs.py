@@ -1,0 +1,179 @@
+"""`train classify` and `train eval classification` from outside."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from tests.train.classify.moving import write_moving
+from tests.train.test_cli import train
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from train.checkpoint import latest_checkpoint, read_weights
+from train.classify.settings import ClassifySettings
+from train.distributed.world import World
+from train.models.attention import open_attention
+from train.run_folder import RunFolder, read_lines
+from train.tasks.classify import ClassifyTask
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+TINY = ("--model", "tiny", "--num-frames", 2, "--size-px", 32, "--min-crop-area", 0.9, "--workers", 1)
+STEPS = ("--batch", 12, "--lr", "2e-3", "--warmup-steps", 5, "--towers.temporal", "random")
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data_dir = tmp_path_factory.mktemp("moving")
+    write_moving(data_dir)
+    return data_dir
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def scores(train: Train, capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    capsys.readouterr()
+    assert train("eval", "classification", *arguments, "--json") == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_it_learns_which_way_things_move_and_is_scored_by_verb_noun_and_action(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    flags = (*TINY, *STEPS, "--label", "action", "--steps", 100, "--evaluate.every", 50)
+    assert train("classify", "--shards", moving, "--out", out, *flags) == 0
+    printed = capsys.readouterr().out
+    assert "36 of 37 captions of split 'train', 4 of 4 classes (action); 1 without label" in printed
+    last = read_lines(RunFolder(out).metrics)[-1]
+    # Directions are in the order of the frames alone.
+    assert last["val/action_top1"] > 0.8 and last["val/verb_top1"] > 0.8 and last["val/noun_top1"] > 0.8  # chance: 1/4
+
+    result = scores(train, capsys, out)
+    assert result["numbers"]["action_top1"] == pytest.approx(last["val/action_top1"])
+    assert result["num_classes"] == {"verb": 2, "noun": 2, "action": 4} and result["num_samples"] == 12
+    assert result["numbers"]["action_mean_class"] == pytest.approx(result["numbers"]["action_top1"])
+    views = scores(train, capsys, out, "--clips", 2, "--crops", 3)
+    assert views["numbers"]["action_top1"] > 0.8 and "2 clips x 3 crops" in views["clip"]
+    assert train("eval", "classification", out) == 0
+    table = capsys.readouterr().out
+    assert "top-1" in table and "verb" in table and "T = 2 frames" in table
+    page = RunFolder(out).page.read_text()
+    assert page.count("<h2>Classification") == 2
+
+
+def test_a_resumed_run_ends_with_the_same_weights(train: Train, moving: Path, tmp_path: Path) -> None:
+    mixed = ("--dropout", 0.5, "--mixup", 0.8, "--cutmix", 1.0, "--label-smoothing", 0.1, "--augment.flip", 0.5)
+    sgd = ("--optimizer.name", "sgd", "--towers.drop-path", 0.1, "--checkpoint-every", 3, "--keep-checkpoints", 9)
+    flags = ("classify", "--shards", moving, *TINY, *STEPS, *mixed, *sgd, "--steps", 8)
+    for name in ("whole", "broken"):
+        assert train(*flags, "--out", tmp_path / name) == 0
+    run = RunFolder(tmp_path / "broken")
+    for path in sorted(run.checkpoints.iterdir())[1:]:
+        shutil.rmtree(path)
+    assert train("classify", "--resume", "--out", tmp_path / "broken") == 0
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+def test_a_batch_in_parts_gives_the_gradients_of_the_whole(train: Train, moving: Path, tmp_path: Path) -> None:
+    mixed = ("--mixup", 0.8, "--cutmix", 1.0, "--label-smoothing", 0.1)
+    flags = ("classify", "--shards", moving, *TINY, *STEPS, *mixed, "--steps", 4, "--precision", "fp32")
+    assert train(*flags, "--out", tmp_path / "whole") == 0
+    assert train(*flags, "--out", tmp_path / "parts", "--microbatch", 5) == 0
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_it_starts_from_the_video_tower_of_a_run(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "towers", tmp_path / "classes"
+    few = ("--batch", 4, "--warmup-steps", 1, "--steps", 1)
+    assert train("dual-encoder", "--shards", moving, *TINY, *few, "--out", first) == 0
+    longer = [4 if before == "--num-frames" else one for before, one in zip(("", *TINY), TINY, strict=False)]
+    start = ("--init.weights", first, "--lr", "1e-9")
+    assert train("classify", "--shards", moving, *longer, *few, *start, "--out", second) == 0
+    printed = capsys.readouterr().out
+    assert "left aside, as a classifier has no use for them: head" not in printed
+    assert "left aside" in printed and "video.proj" in printed and "interpolated along time" in printed
+    theirs, ours = (read_weights(_latest(out)) for out in (first, second))
+    name = "video.transformer.resblocks.3.mlp.c_fc.weight"
+    assert (theirs[name] - ours[name]).abs().max() < 1e-6
+    assert ours["head.weight"].shape == (4, 128) and "video.proj" not in ours
+    assert len(ours["video.temporal_embedding"]) == 4
+
+
+def _latest(out: Path) -> Path:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--label", "mood"), "the captions have no column label_mood"),
+        (("--split", "val", "--evaluate.split", "test"), "no videos of split 'test'"),
+        (("--dropout", 1.0), "--dropout is 1.0"),
+        (("--mixup", -1), "--mixup is -1"),
+        (("--steps", 0), "--steps is 0"),
+        (("--evaluate.crops", 0), "--evaluate.crops is 0"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing_behind(
+    train: Train,
+    moving: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[Any, ...],
+    message: str,
+) -> None:
+    every = ("--evaluate.every", 1)
+    assert train("classify", "--shards", moving, *TINY, *every, "--batch", 4, "--out", tmp_path / "run", *flags) == 2
+    assert message in error_of(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_clips_are_needed_to_mix_and_enough_for_a_batch(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (("--batch", 1, "--mixup", 0.8), "--batch is 1, and --mixup and --cutmix mix two clips"),
+        (("--batch", 37), "--batch is 37, and there are 36 samples"),
+    ):
+        assert train("classify", "--shards", moving, *TINY, *flags, "--out", tmp_path / "run") == 2
+        assert message in error_of(capsys)
+
+
+def test_one_class_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, chunks_of("a", 20), split="train")
+    captions = [Caption("a", at, at + 1, "x", labels={"label_class": name}) for at, name in ((0, "p"), (1, "p"))]
+    write_captions(
+        tmp_path, {"a": "train", "b": "val"}, [*captions, Caption("b", 0, 1, "x", labels={"label_class": "q"})]
+    )
+    settings = ClassifySettings(shards=str(tmp_path), model="tiny", size_px=32)
+    door = open_attention("sdpa", device_type="cpu")
+    with pytest.raises(UserError, match="all clips of split 'train' are of the class 'p'"):
+        ClassifyTask(settings, door=door, device=torch.device("cpu")).training_set(World())
+
+
+def test_a_run_of_another_task_has_no_classes(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "towers"
+    few = ("--batch", 4, "--warmup-steps", 1, "--steps", 1)
+    assert train("dual-encoder", "--shards", moving, *TINY, *few, "--out", out) == 0
+    capsys.readouterr()
+    assert train("eval", "classification", out) == 2
+    assert "is no run of train classify" in error_of(capsys)
