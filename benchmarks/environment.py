@@ -6,6 +6,8 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
+from manifests.errors import UserError
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -18,19 +20,28 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; `-dirty` when files differ from it."""
+    """The commit that is measured; `-dirty` when files differ from it, `unknown` in a copy without a history."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    described = subprocess.run(command, capture_output=True, text=True)
+    return described.stdout.strip() if described.returncode == 0 else "unknown"
+
+
+def ffmpeg_version() -> str:
+    """The version that `prep` would use; `none` on a machine that only trains."""
+    from prep.ffmpeg import find_ffmpeg
+
+    try:
+        return find_ffmpeg().version
+    except UserError:
+        return "none"
 
 
 def surroundings() -> dict[str, str]:
     """Machine, Python, ffmpeg, commit and date."""
-    from prep.ffmpeg import find_ffmpeg
-
     return {
         "machine": machine(),
         "python": platform.python_version(),
-        "ffmpeg": find_ffmpeg().version,
+        "ffmpeg": ffmpeg_version(),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }

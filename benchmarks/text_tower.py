@@ -1,0 +1,161 @@
+"""The text tower on captions of different lengths: packed, padded, and open_clip's own.
+
+    python -m benchmarks.text_tower [--device cuda|cpu] [--captions N] [--rounds N] [--json FILE]
+
+Forward and backward pass of ViT-B/16's text tower (12 blocks of width 512), in float32 on a CPU and under bfloat16
+autocast on a GPU:
+
+    packed      clipmill's, captions one behind the other without padding (--towers.packed-text, the default)
+    padded      clipmill's, every caption in a row of 77 tokens
+    open_clip   its CLIP's encode_text, rows of 77 tokens
+
+on captions of 12 tokens each, of 6 to 18 (narrations), of those with one of 77 among them, and of 77 each, where
+packing can gain nothing. The embeddings of all three are compared before anything is timed. The ways take turns, in an
+order that turns from round to round; times are medians over the rounds (CPU time on a CPU), `/ packed` is the median
+of the ratios within each round. Target: at 12 tokens each, padded takes at least 3 times as long as packed.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.report import parser_for, print_report
+from train.models.attention import Attend, open_attention
+from train.models.dual_encoder import SIZES
+from train.models.text import CONTEXT_LENGTH, VOCABULARY_SIZE, TextTower
+
+SETS: dict[str, Callable[[int], list[int]]] = {
+    "12 tokens": lambda count: [12] * count,
+    "6 to 18": lambda count: [6 + 7 * number % 13 for number in range(count)],
+    "6 to 18, one of 77": lambda count: [CONTEXT_LENGTH, *(6 + 7 * number % 13 for number in range(count - 1))],
+    "77 tokens": lambda count: [CONTEXT_LENGTH] * count,
+}
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--captions", type=int, help="of a batch: 16 on a CPU, 256 on a GPU when left out")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="b16", choices=[*SIZES], help="whose text tower; open_clip's is b16's only")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    num_captions = arguments.captions or (16 if device.type == "cpu" else 256)
+    door = open_attention("auto", device_type=device.type)
+    towers = text_towers(arguments.model, attend=door.attend, device=device)
+    rows = []
+    for name, lengths_of in SETS.items():
+        tokens = captions(lengths_of(num_captions)).to(device)
+        check_equal(towers, tokens)
+        rows += rows_of(name, tokens, times_of(towers, tokens, num_rounds=arguments.rounds))
+    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    print_report(
+        f"text tower of {arguments.model}, {num_captions} captions, on {device.type} ({threads})",
+        rows,
+        notes=[
+            f"torch {torch.__version__}, {'float32' if device.type == 'cpu' else 'bfloat16'}, attention: {door.name}.",
+            "target: at 12 tokens, padded / packed of at least 3",
+        ],
+        json_path=arguments.json,
+    )
+
+
+def text_towers(model: str, *, attend: Attend, device: torch.device) -> dict[str, nn.Module]:
+    """The ways with the same weights."""
+    size = SIZES[model]
+    torch.manual_seed(0)
+    packed, padded = (
+        TextTower(size.text, embedding_width=size.embedding_width, attend=attend, is_packed=is_packed)
+        for is_packed in (True, False)
+    )
+    padded.load_state_dict(packed.state_dict())
+    ways: dict[str, nn.Module] = {"packed": packed, "padded": padded}
+    if model == "b16":
+        ways["open_clip"] = _OpenClip(packed)
+    return {name: tower.to(device).train() for name, tower in ways.items()}
+
+
+class _OpenClip(nn.Module):
+    def __init__(self, weights: TextTower) -> None:
+        import open_clip
+
+        super().__init__()
+        self.clip: Any = open_clip.create_model("ViT-B-16")
+        del self.clip.visual
+        self.clip.load_state_dict(weights.state_dict(), strict=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.clip.encode_text(tokens)
+        return embedded
+
+
+def captions(lengths: list[int]) -> torch.Tensor:
+    """Token ids of captions with so many tokens, start and end included, zeros behind."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.zeros(len(lengths), CONTEXT_LENGTH, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = torch.randint(1, VOCABULARY_SIZE - 2, (length,), generator=generator)
+        tokens[row, 0], tokens[row, length - 1] = VOCABULARY_SIZE - 2, VOCABULARY_SIZE - 1
+    return tokens
+
+
+def check_equal(towers: dict[str, nn.Module], tokens: torch.Tensor) -> None:
+    """Raises a RuntimeError where the ways do not embed alike."""
+    with torch.no_grad():
+        expected = towers["packed"](tokens)
+        for name, tower in towers.items():
+            furthest = (tower(tokens) - expected).abs().max().item()
+            if furthest > 1e-2 * expected.abs().max().item():
+                raise RuntimeError(f"{name} gives other embeddings than packed, by {furthest}")
+
+
+def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of a forward and backward pass by way, one a round, after a round that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in towers}
+    for round_number in range(num_rounds + 1):
+        names = list(towers)
+        turned = names[round_number % len(names) :] + names[: round_number % len(names)]
+        for name in turned:
+            seconds = seconds_of_pass(towers[name], tokens)
+            if round_number:
+                times[name].append(seconds)
+    return times
+
+
+def seconds_of_pass(tower: nn.Module, tokens: torch.Tensor) -> float:
+    """Seconds of one forward and backward pass: CPU time on a CPU, which other programs do not lengthen much."""
+    is_cuda = tokens.is_cuda
+    tower.zero_grad(set_to_none=True)
+    clock = time.perf_counter if is_cuda else time.process_time
+    if is_cuda:
+        torch.cuda.synchronize()
+    began = clock()
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=is_cuda):
+        embedded = tower(tokens)
+    embedded.float().square().sum().backward()
+    if is_cuda:
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+def rows_of(name: str, tokens: torch.Tensor, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A row for each way."""
+    return [
+        {
+            "captions": name,
+            "way": way,
+            "ms": 1000 * statistics.median(of_way),
+            "captions/s": round(len(tokens) / statistics.median(of_way)),
+            "/ packed": statistics.median(one / packed for one, packed in zip(of_way, times["packed"], strict=True)),
+        }
+        for way, of_way in times.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Training steps of the video tower: throughput and the largest batch, with and without what saves memory.
+
+    python -m benchmarks.vit [--device cuda|cpu] [--memory-gb 24] [--rounds N] [--json FILE]
+
+On a GPU: ViT-B/16, clips of 4 frames of 224 px, bfloat16 autocast, forward and backward pass and a fused AdamW step on
+clips that are on the GPU already. A way is an attention, and what is kept for the backward pass:
+
+    naive                   every score of attention in memory, all activations kept
+    fused                   attention through the one door (xformers), all activations kept
+    fused, checkpointed     the same, each block computed twice (--towers.activation-checkpointing)
+    fused, compiled         --compile: attention by SDPA, blocks by torch.compile
+    fused, half dropped     half of the cubes left out (--towers.patch-dropout 0.5)
+    one frame               fused, clips of one frame, four times as many of them
+    open_clip               open_clip's ViT-B-16 on the frames as pictures, four times as many of them
+    open_clip, checkpointed  the same with its own checkpointing
+
+Memory is limited to --memory-gb (24: the GPUs of AVION's paper; or all there is). The largest batch is found by
+doubling and halving, to 5 %. `frames/s` are medians at three quarters of the largest batch that every way can take; `at
+its largest` are those at three quarters of the way's own largest. `/ naive` compares frames/s, `batch / naive` the
+largest batches. Targets: fused 1.7 times naive's frames/s and 3 times its batch, checkpointed 13.8 times its batch
+(AVION, section 4.2), and 1.0 times open_clip's frames/s. `kept MB a clip` is what a forward pass leaves for the
+backward pass, parameters and repeated tensors not counted.
+
+On a CPU the same ways run on a tiny tower, without a search for the largest batch: that shows that the program works,
+and its figures are none of the targets'. Times there are CPU times.
+"""
+
+import gc
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks.report import parser_for, print_report
+from benchmarks.vit_steps import NAIVE, OPEN_CLIP, WAYS, Setup, Steps, Way, wait_for
+from train.models.attention import open_attention
+
+GB, MB = 1024**3, 1024**2
+WARM_STEPS = 3
+GPU_SETUP = {"model": "b16", "image_px": 224, "num_frames": 4}
+CPU_SETUP = {"model": "tiny", "image_px": 64, "num_frames": 4}
+CPU_CLIPS = 4
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--memory-gb", type=float, default=24.0, help="of the GPU's memory; all of it where it has less"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    is_cuda = device.type == "cuda"
+    setup = Setup(**(GPU_SETUP if is_cuda else CPU_SETUP), device=device)  # type: ignore[arg-type]
+    if is_cuda:
+        share = arguments.memory_gb * GB / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    largest = {name: largest_batch(WAYS[name], setup) for name in arguments.ways} if is_cuda else {}
+    shared = max(1, min(largest.values()) * 3 // 4) if largest else CPU_CLIPS
+    at_shared = seconds_in_turn(arguments.ways, setup, dict.fromkeys(arguments.ways, shared), arguments.rounds)
+    own = {name: max(1, batch * 3 // 4) for name, batch in largest.items()}
+    at_own = seconds_in_turn(arguments.ways, setup, own, arguments.rounds) if is_cuda else {}
+    rows = []
+    for name in arguments.ways:
+        rows.append(
+            row_of(name, at_shared=at_shared, at_own=at_own, largest=largest, shared=shared, own=own, setup=setup)
+        )
+    where = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({torch.get_num_threads()} threads)"
+    print_report(
+        f"video tower {setup.model}, T = {setup.num_frames}, {setup.image_px} px, on {where}",
+        rows,
+        notes=notes_of(setup, shared=shared, memory_gb=arguments.memory_gb),
+        json_path=arguments.json,
+    )
+
+
+def largest_batch(way: Way, setup: Setup) -> int:
+    """The largest number of clips whose step fits into memory, to 5 %."""
+    steps = Steps(way, setup)
+    fits, too_many = 0, None
+    batch = 4
+    while too_many is None or too_many - fits > max(1, fits // 20):
+        if _fits(steps, batch):
+            fits = batch
+        else:
+            too_many = batch
+        batch = fits * 2 if too_many is None else (fits + too_many) // 2
+        if batch == fits:
+            break
+    del steps
+    _release()
+    return fits
+
+
+def _fits(steps: Steps, num_clips: int) -> bool:
+    try:
+        for _ in range(2):  # the optimizer's state comes with the first
+            steps.take(steps.clips(num_clips))
+        wait_for(steps.setup.device)
+    except torch.OutOfMemoryError:
+        fits = False
+    else:
+        fits = True
+    steps.model.zero_grad(set_to_none=True)
+    _release()
+    return fits
+
+
+def seconds_in_turn(names: list[str], setup: Setup, batches: dict[str, int], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step by way, one a round; the ways take turns in an order that turns, each alone in memory."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(num_rounds):
+        turn = round_number % len(names)
+        for name in names[turn:] + names[:turn]:
+            steps = Steps(WAYS[name], setup)
+            clips = steps.clips(batches[name])
+            for _ in range(WARM_STEPS):
+                steps.take(clips)
+            times[name].append(steps.seconds(clips))
+            del steps, clips
+            _release()
+    return times
+
+
+def row_of(
+    name: str,
+    *,
+    at_shared: dict[str, list[float]],
+    at_own: dict[str, list[float]],
+    largest: dict[str, int],
+    shared: int,
+    own: dict[str, int],
+    setup: Setup,
+) -> dict[str, Any]:
+    """The figures of one way."""
+    frames = shared * setup.num_frames
+    seconds = statistics.median(at_shared[name])
+
+    def faster_than(other: str) -> float | None:
+        pairs = zip(at_shared.get(other, []), at_shared[name], strict=False)
+        ratios = [theirs / ours for theirs, ours in pairs]
+        return statistics.median(ratios) if ratios else None
+
+    kept = None if WAYS[name].compiles else Steps(WAYS[name], setup).kept_bytes(2) / 2 / MB
+    return {
+        "way": name,
+        "frames/s": round(frames / seconds),
+        "/ naive": faster_than(NAIVE),
+        "/ open_clip": faster_than(OPEN_CLIP),
+        "kept MB a clip": kept,
+        "largest batch": largest.get(name),
+        "batch / naive": largest[name] / largest[NAIVE] if name in largest and NAIVE in largest else None,
+        "frames/s at its largest": (
+            round(own[name] * setup.num_frames / statistics.median(at_own[name])) if name in at_own else None
+        ),
+    }
+
+
+def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
+    """What is to be known of the figures."""
+    if not setup.is_cuda:
+        return [
+            f"torch {torch.__version__}, float32, {shared} clips a step.",
+            "a tiny tower on a CPU: these figures are none of the targets', which are about ViT-B/16 on a GPU",
+        ]
+    door = open_attention("auto", device_type="cuda")
+    return [
+        f"torch {torch.__version__}, bfloat16, fused attention: {door.name}; {shared} clips a step, {memory_gb:g} GB.",
+        "targets: fused 1.7 times naive's frames/s and 3 times its batch; checkpointed 13.8 times naive's batch;",
+        "fused at least 1.0 times open_clip's frames/s",
+    ]
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
