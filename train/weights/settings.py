@@ -17,7 +17,7 @@ class Init:
     format: FormatChoice = "auto"
     """Who wrote the weights; auto: told by the names of the tensors."""
     allow: tuple[str, ...] = ()
-    """Patterns of tensors that may be missing, left over or of another shape, such as 'visual.blocks.*.timeattn.*'."""
+    """Patterns of tensors that may be missing, left over or of another shape, such as `video.proj`, `visual.*`."""
     pixel_mean: tuple[float, float, float] | None = None
     """Of R, G and B from 0 to 1, which pictures are normalised by: that of the weights, else CLIP's."""
     pixel_std: tuple[float, float, float] | None = None

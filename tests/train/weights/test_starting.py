@@ -100,6 +100,23 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
     assert json.loads(run.facts.read_text())["weights"] == facts["weights"]
 
 
+def test_the_user_names_what_may_differ_in_one_flag(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {**tiny_weights(), "head.weight": torch.ones(2, 3)}
+    del weights["video.ln_post.bias"]
+    save_file({name: tensor.contiguous() for name, tensor in to_open_clip(weights).items()}, tmp_path / "w.safetensors")
+    arguments = ["--shards", data_dir, "--out", tmp_path / "run", *SMALL, "--init.weights", tmp_path / "w.safetensors"]
+    assert train("dual-encoder", *arguments) == 2
+    assert "1 missing (video.ln_post.bias); 1 left over (head.weight)" in capsys.readouterr().err
+    assert train("dual-encoder", *arguments, "--init.allow", "head.*", "video.ln_post.bias") == 0
+    settings = load_settings(tmp_path / "run" / "settings.yaml", DualEncoderSettings)
+    assert settings.init.allow == ("head.*", "video.ln_post.bias")
+    changes = json.loads((tmp_path / "run" / "run.json").read_text())["weights"]["changes"]
+    whys = {change["name"]: change["why"] for change in changes}
+    assert whys["video.ln_post.bias"] == "allowed by --init.allow video.ln_post.bias"
+
+
 def test_what_does_not_fit_leaves_no_run_behind(
     train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
