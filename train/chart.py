@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-_WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 34
+# About as many units as it has pixels on a page, so that the words in it have the size of the page's small ones.
+_WIDTH, _HEIGHT = 400, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 8, 34
 _MAX_POINTS = 800
 _MAX_MARKED = 60
 _NUM_TICKS = 4
@@ -47,12 +48,12 @@ def line_chart(
     for y_value in y_ticks:
         _, y = place(x_low, y_value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(y_value)}</text>')
+        parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{_number(y_value)}</text>')
     for x_value in x_ticks:
         if x_low <= x_value <= x_high:
             x, _ = place(x_value, y_low)
             parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 16}" text-anchor="middle">{_number(x_value)}</text>'
+                f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 17}" text-anchor="middle">{_number(x_value)}</text>'
             )
     for line in lines:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in thinned(line.points)))
@@ -60,7 +61,7 @@ def line_chart(
         if len(line.points) == 1 or (has_marks and len(line.points) <= _MAX_MARKED):
             parts += [_mark(place(*point), point, line) for point in line.points]
     parts.append(
-        f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 2}" text-anchor="end">{escape(x_label)}</text>'
+        f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">{escape(x_label)}</text>'
     )
     parts.append("</svg>")
     return "".join(parts)
@@ -101,7 +102,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
 
 def _mark(at: tuple[float, float], point: tuple[float, float], line: Line) -> str:
     words = escape(f"{line.label} {_number(point[1])} at {_number(point[0])}".strip())
-    return f'<circle class="{line.style}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3.5"><title>{words}</title></circle>'
+    return f'<circle class="{line.style}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3"><title>{words}</title></circle>'
 
 
 def _number(value: float) -> str:

@@ -97,8 +97,9 @@ def evaluation_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
         split, _, short = name.partition("/")
         title, label = _place(short)
         groups.setdefault((split, title), {})[name] = label
+    order = [title for _, title, _ in _TOGETHER]
     curves = []
-    for (split, title), its in groups.items():
+    for (split, title), its in sorted(groups.items(), key=lambda group: _rank(group[0][1], order)):
         scale = 100.0 if title.endswith("%") else 1.0
         drawn = [
             Line(_points(lines, _key(name, scale=scale)), f"line{number % _NUM_STYLES}", label)
@@ -110,6 +111,10 @@ def evaluation_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
             legend = tuple((line.style, line.label, f"{line.points[-1][1]:.3g}") for line in drawn)
             curves.append(Curve(f"{title} ({split})", svg, "", legend))
     return curves
+
+
+def _rank(title: str, order: Sequence[str]) -> int:
+    return order.index(title) if title in order else len(order)
 
 
 def _place(name: str) -> tuple[str, str]:

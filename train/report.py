@@ -15,6 +15,7 @@ from train.settings import DualEncoderSettings
 
 _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _NUM_LAST = 20
+_ORDER = ("retrieval", "mir", "zero-shot")
 # What a run is about; the rest of its settings is folded up.
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 
@@ -30,6 +31,7 @@ def write_page(run: RunFolder) -> None:
     facts: dict[str, Any] = json.loads(run.facts.read_bytes()) if run.facts.exists() else {}
     settings = flat(yaml.safe_load(run.settings.read_bytes()))
     results = [json.loads(path.read_bytes()) for path in sorted(run.evaluation("any").parent.glob("*.json"))]
+    results.sort(key=lambda result: _ORDER.index(result["evaluation"]))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"percent": percent, "markup": Markup}
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(

@@ -3,7 +3,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from manifests.publish import publish_json
-from train.chart import Line, line_chart, smoothed
+from train.chart import Line, line_chart, smoothed, thinned, ticks
+from train.curves import evaluation_curves
 from train.report import write_page
 from train.run_folder import RunFolder, append_lines
 from train.settings import DualEncoderSettings, save_settings
@@ -74,6 +75,50 @@ def test_the_page_shows_what_the_run_reached(tmp_path: Path) -> None:
         assert shown in page
 
 
+def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    numbers = {f"val/{way}_r{k}": 0.5 for way in ("video_to_text", "text_to_video") for k in (1, 5)}
+    extra = {"val/average_mean_ap": 0.25, "val/top1": 0.125, f"{HOSTILE}/other_{HOSTILE}": 3.0}
+    lines = [{"step": step, "loss": 1.0, **numbers, **extra} for step in (10, 20)]
+    curves = evaluation_curves(lines)
+    assert [curve.title for curve in curves[:4]] == [
+        "Recall, text → video, % (val)",
+        "Recall, video → text, % (val)",
+        "mAP, % (val)",
+        "Zero-shot accuracy, % (val)",
+    ]
+    assert [(label, last) for _, label, last in curves[0].legend] == [("R@1", "50"), ("R@5", "50")]
+    assert curves[0].svg.count("<title>R@1 50 at") == 2
+    steady = {"lr": 1e-3, "samples_per_s": 9.0, "step_s": 2.0, "data_wait_s": 0.5, "epoch": 1.0}
+    append_lines(run.metrics, [{**line, **steady} for line in lines])
+    write_page(run)
+    page = run.page.read_text()
+    assert "Evaluations in the loop" in page and "<script" not in page
+
+
+def test_what_became_of_the_weights_is_told_by_kind(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    change = {"kind": "resized", "name": "video.positions", "origin": HOSTILE, "old": [197, 64], "new": [50, 64]}
+    dropped = [
+        {"kind": "dropped", "name": "", "origin": f"blocks.{number}.scale", "old": [64], "new": None, "why": ""}
+        for number in range(12)
+    ]
+    report = {"source": HOSTILE, "num_copied": 150, "changes": [{**change, "why": "other size"}, *dropped]}
+    publish_json(run.facts, {"weights": {**report, "logit_scale": None}})
+    write_page(run)
+    page = run.page.read_text()
+    for shown in ("150 tensors copied", "197 x 64 → 50 x 64", "blocks.*.scale", "(12 tensors)", "nothing explains it"):
+        assert shown in page
+    assert "<script" not in page
+
+
+def test_the_page_says_how_to_get_it_again(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    write_page(run)
+    page = run.page.read_text()
+    assert "run &amp; &lt;b&gt;/settings.yaml" in page and "-again" in page
+
+
 def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     save_settings(DualEncoderSettings(), run.settings)
@@ -96,3 +141,19 @@ def test_charts_stay_small_and_inside_their_frame() -> None:
 def test_smoothing_keeps_a_constant_and_its_start() -> None:
     assert smoothed([(0.0, 3.0), (1.0, 3.0)]) == [(0.0, 3.0), (1.0, 3.0)]
     assert json.dumps(smoothed([(0.0, 5.0)])) == "[[0.0, 5.0]]"
+
+
+def test_no_peak_is_lost_where_points_are_many() -> None:
+    points = [(float(step), 5.0 if step == 777 else -3.0 if step == 778 else 0.0) for step in range(50_000)]
+    few = thinned(points)
+    assert len(few) <= 800 and {(777.0, 5.0), (778.0, -3.0)} <= set(few)
+    assert [x for x, _ in few] == sorted(x for x, _ in few)
+
+
+def test_ticks_are_round_and_cover_the_range() -> None:
+    assert ticks(0.0, 1.0) == [0.0, 0.5, 1.0]
+    assert ticks(1.3, 4.3) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert ticks(1, 3, whole=True) == [1, 2, 3]
+    for low, high in ((0.0641, 0.0702), (-3.0, 12_345.0), (0.0, 7e-9)):
+        found = ticks(low, high)
+        assert found[0] <= low and found[-1] >= high - 1e-12 and 3 <= len(found) <= 7

@@ -81,8 +81,7 @@ def evaluate_run(
     }
     if wanted.protocol == "retrieval":
         result["examples"] = _examples(found, samples, num_frames=settings.num_frames)
-    suffix = f"-{num_clips}-clips" if num_clips > 1 else ""
-    run.write_evaluation(f"{wanted.protocol}-{wanted.split}{suffix}", result)
+    run.write_evaluation(_file_name(wanted, num_clips=num_clips), result)
     write_page(run)
     return result, found.num_failed
 
@@ -128,3 +127,12 @@ def _command(run: RunFolder, wanted: DualEncoderEvaluation, *, shards: str | Non
         words += [] if value is None else [f"--{name}", str(value)]
     words += [] if num_clips == 1 else ["--clips", str(num_clips)]
     return shlex.join(words)
+
+
+def _file_name(wanted: DualEncoderEvaluation, *, num_clips: int) -> str:
+    """Results by other protocols stand beside one another; the same one again takes the place of the old one."""
+    parts: list[str] = [wanted.protocol, wanted.split]
+    parts += [path.stem for path in (wanted.relevancy, wanted.classes) if path is not None]
+    parts += [] if wanted.label is None else [wanted.label]
+    parts += [] if num_clips == 1 else [f"{num_clips}-clips"]
+    return "-".join(parts)

@@ -10,6 +10,7 @@ from train.evaluation.retrieval import ranks
 
 _NUM_QUERIES = 6
 _NUM_FOUND = 4
+_MAX_PICTURES = 4
 
 
 class ShownSet(Protocol):
@@ -76,6 +77,7 @@ def retrieval_examples(
 
 def _found(samples: ShownSet, sample: int, *, num_frames: int, score: float, is_right: bool) -> dict[str, Any]:
     begin_s, end_s = samples.span_s(sample)
+    pictures = samples.pictures(sample, num_frames=num_frames)
     return {
         "key": samples.key(sample),
         "begin_s": begin_s,
@@ -83,8 +85,15 @@ def _found(samples: ShownSet, sample: int, *, num_frames: int, score: float, is_
         "text": samples.text(sample),
         "score": score,
         "is_right": is_right,
-        "frames": [jpeg_uri(frame) for frame in samples.pictures(sample, num_frames=num_frames)],
+        "frames": [jpeg_uri(frame) for frame in spread_over(pictures, at_most=_MAX_PICTURES)],
     }
+
+
+def spread_over(pictures: list[NDArray[np.uint8]], *, at_most: int) -> list[NDArray[np.uint8]]:
+    """Some of the pictures, from the middles of equal parts of their row."""
+    if len(pictures) <= at_most:
+        return pictures
+    return [pictures[(2 * number + 1) * len(pictures) // (2 * at_most)] for number in range(at_most)]
 
 
 def jpeg_uri(frame: NDArray[np.uint8]) -> str:
