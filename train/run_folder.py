@@ -4,7 +4,7 @@
     run.json                  machine, versions, data, model: what the results page tells of the run
     metrics.jsonl             one object a step
     failures.jsonl            one object for each sample that failed
-    checkpoints/step_*.pt     whole states (train.checkpoint)
+    checkpoints/step_*/       whole states (train.checkpoint)
     evaluations/*.json        results of `train eval`
     index.html                the results page
 

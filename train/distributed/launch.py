@@ -38,8 +38,9 @@ def open_world(*, device_type: str) -> Iterator[World]:
     try:
         yield world
         # Nobody leaves before all are done: the store may be in one of the processes.
-        dist.barrier(device_ids=[world.local_rank] if device_type == "cuda" else None)
+        world.gather(torch.zeros(1))
         heartbeat.end()
+        dist.destroy_process_group()
     except RuntimeError as error:
         heartbeat.end(error=error)
         if world.size == 1 or not any(word in str(error).lower() for word in _LOST):
@@ -49,10 +50,9 @@ def open_world(*, device_type: str) -> Iterator[World]:
             "what that one said last stands above or in its own log; go on from the latest checkpoint with --resume"
         ) from error
     except BaseException as error:
+        # The group is left as it is: to take it down may mean to wait for those who wait for this rank.
         heartbeat.end(error=error)
         raise
-    finally:
-        dist.destroy_process_group()
 
 
 def _from_environment() -> World:
