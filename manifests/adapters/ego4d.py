@@ -9,8 +9,10 @@ not move when more of the data set is downloaded. A begin before 0 becomes 0.
 As in EgoVLP, narrations with #unsure are left out (they are listed as rejected), and all other tags stay in the
 text (`#C C opens the door`). The published list says nothing of splits: its videos are all in train.
 
-A pickled list holds (video, begin second, end second, narration or list of narrations), with exact intervals;
-split and source are those of its file name.
+A pickled list holds (video, begin second, end second, narration or list of narrations), with exact intervals; a list of
+LaViLa's narrator has the scores of its narrations behind, which are not kept. Split and source are those of its file
+name: `ego4d_train.rephraser.no_punkt_top3` is a source beside `ego4d_train`, and captions of both that have the same
+interval belong to one clip.
 """
 
 from collections.abc import Iterator, Sequence
@@ -175,11 +177,11 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
         )
     split = split_in_file_name(path.name)
     for row, entry in enumerate(rows):
-        if not isinstance(entry, list | tuple) or len(entry) != 4:
-            detail = f"not (video, begin, end, narration): {entry!r:.80}"
+        if not isinstance(entry, list | tuple) or len(entry) not in (4, 5):
+            detail = f"not (video, begin, end, narration) with or without scores: {entry!r:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        source_id, begin_s, end_s, narration = entry
+        source_id, begin_s, end_s, narration = entry[:4]
         texts = narration if isinstance(narration, list | tuple) else [narration]
         video = wanted.number(source_id, split=split, file=path, row=row, num_captions=len(texts))
         if video is None:

@@ -156,6 +156,16 @@ def test_a_pickled_list_is_read_with_its_own_intervals(make_videos: VideoMaker, 
         assert reading.num_captions_lost == 2
 
 
+def test_a_list_of_the_narrator_has_scores_behind(make_videos: VideoMaker, tmp_path: Path) -> None:
+    rows = [("a", 1.5, 2.5, ["#C C walks", "#C C runs"], [0.5, 1.25]), ("a", 3.0, 4.0, ["#C C sits"], [2.0])]
+    path = tmp_path / "ego4d_train.narrator_1.return_2.pkl"
+    path.write_bytes(pickle.dumps(rows))
+    reading = read_ego4d(make_videos("a.mp4"), annotations=[path])
+    assert reading.captions["text"].to_pylist() == ["#C C walks", "#C C runs", "#C C sits"]
+    assert set(reading.captions["source"].to_pylist()) == {"ego4d_train.narrator_1.return_2"}
+    assert reasons(reading) == {}
+
+
 class _Bomb:
     """Makes a file when it is unpickled."""
 
