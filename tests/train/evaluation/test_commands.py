@@ -1,0 +1,134 @@
+"""`train eval` from outside: a run that was evaluated in the loop, then scored by every protocol."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from manifests.store import read_captions, read_videos, write_manifest
+from train.cli import main
+from train.run_folder import RunFolder, read_lines
+
+Train = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def kitchen(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data with classes: what happens is the verb, the part of the video the noun."""
+    kitchen = tmp_path_factory.mktemp("kitchen")
+    shutil.copytree(data_dir, kitchen, dirs_exist_ok=True)
+    captions = read_captions(data_dir)
+    kinds = [("begins", "middle", "end").index(text.split()[1]) for text in captions["text"].to_pylist()]
+    captions = captions.drop(["caption_id"])
+    captions = captions.append_column("label_verb", pa.array([kind // 2 for kind in kinds], pa.int32()))
+    captions = captions.append_column("label_nouns", pa.array([[kind] for kind in kinds], pa.list_(pa.int32())))
+    videos = read_videos(data_dir).select(["video_id", "source_id", "path", "split"])
+    write_manifest(kitchen, "test", videos, captions)
+    return kitchen
+
+
+def call(*arguments: object) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+    return int(left.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def run(kitchen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "first"
+    small = [
+        "--model",
+        "tiny",
+        "--num-frames",
+        "2",
+        "--size-px",
+        "32",
+        "--batch",
+        "4",
+        "--steps",
+        "2",
+        "--workers",
+        "1",
+    ]
+    evaluation = ["--evaluate.every", "1", "--evaluate.protocol", "mir", "--evaluate.split", "train"]
+    averages = ["--optimizer.ema", "0.5"]
+    assert call("dual-encoder", "--shards", kitchen, "--out", out, *small, *evaluation, *averages) == 0
+    return out
+
+
+def scored(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+    capsys.readouterr()
+    assert call("eval", *arguments, "--json") == 0
+    result: dict[str, object] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_the_loop_and_the_command_find_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = read_lines(RunFolder(run).metrics)
+    result = scored(capsys, "mir", run, "--split", "train")
+    for direction in ("average", "video_to_text", "text_to_video"):
+        for name in ("mean_ap", "ndcg"):
+            assert result[direction][name] == pytest.approx(lines[-1][f"train/{direction}_{name}"], abs=1e-6)  # type: ignore[index]
+    # Nine clips, of which three have the caption "it begins".
+    assert result["coverage"] == "9 of 9 clips, 7 sentences"
+    assert result["weights"] == "moving average of the weights, fp32"
+
+
+def test_every_protocol_stands_beside_its_numbers(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert call("eval", "mir", run, "--split", "train", "--clips", 2) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "mAP",
+        "nDCG",
+        "average",
+        "by chance",
+        "T = 2 frames",
+        "2 clips",
+        "1 crop",
+        "step 2",
+        "computed from",
+    ):
+        assert words in printed
+    (tmp_path / "templates.txt").write_text("{}\na video: {}\n")
+    assert call("eval", "zero-shot", run, "--label", "verb", "--templates", tmp_path / "templates.txt") == 0
+    printed = capsys.readouterr().out
+    for words in ("top-1", "mean class", "2 classes of the captions' label_verb", "6 prompts: 2 templates, 3 names"):
+        assert words in printed
+    assert call("eval", "retrieval", run) == 0
+    page = RunFolder(run).page.read_text()
+    for title in ("Text-video retrieval", "Multi-instance retrieval", "Zero-shot classification", "mAP, % (train)"):
+        assert title in page
+    assert "train eval zero-shot" in page and "--clips 2" in page
+
+
+def test_a_relevancy_of_another_split_names_both_shapes(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "test.npy", np.eye(3))
+    capsys.readouterr()
+    assert call("eval", "mir", run, "--split", "train", "--relevancy", tmp_path / "test.npy") == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "3 clips x 3 sentences, and split 'train' has 9 x 7" in error and "--sentences" in hint
+
+
+@pytest.mark.parametrize("clips", [0, -1])
+def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert call("eval", "retrieval", run, "--clips", clips) == 2
+    assert f"--clips is {clips}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["retrieval", "mir", "zero-shot"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("eval", command, "--help") == 0
+    printed = capsys.readouterr().out
+    assert f"train eval {command} " in printed and "Example" in printed
