@@ -13,7 +13,7 @@ from torch import nn
 
 from train.models.attention import Attend
 from train.models.packing import pack
-from train.models.transformer import Transformer, TransformerSize
+from train.models.transformer import LayerNorm, Transformer, TransformerSize
 
 VOCABULARY_SIZE = 49408
 CONTEXT_LENGTH = 77
@@ -48,7 +48,7 @@ class TextTower(nn.Module):
         self.token_embedding = nn.Embedding(size.vocabulary_size, width)
         self.positional_embedding = nn.Parameter(0.01 * torch.randn(size.context_length, width))
         self.transformer = Transformer(size.trunk, attend=attend)
-        self.ln_final = nn.LayerNorm(width, eps=size.trunk.norm_eps)
+        self.ln_final = LayerNorm(width, eps=size.trunk.norm_eps)
         self.text_projection = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 

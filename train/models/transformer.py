@@ -31,6 +31,19 @@ class TransformerSize:
     norm_eps: float = NORM_EPS
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm whose result has the type of what it was given; mean and deviation are float32 at least.
+
+    Autocast would copy its input and output to float32, and the residual stream would stay so: twice the memory of a
+    block's input, which is most of what activation checkpointing keeps.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention with one matrix for queries, keys and values."""
 
@@ -75,9 +88,9 @@ class Block(nn.Module):
 
     def __init__(self, size: TransformerSize, *, attend: Attend) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(size.width, eps=size.norm_eps)
+        self.ln_1 = LayerNorm(size.width, eps=size.norm_eps)
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
-        self.ln_2 = nn.LayerNorm(size.width, eps=size.norm_eps)
+        self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
         self.mlp = Mlp(size.width, size.activation)
         # CLIP's initialisation: residual branches shrink with the depth.
         into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
@@ -125,7 +138,7 @@ class Transformer(nn.Module):
     def forward(self, x_BLD: torch.Tensor, *, causal: bool = False, packing: Packing | None = None) -> torch.Tensor:
         drops = self.training and any(self.drop_path)
         for block, probability in zip(self.resblocks, self.drop_path, strict=True):
-            # Drawn outside of the block: compiled or computed twice, it sees the same. For all blocks or for none: those
+            # Drawn outside of the block: compiled or computed twice, it sees the same. For all blocks or for none: blocks
             # that are called alike share their compiled code.
             branches_2B11 = drawn_branches(x_BLD, probability) if drops else None
             run = partial(block, causal=causal, packing=packing, branches_2B11=branches_2B11)

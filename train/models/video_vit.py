@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from train.models.attention import Attend
-from train.models.transformer import Transformer, TransformerSize
+from train.models.transformer import LayerNorm, Transformer, TransformerSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ class VideoViT(nn.Module):
         self.class_embedding = nn.Parameter(width**-0.5 * torch.randn(width))
         self.positional_embedding = nn.Parameter(width**-0.5 * torch.randn(1 + num_patches, width))
         self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(num_frames // size.cube_frames, width))
-        self.ln_pre = nn.LayerNorm(width, eps=size.trunk.norm_eps)
+        self.ln_pre = LayerNorm(width, eps=size.trunk.norm_eps)
         self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
-        self.ln_post = nn.LayerNorm(width, eps=size.trunk.norm_eps)
+        self.ln_post = LayerNorm(width, eps=size.trunk.norm_eps)
         self.has_projection = embedding_width is not None
         self.register_parameter("proj", None)
         if embedding_width is not None:
@@ -110,9 +110,11 @@ class VideoViT(nn.Module):
             kept_BK = drawn_cubes(num_clips, cubes_BN.shape[1], dropout=self.patch_dropout, device=cubes_BN.device)
             # Left out before they are embedded: that work is saved too.
             cubes_BN, positions_BND = (chosen(x, kept_BK) for x in (cubes_BN, positions_BND))
-        x_BND = self.conv1(cubes_BN) + positions_BND
-        class_B1D = (self.class_embedding + self.positional_embedding[0]).expand(num_clips, 1, -1)
-        x_BLD = torch.cat([class_B1D, x_BND], dim=1)
+        embedded_BND = self.conv1(cubes_BN)
+        # All that follows is in the precision of that product, as in open_clip.
+        x_BND = embedded_BND + positions_BND.to(embedded_BND.dtype)
+        class_D = (self.class_embedding + self.positional_embedding[0]).to(x_BND.dtype)
+        x_BLD = torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)
         x_BLD = self.transformer(self.ln_pre(x_BLD))
         class_BD: torch.Tensor = self.ln_post(x_BLD[:, 0])
         return class_BD @ self.proj if self.has_projection else class_BD
