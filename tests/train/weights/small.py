@@ -10,6 +10,7 @@ from torch import nn
 
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, DualEncoderSize
+from train.models.settings import Activation
 from train.models.text import TextTowerSize
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
@@ -44,7 +45,7 @@ OPEN_CLIP_CONFIG: dict[str, Any] = {
 
 def our_model(
     *,
-    activation: str = "gelu",
+    activation: Activation = "gelu",
     video_eps: float = 1e-5,
     num_frames: int = 1,
     size: DualEncoderSize = SIZE,
