@@ -9,6 +9,7 @@ of a few fractions. Kept are the distinct rows and columns, a byte an entry, and
 Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -144,25 +145,26 @@ def _distinct_rows(
     rows: list[NDArray[np.uint8]] = []
     row_of: list[int] = []
     for part in parts:
-        block = np.asarray(part, np.float64)
-        new = np.setdiff1d(block, found_V) if not len(found_V) else np.unique(block[~_is_among(block, found_V)])
-        if not np.isfinite(new).all() or (len(new) and not (new[0] >= 0 and new[-1] <= 1)):
-            raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is from 0 to 1")
-        found_V = np.concatenate([found_V, new])
-        _require_few(found_V)
-        order = np.argsort(found_V)
-        codes = order[np.searchsorted(found_V[order], block)].astype(np.uint8)
-        for row in codes:
-            number = number_of.setdefault(row.tobytes(), len(rows))
+        for row in np.ascontiguousarray(part):
+            # A hash costs a tenth of looking up every value, and most rows have been there before.
+            digest = hashlib.blake2b(row, digest_size=16).digest()
+            number = number_of.setdefault(digest, len(rows))
             if number == len(rows):
-                rows.append(row)
+                found_V, codes = _encoded(row.astype(np.float64), found_V)
+                rows.append(codes)
             row_of.append(number)
     return found_V, rows, row_of
 
 
-def _is_among(block: NDArray[np.float64], values_V: NDArray[np.float64]) -> NDArray[np.bool_]:
-    ascending = np.sort(values_V)
-    return ascending[np.searchsorted(ascending, block).clip(max=len(ascending) - 1)] == block
+def _encoded(row: NDArray[np.float64], found_V: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+    """The values with those that are new in a row behind them, and the row as places in them."""
+    new = np.setdiff1d(row, found_V)
+    if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
+        raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is from 0 to 1")
+    found_V = np.concatenate([found_V, new])
+    _require_few(found_V)
+    order = np.argsort(found_V)
+    return found_V, order.astype(np.uint8)[np.searchsorted(found_V[order], row)]
 
 
 def _require_few(values_V: NDArray[np.float64]) -> None:

@@ -24,7 +24,8 @@ class Towers(nn.Module):
     """The first two frames' colours as the embedding of a clip; of a caption the first two tokens."""
 
     def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(nn.functional.normalize(one, dim=-1) for one in (clips[:, :, 0, 0, 0], captions[:, :2].float()))
+        normalize = nn.functional.normalize
+        return normalize(clips[:, :, 0, 0, 0], dim=-1), normalize(captions[:, :2].float(), dim=-1)
 
 
 class Task:
