@@ -92,7 +92,8 @@ def train_plane(chosen: TrainingSettings, world: World, points: Points | None = 
 
 def _run(chosen: TrainingSettings, world: World) -> RunFolder:
     run = RunFolder(chosen.out)
-    return run if run.settings.exists() else world.first(lambda: create_run(chosen))
+    # Rank 0 looks for all: another would find what rank 0 has just made.
+    return world.first(lambda: run if run.settings.exists() else create_run(chosen))
 
 
 def spread_over(strategy: Strategy) -> dict[str, Any]:
