@@ -49,8 +49,13 @@ class Stopped(ClipmillError):
     """The program was told to stop and has saved its work; the message says how to go on."""
 
 
-def run_command(command: Callable[[], object]) -> NoReturn:
-    """Runs `command` and leaves the process with the exit status that its outcome calls for."""
+def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> NoReturn:
+    """Runs `command` and leaves the process with the exit status that its outcome calls for.
+
+    Args:
+        has_daemons: an interrupted process leaves without the interpreter's own end, in which threads that were in the
+            middle of something could hold it up for ever.
+    """
     try:
         command()
         sys.stdout.flush()
@@ -66,7 +71,10 @@ def run_command(command: Callable[[], object]) -> NoReturn:
         print(f"stopped: {stop}", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
-        print("interrupted; nothing that was finished is lost", file=sys.stderr)
+        print("interrupted; nothing that was finished is lost", file=sys.stderr, flush=True)
+        if has_daemons:
+            sys.stdout.flush()
+            os._exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; Python would complain once more while it flushes.

@@ -152,7 +152,7 @@ def export(
 
 def main() -> None:
     """Entry point of the `train` program."""
-    run_command(_call)
+    run_command(_call, has_daemons=True)
 
 
 def _call() -> None:

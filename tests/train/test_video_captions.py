@@ -120,14 +120,15 @@ def test_captions_without_their_chunks_are_counted_by_reason(tmp_path: Path) -> 
     write_captions(tmp_path, {"a": "train", "b": "train"}, captions)
     samples = open_set(tmp_path)
     assert [samples.text(sample) for sample in range(len(samples))] == ["there", "there too", "longer than the video"]
-    assert samples.usable.num_unusable == {
-        "video_without_chunks": 1,
-        "begins_after_the_last_chunk": 1,
-        "chunk_missing": 3,
-    }
-    assert samples.usable.num_shortened == 1
-    said = samples.describe()
-    assert said.startswith("3 of 8 captions of split 'train'") and "3 chunk missing" in said and "1 shortened" in said
+    line = samples.describe()
+    assert line.startswith("3 of 8 captions of split 'train'; ")
+    for remark in (
+        "1 video without chunks",
+        "1 begins after the last chunk",
+        "3 chunk missing",
+        "1 shortened to the end of the video",
+    ):
+        assert f"; {remark}" in line
     assert numbers(samples, 2) == [51, 53, 56, 58]
 
 
@@ -330,3 +331,29 @@ def test_a_damaged_commit_is_named_before_its_samples_are_missed(tmp_path: Path)
     commit.write_bytes(commit.read_bytes() + b"x")
     with pytest.raises(UserError, match=commit.name):
         open_set(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "cut"])
+def test_a_damaged_index_is_named(tmp_path: Path, damage: str) -> None:
+    write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
+    write_captions(tmp_path, {"a": "train"}, [Caption("a", 0, 1, "first"), Caption("a", 0, 2, "second")])
+    [index] = tmp_path.glob("video/*/*.index.arrow")
+    if damage == "gone":
+        index.unlink()
+    else:
+        index.write_bytes(b"" if damage == "empty" else index.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"index\.arrow"):
+        open_set(tmp_path)
+
+
+@pytest.mark.parametrize(("begin_s", "end_s"), [(0.0, 9.3e12), (0.0, 1e300), (0.0, float("inf")), (1e18, 1e19)])
+def test_times_beyond_every_video_do_not_wrap_around(tmp_path: Path, begin_s: float, end_s: float) -> None:
+    write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
+    shown = [Caption("a", 0, 1, "an ordinary one"), Caption("a", begin_s, end_s, "a long one")]
+    write_captions(tmp_path, {"a": "train"}, shown)
+    samples = open_set(tmp_path)
+    if begin_s:
+        assert len(samples) == 1 and "1 begins after the last chunk" in samples.describe()
+    else:
+        assert max(samples.span_s(sample)[1] for sample in range(2)) == pytest.approx(CHUNK_FRAMES / FPS, abs=1e-6)
+        assert ("1 shortened to the end of the video" in samples.describe()) == (end_s < float("inf"))

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.keys import chunk_key
 from manifests.store import read_videos
+from shards.damage import Damaged
 from shards.reader import Variant
 from shards.tars import TarBytes
 from train.data.chunk_table import ChunkTable, chunk_table
@@ -42,7 +43,10 @@ class ChunkSet:
         self.video_ids: pa.Array = videos_of_split(data_dir, split)
         self._shards = variant.shards()
         self._decoder = ChunkDecoder()
-        self.table: ChunkTable = chunk_table(self._shards, self.video_ids)
+        try:
+            self.table: ChunkTable = chunk_table(self._shards, self.video_ids)
+        except (Damaged, OSError) as error:
+            raise UserError(str(error), hint="see prep verify; prep chunk run again makes that shard anew") from error
 
     def key(self, chunk: int) -> str:
         """Key of a chunk."""
@@ -78,5 +82,8 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
     of_split = videos.filter(pc.equal(videos["split"], split))
     if not of_split.num_rows:
         there = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
-        raise UserError(f"{data_dir} has no videos of split {split!r}", hint=f"splits of this manifest: {there}; choose one by --split")
+        raise UserError(
+            f"{data_dir} has no videos of split {split!r}",
+            hint=f"splits of this manifest: {there}; choose one by --split",
+        )
     return of_split["video_id"].combine_chunks()

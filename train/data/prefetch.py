@@ -15,6 +15,7 @@ from train.data.filling import LoadedBatch
 if TYPE_CHECKING:
     import torch
 
+_NUM_BATCHES = 2
 _GOODBYE_S = 10.0
 
 
@@ -27,15 +28,18 @@ def prefetch(batches: Iterator[LoadedBatch], device: "torch.device") -> Generato
         Exception: what `batches` raised, when its turn comes.
     """
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    is_free = threading.Semaphore(2)
-    is_over = threading.Event()
+    # Tokens in a queue, no semaphore: an interruption in the middle of a release would leave it locked for ever.
+    free: SimpleQueue[None] = SimpleQueue()
+    for _ in range(_NUM_BATCHES):
+        free.put(None)
+    is_over = False
 
     def run() -> None:
         try:
             transfer = _transfer_to(device)
             while True:
-                is_free.acquire()
-                if is_over.is_set() or (loaded := next(batches, None)) is None:
+                free.get()
+                if is_over or (loaded := next(batches, None)) is None:
                     break
                 ready.put(transfer(loaded))
             ready.put(None)
@@ -52,10 +56,10 @@ def prefetch(batches: Iterator[LoadedBatch], device: "torch.device") -> Generato
             if isinstance(loaded, BaseException):
                 raise loaded
             yield _at_hand(loaded, device)
-            is_free.release()
+            free.put(None)
     finally:
-        is_over.set()
-        is_free.release()
+        is_over = True
+        free.put(None)
         thread.join(_GOODBYE_S)  # longer only where the next batch waits for a file system that does not answer
 
 

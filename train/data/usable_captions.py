@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from train.data.chunk_table import ChunkTable
 from train.data.clips import START_ROUNDING_US, US_PER_S
 
+_LONGEST_S = 1e9  # beyond what a video can last (train.data.chunk_table), and far below where microseconds overflow
+
 Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing"]
 
 
@@ -31,6 +33,13 @@ class UsableCaptions:
     last_chunk: NDArray[np.int64]
     num_unusable: dict[Unusable, int]
     num_shortened: int
+
+    def remarks(self) -> list[str]:
+        """What is not as the captions say, with numbers."""
+        parts = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in self.num_unusable.items()]
+        if self.num_shortened:
+            parts.append(f"{self.num_shortened:,} shortened to the end of the video")
+        return parts
 
 
 def usable_captions(
@@ -58,9 +67,9 @@ def usable_captions(
         has_chunks = np.zeros(len(video_row), dtype=bool)
     left = drop("video_without_chunks", ~has_chunks[left])
 
-    begin_us = np.rint(begin_s[left] * US_PER_S).astype(np.int64)
+    begin_us, stated_end_us = _to_us(begin_s[left]), _to_us(end_s[left])
     video_end_us = chunks.end_us[last_of_video[left]]
-    wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, np.rint(end_s[left] * US_PER_S)).astype(np.int64)
+    wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
     # Two times within one microsecond round to the same: the span is then that microsecond.
     wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
     after_the_end = begin_us >= video_end_us
@@ -90,3 +99,8 @@ def usable_captions(
         num_unusable=num_unusable,
         num_shortened=int((wanted_end_us - end_us > one_frame_us)[kept].sum()),
     )
+
+
+def _to_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Microseconds; times that lie beyond the end of any video become one that does too, and fits into 64 bits."""
+    return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)

@@ -198,6 +198,7 @@ def test_what_is_no_tar_is_named_where_clips_are_too_few(tmp_path: Path) -> None
         ("memory://nowhere/{00..07}.tar", "there is no memory://nowhere/00.tar"),
         ("s3://bucket/{00..07}.tar", "needs a package that is not here"),
         ("x/{pipe:echo,b}.tar", "is a command"),
+        ("x/{00000..", "is not a pattern"),
         ("x/{00000..99999999999}.tar", "names 100,000,000,000 tars"),
     ],
 )

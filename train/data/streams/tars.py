@@ -52,7 +52,10 @@ def expand(pattern: str) -> list[str]:
     num_named = math.prod(abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(pattern))
     if num_named > _MAX_TARS:
         raise UserError(f"{pattern} names {num_named:,} tars, more than {_MAX_TARS:,}", hint=_PATTERN_HINT)
-    tars = [str(tar) for tar in wds.shardlists.expand_urls(pattern)]
+    try:
+        tars = [str(tar) for tar in wds.shardlists.expand_urls(pattern)]
+    except ValueError as error:
+        raise UserError(f"{pattern} is not a pattern: {error}", hint=_PATTERN_HINT) from error
     missing = [tar for tar in tars if not is_remote(tar) and not Path(tar).is_file()]
     if missing:
         raise UserError(
