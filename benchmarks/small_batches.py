@@ -172,13 +172,16 @@ def main() -> None:
     rows, tuning = [], []
     for way in WAYS:
         points = list(product(*GRID.values()))[: arguments.points]
-        tuned = {point: statistics.mean(score(way, *point, seed) for seed in TUNING_SEEDS) for point in points}
+        tuned = {
+            (lr, temperature): statistics.mean(score(way, lr, temperature, seed) for seed in TUNING_SEEDS)
+            for lr, temperature in points
+        }
         best = max(tuned, key=lambda point: tuned[point])
         tuning += [
             {"loss": way, "lr": f"{lr:g}", "temperature": str(temperature), "R@1 %": found}
             for (lr, temperature), found in tuned.items()
         ]
-        recalls = [score(way, *best, seed) for seed in range(arguments.seeds)]
+        recalls = [score(way, best[0], best[1], seed) for seed in range(arguments.seeds)]
         rows.append(
             {
                 "loss": way,

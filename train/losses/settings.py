@@ -5,7 +5,9 @@ Numbers that are left out have the values that the loss was published with (`PUB
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from manifests.errors import UserError
 
@@ -59,7 +61,7 @@ class Loss:
     """Where FastCLIP's paper and public code differ: whose gradients (the published numbers are the code's)."""
     temperature: float | None = None
     """At the start; the kind's own when left out, and so below."""
-    freeze_temperature: bool = False
+    freeze_temperature: Annotated[bool, Parameter(negative="")] = False
     """The temperature stays as it was at the start (of infonce, siglip, mbcl)."""
     min_temperature: float = 0.01
     """A trained temperature falls no lower."""
@@ -77,7 +79,7 @@ class Loss:
     """What the global losses add to an average before its logarithm."""
     margin: float | None = None
     """By how much a pair's similarity shall exceed others' (max-margin)."""
-    use_relevancy: bool = False
+    use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """The margin is that times the pair's relevancy, as LaViLa's (max-margin)."""
 
     def __post_init__(self) -> None:

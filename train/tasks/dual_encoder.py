@@ -245,14 +245,13 @@ def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | N
     """
     if settings.loss.kind not in GLOBAL:
         return None
-    num_clips, num_captions = getattr(samples, "num_clips", None), getattr(samples, "num_caption_ids", None)
-    if num_clips is None or num_captions is None or not samples.num_samples:
+    if isinstance(samples, VideoStream):
         raise UserError(
             f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.shards} is a stream of them",
             hint="name a data folder that prep made, or use --loss.kind infonce",
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples
-    return GlobalSet(num_clips=num_clips, num_captions=num_captions, num_epochs=num_epochs)
+    return GlobalSet(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
 
 
 def _captions(batch: Batch) -> torch.Tensor:
