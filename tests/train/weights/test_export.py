@@ -137,6 +137,26 @@ def test_an_export_gives_the_run_its_weights_back_bit_by_bit(run: Path, tmp_path
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_run_itself_is_a_start_with_more_frames(run: Path) -> None:
+    source = open_weights(Init(weights=str(run)))
+    assert source is not None and source.title.endswith("(step 2 of a run)")
+    facts = source.facts
+    assert (facts.activation, facts.video_eps, facts.mean) == ("quick_gelu", 1e-6, (0.42, 0.46, 0.41))
+    model = model_of(run, num_frames=4)
+    loaded = loaded_weights(model, source, say=quiet)
+    (change,) = loaded.fitted.changes
+    assert (change.kind, change.name, change.old, change.new) == (
+        "resized",
+        "video.temporal_embedding",
+        (2, 128),
+        (4, 128),
+    )
+    assert loaded.logit_scale == pytest.approx(-torch.tensor(0.07).log().item(), rel=1e-2)
+    wanted = weights_of(run)
+    same = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, wanted[name])]
+    assert len(same) == len(wanted) - 1
+
+
 def test_extras_of_other_weights_are_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
     export_run(run, form="hf", out=out, say=quiet)
