@@ -15,7 +15,7 @@ from train.settings import DualEncoderSettings
 
 _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _NUM_LAST = 20
-_ORDER = ("retrieval", "mir", "zero-shot")
+_ORDER = ("retrieval", "mir", "zero-shot", "classification")
 # What a run is about; the rest of its settings is folded up.
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 

@@ -6,6 +6,7 @@ import pytest
 
 import train.commands
 from manifests.errors import UserError
+from train.classify.settings import ClassifySettings
 from train.cli import main
 from train.settings import (
     FREE_ON_RESUME,
@@ -28,7 +29,7 @@ def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(PRESETS_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_preset_loads_and_says_on_top_what_it_costs(path: Path) -> None:
-    load_settings(path, DualEncoderSettings)
+    load_settings(path, ClassifySettings if path.stem.endswith("-cls") else DualEncoderSettings)
     top = path.read_text().splitlines()[0]
     assert top.startswith("# ") and len(top) > 20
 

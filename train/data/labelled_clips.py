@@ -20,7 +20,7 @@ from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, Visit
-from train.data.usable_captions import UsableCaptions, usable_captions
+from train.data.usable_captions import usable_captions
 from train.data.video_clips import VideoClips
 
 _ONE = choose_sources(["labels"], wanted=None)
@@ -62,13 +62,14 @@ class LabelledClips(ClipSamples):
         self._num_rows, self._num_unlabelled = len(of_split), names.null_count
         self._num_strange = int((labels < 0).sum()) - names.null_count
         rows, labels = of_split[labels >= 0], labels[labels >= 0]
-        self.usable: UsableCaptions = usable_captions(
+        usable = usable_captions(
             video_row=video_row[rows],
             begin_s=table["begin_s"].to_numpy()[rows],
             end_s=table["end_s"].to_numpy()[rows],
             chunks=chunks.table,
         )
-        found = one_by_one(self.usable, rank=np.zeros(len(rows), np.int16), sources=_ONE)
+        found = one_by_one(usable, rank=np.zeros(len(rows), np.int16), sources=_ONE)
+        self._remarks = usable.remarks()
         self.labels: NDArray[np.int64] = labels[found.caption]
         self._caption_ids: NDArray[Any] = table["caption_id"].to_numpy()[rows[found.caption]]
         super().__init__(VideoClips(chunks, found.spans, shape), split=split, loading=loading)
@@ -97,10 +98,7 @@ class LabelledClips(ClipSamples):
             parts.append(f"{self._num_unlabelled:,} without label")
         if self._num_strange:
             parts.append(f"{self._num_strange:,} of other classes")
-        parts += [f"{count:,} {reason.replace('_', ' ')}" for reason, count in self.usable.num_unusable.items()]
-        if self.usable.num_shortened:
-            parts.append(f"{self.usable.num_shortened:,} shortened to the end of the video")
-        return "; ".join(parts + self.clips.describe())
+        return "; ".join(parts + self._remarks + self.clips.describe())
 
     def sample(self, visit: Visit, clip: Clip) -> Sample:
         """The clip with its class and its names."""

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from manifests.errors import UserError
 from manifests.store import read_captions
 from shards.tars import TarBytes
 from train.data.batch import Sample
-from train.data.caption_choice import Sources, choose_sources
+from train.data.caption_choice import Sources, choose_sources, smallest
 from train.data.caption_settings import CaptionSettings
 from train.data.caption_texts import require_different
 from train.data.chunk_set import ChunkSet
@@ -24,7 +25,7 @@ from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, Visit
 from train.data.relevant_captions import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
-from train.data.usable_captions import UsableCaptions, usable_captions
+from train.data.usable_captions import usable_captions
 from train.data.video_clips import VideoClips
 from train.models.text import Tokenize
 
@@ -85,17 +86,19 @@ class VideoCaptions(ClipSamples):
             self._num_not_embedded = int((~has_text & (rank >= 0)).sum())
             rank = np.where(has_text, rank, np.int16(-1))
         self._sources: Sources = names
-        self.usable: UsableCaptions = usable_captions(
+        usable = usable_captions(
             video_row=video_row[of_split],
             begin_s=table["begin_s"].to_numpy()[of_split],
             end_s=table["end_s"].to_numpy()[of_split],
             chunks=chunks.table,
         )
         group = one_by_one if each_caption else group_captions
-        self._captions: ClipCaptions = group(self.usable, rank=rank, sources=names)
+        self._captions: ClipCaptions = group(usable, rank=rank, sources=names)
         clips = VideoClips(chunks, self._captions.spans, shape)
         self._rows = of_split[self._captions.caption].astype(np.int32)
-        self._caption_ids: NDArray[np.int64] = caption_id[self._rows]
+        self._caption_ids: NDArray[Any] = smallest(caption_id[self._rows])
+        # Only this is kept of the rest: at ten million captions the arrays would be as large as all others.
+        self._remarks = usable.remarks()
         self._rank_counts = np.bincount(rank[self._captions.caption], minlength=len(names.names))
         self._texts: pa.ChunkedArray = table["text"]
         super().__init__(clips, split=split, loading=loading)
@@ -125,14 +128,11 @@ class VideoCaptions(ClipSamples):
             parts[0] += f", one at a time for each of {len(self):,} clips"
         if len(self._sources.names) > 1 or self._settings.sources is not None:
             parts.append(self._sources.describe(self._rank_counts))
-        parts += [f"{count:,} {reason.replace('_', ' ')}" for reason, count in self.usable.num_unusable.items()]
         if self._num_left_out:
             parts.append(f"{self._num_left_out:,} of other sources left out")
         if self._num_not_embedded:
             parts.append(f"{self._num_not_embedded:,} without embedding")
-        if self.usable.num_shortened:
-            parts.append(f"{self.usable.num_shortened:,} shortened to the end of the video")
-        return "; ".join(parts + self.clips.describe())
+        return "; ".join(parts + self._remarks + self.clips.describe())
 
     @property
     def fingerprint(self) -> str:
