@@ -138,14 +138,11 @@ class Transformer(nn.Module):
     def forward(self, x_BLD: torch.Tensor, *, causal: bool = False, packing: Packing | None = None) -> torch.Tensor:
         drops = self.training and any(self.drop_path)
         for block, probability in zip(self.resblocks, self.drop_path, strict=True):
-            # Drawn outside of the block: compiled or computed twice, it sees the same. For all blocks or for none: those
-            # called alike share their compiled code.
+            # Drawn outside of the block: compiled or computed twice, it sees the same. For all or for none, as blocks
+            # that are called alike share their compiled code.
             branches_2B11 = drawn_branches(x_BLD, probability) if drops else None
             run = partial(block, causal=causal, packing=packing, branches_2B11=branches_2B11)
-            if self.checkpointing and torch.is_grad_enabled():
-                x_BLD = checkpoint(run, x_BLD, use_reentrant=False)
-            else:
-                x_BLD = run(x_BLD)
+            x_BLD = checkpoint(run, x_BLD, use_reentrant=False) if self.checkpointing else run(x_BLD)
         return x_BLD
 
 
