@@ -23,7 +23,9 @@ class WeightsAndBiases:
         import yaml
 
         path = run.path / "wandb.json"
-        known = json.loads(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
+        known: dict[str, Any] = (
+            json.loads(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
+        )
         lines = read_lines(run.metrics)
         self._last_step = max(known["last_step"], step, lines[-1]["step"] if lines else 0)
         publish_json(path, {"id": known["id"], "last_step": self._last_step})
