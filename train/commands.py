@@ -1,6 +1,7 @@
 """What the commands of `train` do, once their flags are read."""
 
 import json
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -129,7 +130,9 @@ def _train(
     }
     if world.is_first:
         publish_json(run.facts, facts)
-    train(task, samples, settings, run=run, world=world, device=device, progress=progress)
+    with ExitStack() as held:
+        world.first(lambda: held.enter_context(run.held()))
+        train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
         write_page(run)
     progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}")

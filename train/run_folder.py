@@ -11,8 +11,11 @@
 The two .jsonl files grow by whole lines; resuming cuts off the lines that came after the checkpoint.
 """
 
+import fcntl
 import json
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,24 @@ class RunFolder:
     @property
     def page(self) -> Path:
         return self.path / "index.html"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from training in the folder; the system lets go of it however this one ends.
+
+        Raises:
+            UserError: another process has it.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                hint = "wait until it is over, or use another --out"
+                raise UserError(f"another process trains in {self.path}", hint=hint) from error
+            yield
+        finally:
+            os.close(folder)
 
     def evaluation(self, name: str) -> Path:
         """Result file of one evaluation."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.run_folder import keep_lines, read_lines
+from train.run_folder import RunFolder, keep_lines, read_lines
 
 
 @pytest.mark.parametrize("bad", ["garbage", "3", '"text"', "\udcff"])
@@ -29,3 +29,13 @@ def test_a_line_that_a_kill_cut_short_is_passed_over(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"st')
     assert keep_lines(path, lambda value: value["step"] <= 3) == [{"step": 1}]
     assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    with run.held():
+        again = RunFolder(tmp_path)
+        with pytest.raises(UserError, match="another process trains in"), again.held():
+            pass
+    with run.held():
+        pass
