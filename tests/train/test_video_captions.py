@@ -322,30 +322,6 @@ def test_clips_shorter_than_the_window_are_counted(data_dir: Path) -> None:
     assert numbers(samples, 0) == [0, 2, 5, 7]  # 10 frames: a stride of 2.5
 
 
-def test_a_damaged_commit_is_named_before_its_samples_are_missed(tmp_path: Path) -> None:
-    for number, video in enumerate(("a", "b")):
-        write_shard(tmp_path, number, [video_sample(video, 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
-    write_captions(tmp_path, {"a": "train", "b": "train"}, [Caption("a", 0, 1, "first"), Caption("b", 0, 1, "second")])
-    assert len(open_set(tmp_path)) == 2
-    commit = sorted(tmp_path.glob("video/*/commits/*.json"))[1]
-    commit.write_bytes(commit.read_bytes() + b"x")
-    with pytest.raises(UserError, match=commit.name):
-        open_set(tmp_path)
-
-
-@pytest.mark.parametrize("damage", ["gone", "empty", "cut"])
-def test_a_damaged_index_is_named(tmp_path: Path, damage: str) -> None:
-    write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
-    write_captions(tmp_path, {"a": "train"}, [Caption("a", 0, 1, "first"), Caption("a", 0, 2, "second")])
-    [index] = tmp_path.glob("video/*/*.index.arrow")
-    if damage == "gone":
-        index.unlink()
-    else:
-        index.write_bytes(b"" if damage == "empty" else index.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"index\.arrow"):
-        open_set(tmp_path)
-
-
 @pytest.mark.parametrize(("begin_s", "end_s"), [(0.0, 9.3e12), (0.0, 1e300), (0.0, float("inf")), (1e18, 1e19)])
 def test_times_beyond_every_video_do_not_wrap_around(tmp_path: Path, begin_s: float, end_s: float) -> None:
     write_shard(tmp_path, 0, [video_sample("a", 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
