@@ -1,0 +1,77 @@
+"""Segments with captions of several sources, and with the words of captions in place of embeddings."""
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.train.latents.written import Caption, Chunk, Written, write_all
+from train.data.latents.captioned import CaptionedLatents
+from train.data.latents.loader import LatentLoader
+from train.models.text import load_tokenizer
+
+# Ids are places; segments of 5 s. The third segment has captions of one source only.
+CAPTIONS = [
+    Caption("a", 0.0, 4.0, "said", "human"),
+    Caption("a", 6.0, 9.0, "said later", "human"),
+    Caption("a", 0.0, 9.0, "in other words", "rephraser"),
+    Caption("a", 1.0, 2.0, "once more", "rephraser"),
+    Caption("a", 3.0, 4.0, "and again", "rephraser"),
+    Caption("a", 11.0, 12.0, "by a model", "narrator"),
+]
+SEGMENTS = [{0, 2, 3, 4}, {1, 2}, {5}]
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return write_all(tmp_path_factory.mktemp("sources"), [[Chunk("a", 0, 60)]], CAPTIONS)
+
+
+def drawn(loader: LatentLoader, count: int) -> list[tuple[int, int, int]]:
+    return [
+        (int(one.batch["position"][0]), int(one.batch["clip_id"][0]), int(one.batch["caption_id"][0]))
+        for one in islice(loader, count)
+    ]
+
+
+def test_sources_are_drawn_by_weight_and_segments_are_clips(spoken: Written) -> None:
+    loader = LatentLoader(spoken.data_dir, split="train", batch=1, copy=True, sources="rephraser=3,human=1")
+    assert (len(loader), loader.num_clips, loader.num_caption_ids) == (2, 2, 5)
+    found = drawn(loader, 4000)
+    assert all(sorted(clip for _, clip, _ in found[at : at + 2]) == [0, 1] for at in range(0, 4000, 2))
+    counts = Counter((clip, caption) for _, clip, caption in found)
+    wanted = {(0, 0): 500, (0, 2): 500, (0, 3): 500, (0, 4): 500, (1, 1): 500, (1, 2): 1500}
+    assert counts.keys() == wanted.keys()
+    assert all(abs(counts[key] - wanted[key]) < 4 * np.sqrt(wanted[key]) for key in wanted)
+    [first] = [
+        one.batch
+        for one in LatentLoader(spoken.data_dir, split="train", sources="rephraser=3,human=1").evaluation_batches()
+    ]
+    assert first["caption_id"].tolist() == [2, 2]
+    assert "1 captions of other sources left out" in loader.describe()
+
+
+def test_by_default_all_sources_weigh_alike_and_the_first_of_the_alphabet_is_shown(spoken: Written) -> None:
+    loader = LatentLoader(spoken.data_dir, split="train", batch=3, copy=True)
+    [shown] = [one.batch for one in loader.evaluation_batches()]
+    assert shown["clip_id"].tolist() == [0, 1, 2] and shown["caption_id"].tolist() == [0, 1, 5]
+    counts = Counter(
+        (clip, caption)
+        for one in islice(loader, 1000)
+        for clip, caption in zip(one.batch["clip_id"].tolist(), one.batch["caption_id"].tolist(), strict=True)
+    )
+    assert set(counts) == {(clip, caption) for clip, captions in enumerate(SEGMENTS) for caption in captions}
+    assert abs(counts[0, 0] - 500) < 70 and abs(counts[0, 3] - 500 / 3) < 50
+
+
+def test_captions_come_as_words_where_a_tokenizer_is_given(spoken: Written, tmp_path: Path) -> None:
+    for name in ("manifest", "latents", "dataset.json"):
+        (tmp_path / name).symlink_to(spoken.data_dir / name)  # and no column of text
+    samples = CaptionedLatents(tmp_path, split="train", segment="5s", batch=3, seed=0, tokenize=load_tokenizer())
+    assert samples.text_width is None and samples.text(1) == "said later"
+    for one in islice(samples, 5):
+        assert "text" not in one.batch
+        for tokens, caption in zip(one.batch["tokens"], one.batch["caption_id"].tolist(), strict=True):
+            assert tokens.tolist() == load_tokenizer()(CAPTIONS[caption].text).tolist()
