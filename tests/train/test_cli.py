@@ -129,7 +129,7 @@ def test_a_finished_run_resumes_to_nothing_and_refuses_other_settings(
         (["--shards", "{empty}"], "holds no video shards", "prep chunk"),
         (["--shards", "{data}", "--split", "test"], "no videos of split 'test'", "train, val"),
         (["--shards", "{data}", "--batch", "10"], "--batch is 10, and there are 9 samples", "smaller --batch"),
-        (["--shards", "{data}", "--steps", "0"], "--steps is 0", "at least 1"),
+        (["--shards", "{data}", "--steps", "0"], "--steps is 0", "from 1 to"),
         (["--shards", "{data}", "--steps", "many"], "steps", "--help"),
         (["--shards", "{data}", "--stepz", "3"], "--stepz", "--help"),
         (["--shards", "{data}", "--preset", "huge"], "there is no preset 'huge'", "tiny"),
