@@ -1,0 +1,40 @@
+"""`--towers.*` from the command line to the trained weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.cli import main
+from train.run_folder import RunFolder, read_lines
+from train.settings import DualEncoderSettings, load_settings
+
+SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"
+TOWERS = (
+    "--towers.tubelet 2 --towers.temporal random --towers.embedding-width 64 --towers.activation quick_gelu "
+    "--towers.patch-dropout 0.5 --towers.drop-path 0.2 --towers.drop-path-rule constant "
+    "--towers.activation-checkpointing"
+)
+
+
+def train(*arguments: object) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+        patch.setattr("sys.argv", ["train", *map(str, arguments)])
+        main()
+    assert not left.value.code
+
+
+def test_flags_of_the_towers_reach_the_run_and_its_evaluation(data_dir: Path, tmp_path: Path) -> None:
+    flags = [*SMALL.split(), *TOWERS.split(), "--shards", data_dir]
+    train("dual-encoder", *flags, "--towers.no-packed-text", "--out", tmp_path / "padded")
+    train("dual-encoder", *flags, "--out", tmp_path / "packed")
+    towers = load_settings(RunFolder(tmp_path / "padded").settings, DualEncoderSettings).towers
+    assert (towers.tubelet, towers.temporal, towers.embedding_width) == (2, "random", 64)
+    assert (towers.packed_text, towers.activation_checkpointing, towers.drop_path_rule) == (False, True, "constant")
+    losses = {
+        name: torch.tensor([line["loss"] for line in read_lines(RunFolder(tmp_path / name).metrics)])
+        for name in ("padded", "packed")
+    }
+    # What is left out is drawn alike: the two differ by rounding alone.
+    torch.testing.assert_close(losses["packed"], losses["padded"], atol=1e-3, rtol=0)
+    train("eval", "retrieval", tmp_path / "packed", "--shards", data_dir)
