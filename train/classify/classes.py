@@ -69,7 +69,7 @@ def read_classes(data_dir: Path, *, label: str, splits: Collection[str]) -> Clas
             "there is nothing to tell apart",
             hint="use a data set with labels (see train/classify), or another --label",
         )
-    return ClassList(label, tuple(_in_order(there, label=label)))
+    return ClassList(label, tuple(_in_order(there)))
 
 
 def names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
@@ -98,7 +98,7 @@ def numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
     return pc.fill_null(found, -1).to_numpy().astype(np.int64)
 
 
-def _in_order(names: list[str], *, label: str) -> list[str]:
-    if label != ACTION and all(name.removeprefix("-").isdecimal() for name in names):
+def _in_order(names: list[str]) -> list[str]:
+    if all(name.removeprefix("-").isdecimal() for name in names):
         return sorted(names, key=int)
     return sorted(names)
