@@ -119,7 +119,7 @@ def test_latents_train_a_text_tower_too_without_a_column_of_text(
     for name in ("manifest", "latents", "dataset.json"):
         (data_dir / name).symlink_to(columns / name)
     flags = ["trained" if flag == "frozen" else flag for flag in FLAGS]
-    flags = [*flags, *STEPS, "--steps", 60]
+    flags = [*flags, *STEPS, "--steps", "60"]
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *flags) == 0
     found = losses(out)
     assert np.mean(found[-5:]) < 0.6 * np.mean(found[:5])

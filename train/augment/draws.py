@@ -56,9 +56,10 @@ def draw(positions: Positions, settings: Augment, *, seed: int) -> Draw:
 def uniform(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.float64]:
     """`count` numbers in [0, 1) for each of the samples at `positions`, [B, count]: as pure as `draw`."""
     digest = hashlib.blake2b(f"{purpose}/{seed}".encode(), digest_size=8).digest()
-    keys = mix(np.frombuffer(digest, dtype="<u8").astype(np.uint64) + np.arange(count, dtype=np.uint64))
+    key = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    keys = mix(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
     hashes = mix(mix(positions.astype(np.uint64))[:, None] ^ keys[None, :])
-    return (hashes >> np.uint64(64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS
+    return np.asarray((hashes >> np.uint64(64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS, dtype=np.float64)
 
 
 def _uniform(positions: Positions, *, seed: int) -> dict[str, NDArray[np.float64]]:

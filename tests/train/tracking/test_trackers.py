@@ -99,7 +99,7 @@ def sent(path: Path) -> list[Any]:
         data += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
-            record = wandb_internal_pb2.Record()
+            record = vars(wandb_internal_pb2)["Record"]()  # made when imported, unknown to type checkers
             record.ParseFromString(data)
             found.append(record)
             data = b""
