@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_named(
 
 
 def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["dual-encoder"], ["eval", "retrieval"]):
+    for command in (["dual-encoder"], ["classify"], ["eval", "retrieval"], ["eval", "classification"]):
         assert train(*command, "--help") == 0
         printed = capsys.readouterr().out
         assert f"train {' '.join(command)} " in printed and "Example" in printed

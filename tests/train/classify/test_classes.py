@@ -44,9 +44,10 @@ def test_the_order_of_actions_is_that_of_the_definition() -> None:
     rng = np.random.default_rng(0)
     pairs = {f"{verb}:{noun}" for verb, noun in zip(rng.integers(0, 97, 4000), rng.integers(0, 300, 4000), strict=True)}
     classes = ClassList("action", tuple(sorted(pairs)))
+    parts = classes.parts
     for number, name in enumerate(classes.names):
         verb, noun = name.split(":")
-        assert (classes.parts["verb"][number], classes.parts["noun"][number]) == (int(verb), int(noun))
+        assert (parts["verb"][number], parts["noun"][number]) == (int(verb), int(noun))
 
 
 def test_other_labels_are_sorted_as_numbers_where_all_are_numbers(data_dir: Path) -> None:
