@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
 from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
-from train.augment.draws import uniform
 from train.checkpoint import latest_checkpoint, read_weights
+from train.data.chance import uniform
 from train.run_folder import RunFolder, read_lines
 from train.tasks.dual_encoder import spread
 

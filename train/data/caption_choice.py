@@ -4,7 +4,6 @@ What is drawn is a pure function of (seed, position), like everything about a vi
 row, source after source: an entry in the arrays is called a place, and the places of one source of a clip a run.
 """
 
-import hashlib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from train.data.caption_settings import parse_weights
-from train.data.order import mix
+from train.data.chance import below, uniform
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,12 @@ class CaptionChoice:
         runs = clips
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
-            share = uniform(position, seed=seed, what="source")
+            share = uniform(position, 1, seed=seed, purpose="source")[:, 0]
             wanted = self.before[low] + share * (self.before[high] - self.before[low])
             # Rounding may lead a little out of the clip.
             runs = np.clip(np.searchsorted(self.before, wanted, side="right") - 1, low, high - 1)
         begin, end = self.first_place[runs].astype(np.int64), self.first_place[runs + 1].astype(np.int64)
-        return begin + below(end - begin, position, seed=seed, what="caption")
+        return begin + below(end - begin, position, seed=seed, purpose="caption")
 
 
 def caption_choice(
@@ -108,22 +107,6 @@ def caption_choice(
         return CaptionChoice(first_place, None, None)
     first_run = np.searchsorted(clip[begins], np.arange(num_clips + 1))
     return CaptionChoice(first_place, smallest(first_run), np.r_[0.0, np.cumsum(weights[rank[begins]])])
-
-
-def uniform(position: NDArray[np.int64], *, seed: int, what: str) -> NDArray[np.float64]:
-    """A number in [0, 1) for each position: a pure function of (seed, what, position)."""
-    return (_hashes(position, seed=seed, what=what) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def below(counts: NDArray[np.int64], position: NDArray[np.int64], *, seed: int, what: str) -> NDArray[np.int64]:
-    """A whole number from 0 to below each of `counts`: a pure function of (seed, what, position)."""
-    hashes = _hashes(position, seed=seed, what=what)
-    return ((hashes >> np.uint64(32)) * counts.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
-
-
-def _hashes(position: NDArray[np.int64], *, seed: int, what: str) -> NDArray[np.uint64]:
-    digest = hashlib.blake2b(f"{what}/{seed}".encode(), digest_size=8).digest()
-    return mix(position.astype(np.uint64) + np.frombuffer(digest, "<u8"))
 
 
 def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:

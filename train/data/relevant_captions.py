@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from train.data.caption_choice import below
+from train.data.chance import below
 from train.evaluation.relevancy import Actions, Relevancy, relevancy_of_classes
 
 LABELS = ("label_verb", "label_nouns")
@@ -55,7 +55,7 @@ class RelevantCaptions:
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
         """One of them for a visit, and its relevancy: a pure function of (clip, position, seed)."""
         places, values = self.relevant(clip)
-        number = int(below(np.array([len(places)]), np.array([position]), seed=seed, what="relevant caption")[0])
+        number = int(below(np.array([len(places)]), np.array([position]), seed=seed, purpose="relevant caption")[0])
         return int(places[number]), float(values[number])
 
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manifests.errors import UserError
-from train.augment.draws import draw, uniform
+from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.caption_settings import CaptionSettings
+from train.data.chance import uniform
 from train.data.clips import Sampling
 from train.data.decoding.clip import ClipShape, Views
 from train.data.latents.captioned import CaptionedLatents
