@@ -1,0 +1,34 @@
+"""Losses of whole runs, from packets to weights, as they were when they were checked.
+
+A change that means to move them stores what the failing test shows, and says why in its commit.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from train.cli import main
+from train.run_folder import RunFolder, read_lines
+
+GOLDEN = Path(__file__).with_name("golden_runs.json")
+SMALL = "--model tiny --num-frames 2 --size-px 32 --warmup-steps 2 --lr 1e-3 --steps 6 --workers 1 --device cpu"
+RUNS = {
+    "infonce": f"dual-encoder {SMALL} --batch 4 --towers.temporal random --augment.flip 0.5 --augment.hue 0.1",
+    "fastclip-v3": f"dual-encoder {SMALL} --batch 4 --microbatch 2 --loss.kind fastclip-v3 --optimizer.name lion",
+    "siglip": f"dual-encoder {SMALL} --batch 4 --loss.kind siglip --towers.patch-dropout 0.5 --optimizer.ema 0.9",
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_its_golden_losses(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    words = [*RUNS[name].split(), "--shards", str(data_dir), "--out", str(tmp_path / "run")]
+    monkeypatch.setattr("sys.argv", ["train", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    losses = [line["loss"] for line in read_lines(RunFolder(tmp_path / "run").metrics)]
+    # Other processors add numbers up in another order.
+    assert losses == pytest.approx(json.loads(GOLDEN.read_bytes())[name], rel=1e-3)
