@@ -19,7 +19,8 @@ _UNLOCKED_PREFIX = ".clipmill-"  # of a folder that is not locked yet, for the m
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Yields a new folder and removes it at the end; first removes those that killed workers of this user left here."""
-    root = Path(tempfile.gettempdir())
+    # Asked for another place when this one is full, gettempdir() would give it without a word.
+    root = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     _remove_abandoned(root)
     unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=root))
     lock = os.open(unlocked, os.O_RDONLY)

@@ -24,11 +24,11 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     )
     assert outcome.timed_out and outcome.return_code < 0
     assert len(polls) > 1
-    assert not [
-        path
-        for path in Path("/proc").glob("[0-9]*/cwd")
-        if path.parent.joinpath("cmdline").exists() and _is_in(path, tmp_path)
-    ]
+    # Killed, a process takes a moment to go on a busy machine; those that were not killed stay.
+    until = time.monotonic() + 10
+    while any(_is_in(path, tmp_path) for path in Path("/proc").glob("[0-9]*/cwd")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def _is_in(link: Path, folder: Path) -> bool:

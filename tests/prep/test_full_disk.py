@@ -75,7 +75,7 @@ def test_full_scratch_space_is_named_and_loses_nothing(
 ) -> None:
     data = tmp_path / "data"
     manifest(data, videos)
-    (disk / "ballast").write_bytes(bytes(DISK_BYTES - 12_288))
+    (disk / "ballast").write_bytes(bytes(DISK_BYTES - 4096))
     summary = chunk(data, *SETTINGS, status=1, TMPDIR=str(disk))
     assert summary["failures"] == {"disk_full": 2} and summary["num_chunks"] == 0, summary
     assert [path.name for path in disk.iterdir()] == ["ballast"]
