@@ -47,7 +47,7 @@ lint: setup
 	$(BIN)/python -m mypy
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_FLAGS)
 
 ifdef VIDEOS
 demo: setup

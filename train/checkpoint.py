@@ -37,12 +37,14 @@ class Facts:
     Attributes:
         loader: where each rank's batches end.
         precision: of train.precision.Precision.
+        settings: that decide the weights, by the names of their flags.
         numbers: of the evaluation at this step; {} where there was none.
     """
 
     task: str
     step: int
     loader: list[LoaderState]
+    settings: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, float] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
 

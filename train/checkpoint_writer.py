@@ -144,4 +144,7 @@ def _remove(path: Path) -> None:
 
 
 def _described(error: BaseException) -> str:
+    # DCP wraps what went wrong on each rank, with its traceback as text.
+    for cause, _ in getattr(error, "failures", {}).values():
+        return _described(cause)
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -11,7 +11,8 @@ from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
 from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
-from train.settings import DualEncoderSettings, add_files
+from train.settings import DualEncoderSettings
+from train.settings_files import add_files
 
 app = App(
     name="train",

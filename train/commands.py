@@ -1,6 +1,5 @@
 """What the commands of `train` do, once their flags are read."""
 
-import json
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
@@ -148,7 +147,7 @@ def _weights_facts(start: Loaded | None, old_run: RunFolder | None) -> dict[str,
     """What the run began with: also of one that is resumed, which does not read it again."""
     if start is not None:
         return {"weights": start.as_json()}
-    old = json.loads(old_run.facts.read_bytes()) if old_run is not None and old_run.facts.is_file() else {}
+    old = {} if old_run is None else old_run.read_facts()
     return {"weights": old["weights"]} if "weights" in old else {}
 
 

@@ -59,7 +59,7 @@ def train(
     check_batch(settings, samples)
     state = new_state(task, samples, settings, world=world, device=device)
     if (path := world.first(lambda: latest_checkpoint(run.checkpoints))) is not None:
-        state.restore(path, samples, task=task, world=world)
+        state.restore(path, samples, settings, task=task, world=world)
     failures = FailureLog(run, world=world, max_failures=settings.max_failures, place=state.place)
     trackers = Trackers([])
     if world.is_first:
@@ -159,7 +159,7 @@ def _take(
 def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: World) -> dict[str, float]:
     """The numbers of the evaluation that this step has, if it has one."""
     every, best = settings.evaluate.every, settings.best
-    if not every or state.step % every:
+    if not every or (state.step % every and state.step < settings.steps):
         return {}
     with state.evaluated() as model, state.precision.autocast():
         found = task.evaluate(model, world)

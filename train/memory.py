@@ -1,4 +1,4 @@
-"""Out of GPU memory: which batch would fit."""
+"""Out of memory: which batch would fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +18,18 @@ def explained(settings: TrainingSettings, world: World, *, device: torch.device)
     """Within a step: says which batch would probably fit where the GPU's memory does not suffice.
 
     Raises:
-        UserError: in place of torch.OutOfMemoryError.
+        UserError: in place of torch.OutOfMemoryError, and of what a CPU's allocator raises.
     """
     if device.type != "cuda":
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" not in str(error):
+                raise
+            raise UserError(
+                f"out of memory: a step of {settings.batch} samples does not fit",
+                hint="use a smaller --microbatch or --batch, or smaller clips",
+            ) from error
         return
     before_bytes = torch.cuda.memory_allocated(device)
     try:

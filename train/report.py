@@ -1,6 +1,5 @@
 """The results page of a run (index.html): one file, nothing to load."""
 
-import json
 import re
 import shlex
 from dataclasses import asdict
@@ -8,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from manifests.publish import publish_bytes
+from train.classify.settings import ClassifySettings
 from train.curves import evaluation_curves, training_curves
 from train.evaluation.tables import percent, table_of
-from train.run_folder import RunFolder, read_lines
-from train.settings import DualEncoderSettings
+from train.run_folder import RunFolder, read_lines, read_object
+from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_values
 
 _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _NUM_LAST = 20
 _ORDER = ("retrieval", "mir", "zero-shot", "classification")
 # What a run is about; the rest of its settings is folded up.
+_KINDS: dict[str, type[TrainingSettings]] = {"dual-encoder": DualEncoderSettings, "classify": ClassifySettings}
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 
 
@@ -28,9 +29,9 @@ def write_page(run: RunFolder) -> None:
     from markupsafe import Markup
 
     lines = read_lines(run.metrics)
-    facts: dict[str, Any] = json.loads(run.facts.read_bytes()) if run.facts.exists() else {}
+    facts = run.read_facts()
     settings = flat(yaml.safe_load(run.settings.read_bytes()))
-    results = [json.loads(path.read_bytes()) for path in sorted(run.evaluation("any").parent.glob("*.json"))]
+    results = [read_object(path) for path in sorted(run.evaluation("any").parent.glob("*.json"))]
     results.sort(key=lambda result: _ORDER.index(result["evaluation"]))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"percent": percent, "markup": Markup}
@@ -38,7 +39,7 @@ def write_page(run: RunFolder) -> None:
         name=run.path.resolve().name,
         command=_command(run, str(facts.get("task", "dual-encoder"))),
         facts=facts,
-        chosen=_chosen(settings),
+        chosen=_chosen(settings, task=facts.get("task", "")),
         settings=settings,
         summary=_summary(lines),
         curves=training_curves(lines),
@@ -50,20 +51,9 @@ def write_page(run: RunFolder) -> None:
     publish_bytes(run.page, page.encode())
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings with those of groups named as their flags are: `augment.flip`."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
-
-
-def _chosen(settings: dict[str, Any]) -> dict[str, Any]:
+def _chosen(settings: dict[str, Any], *, task: str) -> dict[str, Any]:
     """The settings that differ from their defaults, and those that every run is asked about."""
-    defaults = flat(asdict(DualEncoderSettings()))
+    defaults = flat(plain_values(asdict(_KINDS.get(task, TrainingSettings)())))
     return {
         name: value
         for name, value in settings.items()

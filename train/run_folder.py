@@ -22,7 +22,8 @@ from typing import Any
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
-from train.settings import TrainingSettings, differences, load_settings, save_settings
+from train.settings import TrainingSettings, require_same, shaping
+from train.settings_files import load_settings, save_settings
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,20 @@ class RunFolder:
         finally:
             os.close(folder)
 
+    def read_facts(self) -> dict[str, Any]:
+        """What run.json says; nothing where it is not there yet.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        return read_object(self.facts) if self.facts.exists() else {}
+
+    def require_task(self, task: str) -> None:
+        """Raises a UserError where the run is one of another task."""
+        found = self.read_facts().get("task", task)
+        if found != task:
+            raise UserError(f"{self.path} is a run of train {found}, not of train {task}", hint="name another run")
+
     def evaluation(self, name: str) -> Path:
         """Result file of one evaluation."""
         return self.path / "evaluations" / f"{name}.json"
@@ -110,12 +125,7 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
     """
     run = open_run(settings.out)
     old = load_settings(run.settings, type(settings))
-    if changed := differences(old, settings):
-        name = changed[0]
-        raise UserError(
-            f"--{name.replace('_', '-')} is {getattr(settings, name)}, the run in {run.path} has {getattr(old, name)}",
-            hint="leave it out to go on with the run, or begin a new one with another --out",
-        )
+    require_same(shaping(old), shaping(settings), where=f"the run in {run.path}")
     return run
 
 
@@ -129,6 +139,21 @@ def open_run(path: Path) -> RunFolder:
     if not run.settings.is_file():
         raise UserError(f"there is no run in {path}", hint="name the folder that train dual-encoder --out made")
     return run
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object of a .json file of a run.
+
+    Raises:
+        UserError: it cannot be read, or holds none.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}", hint="remove it, or put back what the run wrote") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no object", hint="remove it, or put back what the run wrote")
+    return value
 
 
 def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:

@@ -1,22 +1,16 @@
-"""Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files.
+"""Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
-Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
-`--preset`, the default; with `--resume` the run's own settings stand in for files and preset. A run saves what
-took effect as RUN/settings.yaml, which loads back to an equal object.
-"""
-
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from manifests.publish import publish_bytes
 from train.augment.settings import Augment
 from train.data.caption_settings import CaptionSettings
 from train.distributed.settings import ParallelSettings
-from train.evaluation.settings import DualEncoderEvaluation, EvaluationSettings
+from train.evaluation.settings import NUMBERS, DualEncoderEvaluation, EvaluationSettings
 from train.losses.settings import Loss
 from train.models.settings import ModelName, Towers, check_frames, check_picture
 from train.optim.settings import OptimizerSettings
@@ -24,10 +18,7 @@ from train.tracking.settings import TrackSettings
 from train.weights.settings import Init
 
 if TYPE_CHECKING:
-    from cyclopts import App
-    from cyclopts.argument import ArgumentCollection
-
-PRESETS_FOLDER = Path(__file__).parent / "presets"
+    pass
 
 _WHERE = Parameter(group="Where")
 _CLIPS = Parameter(group="Clips")
@@ -214,6 +205,11 @@ class DualEncoderSettings(ClipSettings):
                 hint="leave it out, or use --input pixels",
             )
         _require("batch", self.batch, self.batch >= 2, "at least 2: a caption needs others to be told from")
+        numbers = [f"{self.evaluate.split}/{name}" for name in NUMBERS[self.evaluate.protocol]]
+        if self.best is not None and self.best not in numbers:
+            raise UserError(
+                f"--best {self.best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}"
+            )
         if self.input == "pixels":
             check_picture(self.model, size_px=self.size_px)
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
@@ -234,8 +230,6 @@ def _require(name: str, value: float, holds: bool, rule: str) -> None:
         raise UserError(f"--{name.replace('_', '-')} is {value}", hint=f"it must be {rule}")
 
 
-Settings = TypeVar("Settings", bound=TrainingSettings)
-
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
 FREE_ON_RESUME = frozenset(
     {
@@ -245,103 +239,38 @@ FREE_ON_RESUME = frozenset(
 )
 
 
-def settings_yaml(settings: TrainingSettings) -> str:
-    """The settings as YAML, one key a field."""
-    import yaml
-
-    return yaml.safe_dump(_plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)
-
-
-def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
+def plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as a dict, with paths as strings."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-    return {name: _plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
+    return {name: plain_values(value) if isinstance(value, dict) else value for name, value in plain.items()}
 
 
-def save_settings(settings: TrainingSettings, path: Path) -> None:
-    """Publishes the settings as a YAML file."""
-    publish_bytes(path, settings_yaml(settings).encode())
+def shaping(settings: TrainingSettings) -> dict[str, Any]:
+    """The settings that decide the weights, as plain values by the names of their flags (`optimizer.name`)."""
+    values = plain_values(asdict(settings))
+    return flat({name: value for name, value in values.items() if name not in FREE_ON_RESUME})
 
 
-def load_settings(path: Path, kind: type[Settings]) -> Settings:
-    """Reads a YAML file of settings through the parser that reads the command line.
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested plain values by the names of their flags."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return found
 
-    Raises:
-        UserError: the file cannot be read, or has a key or value that `kind` does not know.
+
+def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str) -> None:
+    """Raises a UserError where a setting that decides the weights is another one (both as of `shaping`).
+
+    Args:
+        where: whose the old ones are.
     """
-    from cyclopts import App, CycloptsError
-
-    app = App(exit_on_error=False, print_error=False, result_action="return_value")
-
-    default = kind()
-
-    @app.default
-    def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
-        return settings
-
-    app.config = [yaml_source(path)]
-    try:
-        return app([])
-    except CycloptsError as error:
-        raise UserError(str(error).splitlines()[0], hint=f"mend {path}, or remove it") from error
-
-
-def yaml_source(path: Path) -> Any:
-    """A source of settings for cyclopts.
-
-    Raises:
-        UserError: there is no such file, or it is not a YAML mapping.
-    """
-    import yaml
-    from cyclopts.config import Dict
-
-    try:
-        values = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no settings", hint="one `key: value` a line, keys spelled as the flags")
-    # Keys may be spelled as the field or as the flag.
-    spelled = {str(key).replace("-", "_"): value for key, value in values.items()}
-    return Dict(spelled, source=str(path), use_commands_as_keys=False)
-
-
-def preset_path(name: str) -> Path:
-    """File of the preset `name`.
-
-    Raises:
-        UserError: there is no such preset; the hint lists those there are.
-    """
-    known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
-    if name not in known:
-        raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
-    return PRESETS_FOLDER / f"{name}.yaml"
-
-
-def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
-    """Fills in what no flag has set; cyclopts calls it for each command.
-
-    The values come from the `--config` files and the `--preset`, or, with `--resume`, from the run itself.
-    """
-    given = {argument.name: [token.value for token in argument.tokens] for argument in arguments}
-    if given.get("--resume"):
-        for name in ("--config", "--preset"):
-            if given.get(name):
-                raise UserError(f"{name} does not go with --resume", hint="the run's own settings count; leave it out")
-        out = given["--out"][0] if given["--out"] else str(DualEncoderSettings.out)
-        saved = Path(out) / "settings.yaml"
-        # Where it is missing, opening the run says so.
-        sources = [saved] if saved.is_file() else []
-    else:
-        # A source fills only what is still empty: the strongest comes first.
-        sources = [Path(file) for file in reversed(given.get("--config", []))]
-        sources += [preset_path(name) for name in given.get("--preset", [])]
-    for source in sources:
-        yaml_source(source)(app, commands, arguments)
-
-
-def differences(old: TrainingSettings, new: TrainingSettings) -> list[str]:
-    """Names of the fields that differ and must not, for a run that is resumed."""
-    names = [field.name for field in fields(old) if field.name not in FREE_ON_RESUME]
-    return [name for name in names if getattr(old, name) != getattr(new, name)]
+    for name in old.keys() & new.keys():
+        if old[name] != new[name]:
+            raise UserError(
+                f"--{name.replace('_', '-')} is {new[name]}, {where} has {old[name]}",
+                hint="leave it out to go on with the run, or begin a new one with another --out",
+            )

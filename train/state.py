@@ -22,7 +22,7 @@ from train.optim.ema import Ema
 from train.optim.groups import plain_name
 from train.optim.optimizer import make_optimizer
 from train.precision import Precision, open_precision
-from train.settings import TrainingSettings
+from train.settings import TrainingSettings, require_same, shaping
 from train.tasks import Task
 
 
@@ -78,19 +78,23 @@ class State:
             task=task.name,
             step=self.step,
             loader=world.gather_objects(own),
+            settings=shaping(settings),
             precision=self.precision.state_dict(),
             numbers=numbers,
         )
 
-    def restore(self, path: Path, samples: TrainingSet, *, task: Task, world: World) -> Facts:
+    def restore(
+        self, path: Path, samples: TrainingSet, settings: TrainingSettings, *, task: Task, world: World
+    ) -> Facts:
         """Takes over a checkpoint, whatever number of ranks wrote it; all ranks call it.
 
         Raises:
-            UserError: it cannot be read, or is of another task, model, or set of samples.
+            UserError: it cannot be read, or is of another task, model, or set of samples, or of other settings.
         """
         facts = read_facts(path, world=world)
         if facts.task != task.name:
             raise UserError(f"{path} is of a run of {facts.task}", hint="begin a new run with another --out")
+        require_same(facts.settings, shaping(settings), where=str(path))
         samples.load_state_dict(*facts.loader)
         table = read_table(path)
         wanted = {name: one for name, one in self.tensors().items() if not name.startswith("optimizer.")}

@@ -10,7 +10,8 @@ import pytest
 
 from train.cli import main
 from train.run_folder import RunFolder, read_lines
-from train.settings import DualEncoderSettings, load_settings
+from train.settings import DualEncoderSettings
+from train.settings_files import load_settings
 
 Train = Callable[..., int]
 

@@ -98,6 +98,14 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
+def test_settings_that_were_edited_by_hand_are_no_settings_of_the_checkpoint(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run")
+    run = create_run(chosen)
+    train_plane(run, chosen)
+    with pytest.raises(UserError, match=r"--lr is 0\.5, .*step_.* has"):
+        train_plane(run, replace(chosen, lr=0.5, steps=chosen.steps))
+
+
 def test_the_seed_decides_the_run(tmp_path: Path) -> None:
     runs = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

@@ -7,7 +7,8 @@ from train.chart import Line, line_chart, smoothed, thinned, ticks
 from train.curves import evaluation_curves
 from train.report import write_page
 from train.run_folder import RunFolder, append_lines
-from train.settings import DualEncoderSettings, save_settings
+from train.settings import DualEncoderSettings
+from train.settings_files import save_settings
 
 HOSTILE = "<script>alert('x')</script>"
 

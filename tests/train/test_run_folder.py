@@ -39,3 +39,20 @@ def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path: Path) -> None
             pass
     with run.held():
         pass
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
+def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
+    run = RunFolder(tmp_path)
+    assert run.read_facts() == {}
+    run.facts.write_text(content)
+    with pytest.raises(UserError, match=r"run\.json"):
+        run.read_facts()
+
+
+def test_a_run_of_another_task_is_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.facts.write_text('{"task": "classify"}')
+    run.require_task("classify")
+    with pytest.raises(UserError, match="is a run of train classify, not of train dual-encoder"):
+        run.require_task("dual-encoder")

@@ -8,15 +8,8 @@ import train.commands
 from manifests.errors import UserError
 from train.classify.settings import ClassifySettings
 from train.cli import main
-from train.settings import (
-    FREE_ON_RESUME,
-    PRESETS_FOLDER,
-    DualEncoderSettings,
-    differences,
-    load_settings,
-    preset_path,
-    save_settings,
-)
+from train.settings import FREE_ON_RESUME, DualEncoderSettings, require_same, shaping
+from train.settings_files import PRESETS_FOLDER, load_settings, preset_path, save_settings
 
 
 def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
@@ -88,7 +81,14 @@ def test_what_shapes_the_weights_may_not_change_on_resume() -> None:
     assert {field.name for field in fields(DualEncoderSettings)} >= FREE_ON_RESUME
     old = DualEncoderSettings()
     changes: dict[str, Any] = {"workers": 9, "out": Path("elsewhere"), "lr": 0.5, "steps": 3}
-    assert differences(old, replace(old, **changes)) == ["steps", "lr"]
+    shaped = shaping(replace(old, **changes))
+    assert {name for name, value in shaping(old).items() if shaped[name] != value} == {"steps", "lr"}
+    for name in ("steps", "lr"):
+        with pytest.raises(UserError, match=f"--{name} is .*, there has {getattr(old, name)}"):
+            require_same(shaping(old), shaping(replace(old, **{name: changes[name]})), where="there")
+    nested = replace(old, optimizer=replace(old.optimizer, name="lion"))
+    with pytest.raises(UserError, match=r"--optimizer\.name is lion, there has adamw"):
+        require_same(shaping(old), shaping(nested), where="there")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What `train eval classification` does, once its flags are read."""
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from train.models.attention import open_attention
 from train.precision import open_precision
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
-from train.settings import load_settings
+from train.settings_files import load_settings
 from train.tasks.classify import ClassifyTask
 
 _PROTOCOL = "probabilities are means over views; those of verbs and nouns are sums over their actions"
@@ -31,6 +30,7 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
         FailedWork: nothing could be decoded.
     """
     run = open_run(run_path)
+    run.require_task(ClassifyTask.name)
     classes = read_run_classes(run)
     settings = load_settings(run.settings, ClassifySettings)
     if shards is not None:
@@ -88,9 +88,9 @@ def read_run_classes(run: RunFolder) -> ClassList:
         UserError: it is no run of `train classify`.
     """
     try:
-        facts = json.loads(run.facts.read_bytes())
+        facts = run.read_facts()
         return ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UserError(
             f"{run.facts} names no classes: {run.path} is no run of train classify",
             hint="other runs are scored by other commands: train eval --help",

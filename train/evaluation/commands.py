@@ -17,8 +17,11 @@ from train.models.attention import open_attention
 from train.precision import open_precision
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
-from train.settings import DualEncoderSettings, load_settings
+from train.settings import DualEncoderSettings
+from train.settings_files import load_settings
 from train.tasks.dual_encoder import DualEncoderTask
+
+_MAX_CLIPS = 100
 
 
 def evaluate_run(
@@ -37,11 +40,12 @@ def evaluate_run(
         FailedWork: nothing could be decoded.
     """
     run = open_run(run_path)
+    run.require_task(DualEncoderTask.name)
     settings = load_settings(run.settings, DualEncoderSettings)
     if shards is not None:
         settings = replace(settings, shards=shards)
-    if num_clips < 1 or (num_clips > 1 and settings.input == "latents"):
-        raise UserError(f"--clips is {num_clips}", hint="use 1 or more; latents are looked at once")
+    if not 1 <= num_clips <= _MAX_CLIPS or (num_clips > 1 and settings.input == "latents"):
+        raise UserError(f"--clips is {num_clips}", hint=f"use 1 to {_MAX_CLIPS}; latents are looked at once")
     device = choose_device(settings.device)
     scorer = open_scorer(wanted, settings)
     path = latest_checkpoint(run.checkpoints)

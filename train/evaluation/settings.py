@@ -6,13 +6,28 @@ from typing import Literal
 
 from manifests.errors import UserError
 
+# The numbers that a protocol logs while a model is trained.
+NUMBERS: dict[str, tuple[str, ...]] = {
+    "retrieval": tuple(
+        f"{direction}_{name}"
+        for direction in ("text_to_video", "video_to_text")
+        for name in ("r1", "r5", "r10", "median_rank")
+    ),
+    "mir": tuple(
+        f"{direction}_{name}"
+        for direction in ("average", "video_to_text", "text_to_video")
+        for name in ("mean_ap", "ndcg")
+    ),
+    "zero-shot": ("top1", "top5", "mean_class_accuracy"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
     """On what, and how often, a model is evaluated while it is trained."""
 
     every: int = 0
-    """Steps from one evaluation to the next; 0 for none."""
+    """Steps from one evaluation to the next; the last step has one too; 0 for none."""
     split: str = "val"
     """Split to evaluate on."""
     max_samples: int = 5000

@@ -12,6 +12,7 @@ Activation = Literal["gelu", "quick_gelu"]
 PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b16": 16, "l14": 14, "l14-336": 14}
 # A name that stands for one size of pictures.
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
+_WIDEST = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class Towers:
     def __post_init__(self) -> None:
         if self.tubelet < 1:
             raise UserError(f"--towers.tubelet is {self.tubelet}", hint="it must be at least 1")
-        if self.embedding_width is not None and self.embedding_width < 1:
-            raise UserError(f"--towers.embedding-width is {self.embedding_width}", hint="it must be at least 1")
+        if self.embedding_width is not None and not 1 <= self.embedding_width <= _WIDEST:
+            raise UserError(f"--towers.embedding-width is {self.embedding_width}", hint=f"use 1 to {_WIDEST:,}")
         if self.video_norm_eps is not None and not 0 < self.video_norm_eps < 1:
             raise UserError(
                 f"--towers.video-norm-eps is {self.video_norm_eps}", hint="it must be more than 0 and less than 1"

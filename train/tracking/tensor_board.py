@@ -3,7 +3,8 @@
 from typing import Any
 
 from train.run_folder import RunFolder
-from train.settings import TrainingSettings, settings_yaml
+from train.settings import TrainingSettings
+from train.settings_files import settings_yaml
 from train.tracking.trackers import tagged
 
 

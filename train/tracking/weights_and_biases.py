@@ -7,7 +7,8 @@ from typing import Any
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from train.run_folder import RunFolder, read_lines
-from train.settings import TrainingSettings, settings_yaml
+from train.settings import TrainingSettings
+from train.settings_files import settings_yaml
 from train.tracking.trackers import tagged
 
 

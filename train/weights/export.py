@@ -18,7 +18,9 @@ from manifests.publish import TEMPORARY_PREFIX, sync
 from train.checkpoint import latest_checkpoint, read_weights
 from train.models.dual_encoder import DualEncoderSize, size_of
 from train.run_folder import open_run
-from train.settings import DualEncoderSettings, load_settings
+from train.settings import DualEncoderSettings
+from train.settings_files import load_settings
+from train.tasks.dual_encoder import DualEncoderTask
 from train.weights.converted import LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from train.weights.extras import EXTRAS_FILE, save_extras, save_tensors
 from train.weights.hf_format import to_hf
@@ -92,6 +94,7 @@ def export_run(
         UserError: there is no checkpoint, `out` is there already, or the format cannot hold such a model.
     """
     run = open_run(run_path)
+    run.require_task(DualEncoderTask.name)
     settings = load_settings(run.settings, DualEncoderSettings)
     path = checkpoint or latest_checkpoint(run.checkpoints)
     if path is None:

@@ -77,7 +77,7 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
             f"{path} is refused: {_refused_thing(error)}",
             hint="where you trust it, save its state dict alone: torch.save(model.state_dict(), FILE)",
         ) from error
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:
         raise UserError(
             f"the weights {path} are damaged or cut short: {_first_line(error)}", hint=_DOWNLOAD_AGAIN
         ) from error

@@ -176,4 +176,4 @@ def test_a_run_of_another_task_has_no_classes(
     assert train("dual-encoder", "--shards", moving, *TINY, *few, "--out", out) == 0
     capsys.readouterr()
     assert train("eval", "classification", out) == 2
-    assert "is no run of train classify" in error_of(capsys)
+    assert "is a run of train dual-encoder, not of train classify" in error_of(capsys)

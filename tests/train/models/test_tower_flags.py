@@ -7,7 +7,8 @@ import torch
 
 from train.cli import main
 from train.run_folder import RunFolder, read_lines
-from train.settings import DualEncoderSettings, load_settings
+from train.settings import DualEncoderSettings
+from train.settings_files import load_settings
 
 SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"
 TOWERS = (

@@ -19,7 +19,8 @@ from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.settings import Towers
 from train.models.text import load_tokenizer
-from train.settings import DualEncoderSettings, load_settings
+from train.settings import DualEncoderSettings
+from train.settings_files import load_settings
 from train.weights.export import export_run, image_towers
 from train.weights.settings import Init
 from train.weights.sources import open_weights

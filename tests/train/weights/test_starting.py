@@ -19,7 +19,8 @@ from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.settings import Towers
 from train.run_folder import RunFolder, read_lines
-from train.settings import DualEncoderSettings, load_settings
+from train.settings import DualEncoderSettings
+from train.settings_files import load_settings
 from train.weights.avion_format import MISTYPED_MEAN
 from train.weights.converted import LOGIT_SCALE
 from train.weights.effective import effective_settings

@@ -1,0 +1,115 @@
+"""Settings in files: YAML of a run, of `--config` and of the presets.
+
+Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
+`--preset`, the default; with `--resume` the run's own settings stand in for files and preset. A run saves what
+took effect as RUN/settings.yaml, which loads back to an equal object.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from manifests.errors import UserError
+from manifests.publish import publish_bytes
+from train.settings import DualEncoderSettings, TrainingSettings, plain_values
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+
+PRESETS_FOLDER = Path(__file__).parent / "presets"
+Settings = TypeVar("Settings", bound=TrainingSettings)
+
+
+def settings_yaml(settings: TrainingSettings) -> str:
+    """The settings as YAML, one key a field."""
+    import yaml
+
+    return yaml.safe_dump(plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)
+
+
+def save_settings(settings: TrainingSettings, path: Path) -> None:
+    """Publishes the settings as a YAML file."""
+    publish_bytes(path, settings_yaml(settings).encode())
+
+
+def load_settings(path: Path, kind: type[Settings]) -> Settings:
+    """Reads a YAML file of settings through the parser that reads the command line.
+
+    Raises:
+        UserError: the file cannot be read, or has a key or value that `kind` does not know.
+    """
+    from cyclopts import App, CycloptsError
+
+    app = App(exit_on_error=False, print_error=False, result_action="return_value")
+
+    default = kind()
+
+    @app.default
+    def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
+        return settings
+
+    app.config = [yaml_source(path)]
+    try:
+        return app([])
+    except CycloptsError as error:
+        raise UserError(str(error).splitlines()[0], hint=f"mend {path}, or remove it") from error
+
+
+def yaml_source(path: Path) -> Any:
+    """A source of settings for cyclopts.
+
+    Raises:
+        UserError: there is no such file, or it is not a YAML mapping.
+    """
+    import yaml
+    from cyclopts.config import Dict
+
+    try:
+        values = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no settings", hint="one `key: value` a line, keys spelled as the flags")
+    # Keys may be spelled as the field or as the flag.
+    spelled = {str(key).replace("-", "_"): value for key, value in values.items()}
+    return Dict(spelled, source=str(path), use_commands_as_keys=False)
+
+
+def preset_path(name: str) -> Path:
+    """File of the preset `name`.
+
+    Raises:
+        UserError: there is no such preset; the hint lists those there are.
+    """
+    known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
+    return PRESETS_FOLDER / f"{name}.yaml"
+
+
+def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Fills in what no flag has set; cyclopts calls it for each command.
+
+    The values come from the `--config` files and the `--preset`, or, with `--resume`, from the run itself.
+    """
+    from train.run_folder import RunFolder
+
+    given = {argument.name: [token.value for token in argument.tokens] for argument in arguments}
+    if given.get("--resume"):
+        for name in ("--config", "--preset"):
+            if given.get(name):
+                raise UserError(f"{name} does not go with --resume", hint="the run's own settings count; leave it out")
+        out = given["--out"][0] if given["--out"] else str(DualEncoderSettings.out)
+        RunFolder(Path(out)).require_task(commands[-1])
+        saved = Path(out) / "settings.yaml"
+        # Where it is missing, opening the run says so.
+        sources = [saved] if saved.is_file() else []
+    else:
+        # A source fills only what is still empty: the strongest comes first.
+        sources = [Path(file) for file in reversed(given.get("--config", []))]
+        sources += [preset_path(name) for name in given.get("--preset", [])]
+    for source in sources:
+        yaml_source(source)(app, commands, arguments)
