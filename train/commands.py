@@ -17,7 +17,7 @@ from train.models.attention import AttentionDoor, open_attention
 from train.precision import open_precision
 from train.progress import Progress
 from train.report import write_page
-from train.run_folder import RunFolder, create_run, reopen_run
+from train.run_folder import RunFolder, create_run, read_lines, reopen_run
 from train.settings import ClipSettings, DualEncoderSettings
 from train.surroundings import machine, versions
 from train.tasks import Task
@@ -134,7 +134,9 @@ def _train(
         train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
         write_page(run)
-    progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}")
+    failed = len(read_lines(run.failures))
+    remark = f"; {failed} samples failed, all are listed in {run.failures}" if failed else ""
+    progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}{remark}")
 
 
 def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:
