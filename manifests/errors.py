@@ -5,8 +5,8 @@
     ├── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
     └── Stopped        told to stop (SIGTERM), and what was done saved exit 143, how to go on
 
-A disk that takes no more (full, over a quota, read-only) is failed work as well, wherever it shows. Anything else that
-reaches the top is a bug and keeps its traceback.
+A disk that takes no more (full, over a quota, read-only) and memory that does not suffice are failed work as well,
+wherever they show. Anything else that reaches the top is a bug and keeps its traceback.
 """
 
 import errno
@@ -80,6 +80,9 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
         # The reader of our output (`| head`) has gone; Python would complain once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except MemoryError as error:
+        print(f"failed: out of memory: {error}; what was finished is kept", file=sys.stderr)
+        sys.exit(EXIT_FAILED_WORK)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

@@ -34,7 +34,7 @@ def dual_encoder(
     config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
     resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
 ) -> None:
-    """Trains a video tower and a text tower to meet (InfoNCE).
+    """Trains a video tower and a text tower to meet, by a contrastive loss (--loss.kind).
 
     Example:
 

@@ -1,5 +1,6 @@
 """What a run says while it goes on: a bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 import time
 from typing import Any
@@ -11,6 +12,13 @@ from rich.progress import Progress as RichProgress
 _SECONDS_BETWEEN_LINES = 5.0
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read has gone: the run goes on and says nothing, rather than end (rich's own way)."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """Shows the steps of a run on stdout.
 
@@ -19,7 +27,7 @@ class Progress:
     """
 
     def __init__(self, *, is_quiet: bool = False) -> None:
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
+        self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
         self._bar: RichProgress | None = None
         self._last_line = 0.0
         self._num_steps = 0

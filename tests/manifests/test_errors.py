@@ -23,3 +23,9 @@ run_command(lambda: publish_bytes(Path({str(tmp_path / "table")!r}), bytes(10_00
     assert ran.returncode == 1
     assert ran.stderr.startswith("failed: ") and "cannot be written: File too large" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_does_not_suffice_is_failed_work() -> None:
+    program = "from manifests.errors import run_command; run_command(lambda: bytes(1 << 60))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and ran.stderr.startswith("failed: out of memory")

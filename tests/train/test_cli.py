@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,3 +195,12 @@ def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.C
         # What is read together stands together: no panel is longer than a glance.
         for panel in printed.split("╭─")[1:]:
             assert len(re.findall(r"^│ \*? *--", panel, re.MULTILINE)) <= 14, panel
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(data_dir: Path, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "train", "dual-encoder", "--shards", str(data_dir), "--out", str(tmp_path / "run")]
+    process = subprocess.Popen([*program, *SMALL, "--steps", "3"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait() == 0
+    assert len(read_lines(RunFolder(tmp_path / "run").metrics)) == 3

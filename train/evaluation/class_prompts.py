@@ -139,12 +139,18 @@ def _label_column(captions: pa.Table, label: str | None, *, needed: bool) -> str
     there = ", ".join(names) or "none"
     if label is not None:
         if label not in names:
-            raise UserError(f"captions have no label {label!r} (asked for by --label)", hint=f"labels there: {there}")
+            raise UserError(f"captions have no label {label!r}, which was asked for", hint=f"labels there: {there}")
         return _PREFIX + label
     if len(names) > 1:
-        raise UserError("captions have several labels, and one is needed", hint=f"give --label, one of: {there}")
+        raise UserError(
+            "captions have several labels, and one is needed",
+            hint=f"give --label (in training --evaluate.label), one of: {there}",
+        )
     if not names and needed:
-        raise UserError("captions have no labels", hint="give --classes FILE, whose names are the captions' texts")
+        raise UserError(
+            "captions have no labels",
+            hint="give --classes FILE (in training --evaluate.classes), whose names are the captions' texts",
+        )
     return _PREFIX + names[0] if names else None
 
 

@@ -114,7 +114,7 @@ def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sen
     if _VERB not in captions.column_names or _NOUNS not in captions.column_names or not captions.num_rows:
         raise UserError(
             f"captions of split {split!r} have no verb and noun classes, from which relevancies are computed",
-            hint="make the manifest with prep manifest epic-kitchens, or give --relevancy FILE",
+            hint="use prep manifest epic-kitchens, or give --relevancy FILE (in training --evaluate.relevancy)",
         )
     nouns = captions[_NOUNS].combine_chunks()
     of_noun, noun = pc.list_parent_indices(nouns).to_numpy(), pc.list_flatten(nouns).to_numpy()

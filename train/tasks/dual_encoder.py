@@ -37,7 +37,7 @@ from train.losses.global_contrast import GlobalSet
 from train.losses.settings import GLOBAL
 from train.models.attention import AttentionDoor
 from train.models.dual_encoder import DualEncoder, size_of
-from train.models.text import load_tokenizer
+from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.settings import DualEncoderSettings
@@ -87,28 +87,10 @@ class DualEncoderTask:
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        batch = settings.batch // world.size
-        is_frozen = settings.text_tower == "frozen"
-        tokenize = None if is_frozen else load_tokenizer()
+        tokenize = load_tokenizer() if settings.text_tower == "trained" else None
         if settings.input == "latents":
-            if is_remote(settings.shards) or names_tars(settings.shards):
-                raise UserError(
-                    f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
-                    hint="copy the data folder to this machine",
-                )
-            latents = CaptionedLatents(
-                Path(settings.shards),
-                split=split,
-                segment=settings.segment,
-                batch=batch,
-                seed=settings.seed,
-                rank=world.rank,
-                num_ranks=world.size,
-                tokenize=tokenize,
-                sources=settings.captions.sources,
-            )
-            _check_latents(latents, settings)
-            return latents
+            return self._latents(split, world, tokenize=tokenize)
+        batch = world.share(settings.batch)
         shape = ClipShape(
             sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
             size_px=settings.size_px,
@@ -133,7 +115,7 @@ class DualEncoderTask:
                     hint="leave out --text-tower and --captions, or name a data folder that prep made",
                 )
             return VideoStream(settings.shards, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
-        if is_frozen and is_remote(settings.shards):
+        if tokenize is None and is_remote(settings.shards):
             raise UserError(
                 f"--text-tower frozen cannot be read from {settings.shards}: embeddings are mapped into memory",
                 hint="copy the data folder to this machine",
@@ -147,10 +129,31 @@ class DualEncoderTask:
             loading=loading,
             decode=settings.decode,
             captions=settings.captions,
-            has_stored_text=is_frozen,
+            has_stored_text=tokenize is None,
             each_caption=each_caption,
             tars=folder.tars,
         )
+
+    def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
+        settings = self._settings
+        if is_remote(settings.shards) or names_tars(settings.shards):
+            raise UserError(
+                f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
+                hint="copy the data folder to this machine",
+            )
+        latents = CaptionedLatents(
+            Path(settings.shards),
+            split=split,
+            segment=settings.segment,
+            batch=world.share(settings.batch),
+            seed=settings.seed,
+            rank=world.rank,
+            num_ranks=world.size,
+            tokenize=tokenize,
+            sources=settings.captions.sources,
+        )
+        _check_latents(latents, settings)
+        return latents
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
         """Has `build_model` give models these weights, once they fit.

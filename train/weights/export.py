@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from manifests.errors import UserError
 from manifests.publish import TEMPORARY_PREFIX, sync
@@ -168,8 +169,9 @@ def _publish(out: Path, write: Callable[[Path], None]) -> None:
         sync(temporary)
         temporary.replace(out)
         sync(out.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}", hint="use another --out") from error
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot write {out}: {reason}", hint="use another --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
