@@ -4,6 +4,7 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +22,15 @@ from train.classify.objective import SoftCrossEntropy
 from train.classify.settings import ClassEvaluation, ClassifySettings
 from train.classify.start import start_of_classifier
 from train.data.batch import Batch
-from train.data.clips import Sampling
-from train.data.decoding.clip import ClipShape, Views
+from train.data.decoding.clip import Views
 from train.data.labelled_clips import LabelledClips
-from train.data.loader import LoaderSettings
 from train.data.remote.folder import open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.models.attention import AttentionDoor
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
+from train.tasks.clips import clip_shape, loader_settings
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source
@@ -104,31 +104,16 @@ class ClassifyTask:
             views: of an evaluation.
         """
         settings = self._settings
-        batch = settings.batch // world.size
         folder = open_data_folder(settings.shards, cache=settings.cache)
-        shape = ClipShape(
-            sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
-            size_px=settings.size_px,
-            crop=settings.crop,
-            min_crop_area=settings.min_crop_area,
-            views=views or Views(),
-        )
-        loading = LoaderSettings(
+        loading = loader_settings(settings, world, device=self._device)
+        if views is not None:
             # A clip of an evaluation takes the memory of all its views.
-            batch=batch if views is None else max(1, batch // len(views)),
-            num_threads=settings.workers,
-            num_ahead=batch * settings.batches_ahead,
-            seed=settings.seed,
-            group=settings.samples_per_chunk,
-            rank=world.rank,
-            num_ranks=world.size,
-            pin=self._device.type == "cuda",
-        )
+            loading = replace(loading, batch=max(1, loading.batch // len(views)))
         return LabelledClips(
             folder.path,
             split=split,
             classes=self.classes,
-            shape=shape,
+            shape=clip_shape(settings, views=views or Views()),
             loading=loading,
             decode=settings.decode,
             tars=folder.tars,

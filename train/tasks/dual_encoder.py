@@ -21,10 +21,8 @@ from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.caption_settings import CaptionSettings
 from train.data.chance import uniform
-from train.data.clips import Sampling
-from train.data.decoding.clip import ClipShape, Views
+from train.data.decoding.clip import Views
 from train.data.latents.captioned import CaptionedLatents
-from train.data.loader import LoaderSettings
 from train.data.remote.address import is_remote
 from train.data.remote.folder import open_data_folder
 from train.data.streams.stream import VideoStream
@@ -41,6 +39,7 @@ from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.settings import DualEncoderSettings
+from train.tasks.clips import clip_shape, loader_settings
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
@@ -90,24 +89,8 @@ class DualEncoderTask:
         tokenize = load_tokenizer() if settings.text_tower == "trained" else None
         if settings.input == "latents":
             return self._latents(split, world, tokenize=tokenize)
-        batch = world.share(settings.batch)
-        shape = ClipShape(
-            sampling=Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride),
-            size_px=settings.size_px,
-            crop=settings.crop,
-            min_crop_area=settings.min_crop_area,
-            views=Views(num_clips=num_clips),
-        )
-        loading = LoaderSettings(
-            batch=batch,
-            num_threads=settings.workers,
-            num_ahead=batch * settings.batches_ahead,
-            seed=settings.seed,
-            group=settings.samples_per_chunk,
-            rank=world.rank,
-            num_ranks=world.size,
-            pin=self._device.type == "cuda",
-        )
+        shape = clip_shape(settings, views=Views(num_clips=num_clips))
+        loading = loader_settings(settings, world, device=self._device)
         if names_tars(settings.shards):
             if tokenize is None or settings.captions != CaptionSettings():
                 raise UserError(
