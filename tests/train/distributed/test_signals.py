@@ -17,7 +17,8 @@ from train.run_folder import RunFolder, read_lines
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
 # Long enough to be caught in the middle.
-STEPS = ("--steps", "400", "--checkpoint-every", "20")
+NUM_STEPS = 400
+STEPS = ("--steps", str(NUM_STEPS), "--checkpoint-every", "20")
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,9 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(
     assert "failed: rank 0 of 2 has lost another rank" in error and "--resume" in error
     assert "Traceback" not in error
 
-    last = max(all_checkpoints(checkpoints))
-    assert last > stopped_at
-    settings = RunFolder(out).settings
-    settings.write_text(settings.read_text().replace("steps: 400", f"steps: {last + 2}", 1))
+    assert max(all_checkpoints(checkpoints)) > stopped_at
     subprocess.run([*program, "--resume"], cwd=repository, check=True, capture_output=True)
-    assert [line["step"] for line in read_lines(metrics)] == list(range(1, last + 3))
+    assert [line["step"] for line in read_lines(metrics)] == list(range(1, NUM_STEPS + 1))
 
 
 def test_the_slurm_script_launches_one_torchrun_a_node(repository: Path, columns: Path, tmp_path: Path) -> None:
