@@ -65,7 +65,7 @@ demo: setup
 	$(BIN)/prep text --clip tiny --engine processes --data demo/data
 	$(BIN)/prep status --data demo/data
 	$(BIN)/prep inspect --html demo/chunks.html --data demo/data
-	$(BIN)/train dual-encoder --shards demo/data --preset tiny --out demo/run
+	$(BIN)/train dual-encoder --shards demo/data --preset tiny --evaluate.every 50 --out demo/run
 	$(BIN)/train eval retrieval demo/run --shards demo/data
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny-latents --out demo/run-latents
 	$(BIN)/train eval retrieval demo/run-latents --shards demo/data
