@@ -122,7 +122,8 @@ def _refused_thing(error: Exception) -> str:
     text = str(error)
     if "GLOBAL " in text:
         return f"it holds {text.partition('GLOBAL ')[2].split()[0]}, and only tensors and plain values are loaded"
-    return f"it is no file of tensors ({_first_line(error)})"
+    # Not torch's own words: they advise to load the file with everything that it can run.
+    return "it is no file of tensors"
 
 
 def _first_line(error: Exception) -> str:
