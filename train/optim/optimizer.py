@@ -51,13 +51,14 @@ def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
 ) -> float:
     """Gives each group of `optimizer` its learning rate for step 1, 2, ..., and returns the schedule's own."""
+    scale = settings.optimizer.lr_scale(settings.batch)
     lr = learning_rate(
         step,
-        peak=settings.lr,
+        peak=settings.lr * scale,
         warmup_steps=settings.warmup_steps,
         num_steps=settings.steps,
         schedule=settings.optimizer.schedule,
-        end=settings.optimizer.end_lr,
+        end=settings.optimizer.end_lr * scale,
     )
     for group in optimizer.param_groups:
         group["lr"] = objective.learning_rate(lr) if group["is_objective"] else lr * group["lr_scale"]

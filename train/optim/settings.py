@@ -39,6 +39,8 @@ class OptimizerSettings:
     """Way of the learning rate from --lr to --optimizer.end-lr after the warm-up; fixed: it stays."""
     end_lr: float = 0.0
     """Learning rate that the schedule ends at."""
+    lr_batch: int | None = None
+    """Batch that --lr and --optimizer.end-lr are meant for: they are multiplied by --batch / this; left out: by 1."""
     layer_decay: float = 1.0
     """Factor of the learning rate from each block to the one below it."""
     ema: float = 0.0
@@ -62,12 +64,18 @@ class OptimizerSettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise UserError(f"--optimizer.{name} is {value}", hint="it must be 0 or more, and less than 1")
+        if self.lr_batch is not None and not 1 <= self.lr_batch <= 10**6:
+            raise UserError(f"--optimizer.lr-batch is {self.lr_batch}", hint="it must be from 1 to 1,000,000")
         if not 0 < self.layer_decay <= 1:
             raise UserError(
                 f"--optimizer.layer-decay is {self.layer_decay}", hint="it must be more than 0 and at most 1"
             )
         if not 0 <= self.end_lr < float("inf"):
             raise UserError(f"--optimizer.end-lr is {self.end_lr}", hint="it must be 0 or more, and at most --lr")
+
+    def lr_scale(self, batch: int) -> float:
+        """Factor of the learning rates for batches of this size: linear scaling (Goyal et al. 2017, section 2.1)."""
+        return 1.0 if self.lr_batch is None else batch / self.lr_batch
 
     def number(self, name: str) -> float:
         """The value of `beta1`, `beta2`, `eps` or `momentum` that takes effect."""

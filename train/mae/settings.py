@@ -1,0 +1,125 @@
+"""Settings of `train mae`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from train.models.settings import PATCH_PX, Towers, check_picture
+from train.optim.settings import OptimizerSettings
+from train.probe.settings import ProbeEvaluation, number_names
+from train.settings import ClipSettings
+
+DecoderMask = Literal["none", "random", "running-cell"]
+Repeat = Literal["clips", "masks"]
+
+_CLIPS = Parameter(group="Clips")
+_TRAINING = Parameter(group="Training")
+_OPTIMIZER = Parameter(group="Optimizer")
+_TOWERS = Parameter(group="Towers")
+_EVALUATION = Parameter(group="Evaluation")
+_MASK = Parameter(group="Masks")
+
+# A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
+LATENT_PATCH = 2
+_BETA2 = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaeOptimizer(OptimizerSettings):
+    """VideoMAE's optimizer (Tong et al. 2022, table 8)."""
+
+    beta2: float | None = None
+    """Of adamw, lamb, lion; left out: 0.95 for adamw, the optimizer's own for the others."""
+    lr_batch: int | None = 256
+    """Batch that --lr and --optimizer.end-lr are meant for: they are multiplied by --batch / this."""
+
+    def number(self, name: str) -> float:
+        """The value that takes effect."""
+        return _BETA2 if (name, self.name, self.beta2) == ("beta2", "adamw", None) else super().number(name)
+
+
+_NO_PROBE = ProbeEvaluation()
+_ADAMW = MaeOptimizer()
+_VIDEOMAE = Towers()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class MaeSettings(ClipSettings):
+    """Settings of `train mae`; the defaults are VideoMAE's (Tong et al. 2022, table 8)."""
+
+    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
+    """pixels: chunks, decoded; latents: segments of the column that prep latents made."""
+    segment: Annotated[str, _CLIPS] = "5s"
+    """Length of a segment of latents; --num-frames of its frames in a row are shown."""
+    num_frames: Annotated[int, _CLIPS] = 16
+    """Pictures, or frames of latents, of a clip."""
+    sampling: Annotated[Literal["uniform", "stride", "lavila"], _CLIPS] = "stride"
+    """stride: every --stride-th frame; uniform: one picture from each of equal parts; lavila: LaViLa's rule."""
+    crop: Annotated[Literal["random", "multi-scale", "centre"], _CLIPS] = "multi-scale"
+    """Crop of training: multi-scale (VideoMAE's), random (torchvision's RandomResizedCrop) or the centre square."""
+    samples_per_chunk: Annotated[int, _CLIPS] = 1
+    """Samples of each chunk in an epoch; they are visited in a row, and the chunk is decoded once for all of them."""
+    repeat: Annotated[Repeat, _CLIPS] = "clips"
+    """How samples of a chunk differ: clips: in window, crop and mask; masks: in crop and mask, frames are the same."""
+
+    lr: Annotated[float, _TRAINING] = 1.5e-4
+    """Highest learning rate for a batch of --optimizer.lr-batch, reached after the warm-up."""
+    weight_decay: Annotated[float, _TRAINING] = 0.05
+    """Decay of matrices (gains, biases and embeddings have none)."""
+    optimizer: Annotated[MaeOptimizer, _OPTIMIZER] = _ADAMW
+    """How weights follow gradients."""
+    towers: Annotated[Towers, _TOWERS] = _VIDEOMAE
+    """What the encoder is made of beyond its size."""
+
+    mask_ratio: Annotated[float, _MASK] = 0.9
+    """Share of the cubes of each moment that are masked: the same places at all moments (tubes), drawn for a clip."""
+    decoder_mask: Annotated[DecoderMask, _MASK] = "none"
+    """Which masked cubes are left out of the loss to save work: none, random ones, or running cells (VideoMAE V2)."""
+    decoder_mask_ratio: Annotated[float, _MASK] = 0.5
+    """Share of the cubes that --decoder-mask leaves out."""
+    decoder_depth: Annotated[int, _MASK] = 4
+    """Blocks of the decoder."""
+    evaluate: Annotated[ProbeEvaluation, _EVALUATION] = _NO_PROBE
+    """Probes of frozen features while the model is trained."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("mask_ratio", "decoder_mask_ratio"):
+            if not 0 < getattr(self, name) < 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} is {getattr(self, name)}", hint="it must be more than 0 and less than 1")
+        if not 1 <= self.decoder_depth <= 1000:
+            raise UserError(f"--decoder-depth is {self.decoder_depth}", hint="it must be from 1 to 1,000")
+        if self.repeat == "masks" and self.samples_per_chunk == 1:
+            raise UserError(
+                "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
+                hint="use --samples-per-chunk 2 or more, or leave --repeat out",
+            )
+        numbers = [f"{self.evaluate.split}/{name}" for name in number_names(self.evaluate)]
+        if self.best is not None and self.best not in numbers:
+            raise UserError(
+                f"--best {self.best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}"
+            )
+        if self.input == "pixels":
+            check_picture(self.model, size_px=self.size_px)
+            check_mask(self.mask_ratio, num_places=(self.size_px // PATCH_PX[self.model]) ** 2)
+
+
+def check_mask(ratio: float, *, num_places: int) -> None:
+    """Raises a UserError where a mask leaves nothing to see, or nothing to reconstruct, of a moment's cubes."""
+    num_masked = num_masked_places(ratio, num_places=num_places)
+    if not 0 < num_masked < num_places:
+        what = "nothing is left to see" if num_masked else "nothing is masked"
+        least, most = 1 / num_places, (num_places - 1) / num_places
+        raise UserError(
+            f"--mask-ratio is {ratio}, and of the {num_places} cubes of a moment {num_masked} are masked: {what}",
+            hint=f"use a ratio from {least:.4g} to {most:.4g}, or larger pictures",
+        )
+
+
+def num_masked_places(ratio: float, *, num_places: int) -> int:
+    """Cubes of a moment that are masked: rounded down, as VideoMAE does (176 of 196)."""
+    return int(ratio * num_places)
