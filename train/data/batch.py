@@ -7,6 +7,7 @@
     caption_id   int64 [B]            of the manifest, 0 <= id < num_caption_ids of the set
     relevancy    float32 [B]          of the caption for the clip, where captions are drawn by it
     label        int64 [B]            class of the clip, in a labelled set
+    targets      int64 [B, K, L]      tokens of K captions of the clip, each with its end; -100 where there is none
     video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: each
                                       picture is Y [S, S], then U and V [S / 2, S / 2]; or RGB where asked for,
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 Input = Literal["pixels", "latents"]
 
 # What a model works on; position, key and ids stay on the CPU, where they are asked for.
-_TENSORS = ("video", "colour", "tokens", "latents", "num_frames", "text", "relevancy", "label")
+_TENSORS = ("video", "colour", "tokens", "latents", "num_frames", "text", "relevancy", "label", "targets")
 
 
 class Sample(TypedDict, total=False):
@@ -43,6 +44,7 @@ class Sample(TypedDict, total=False):
     caption_id: int
     relevancy: float
     label: int
+    targets: NDArray[np.int64]
     video: NDArray[np.uint8]
     colour: int
     tokens: NDArray[np.int64]
@@ -59,6 +61,7 @@ class Batch(TypedDict, total=False):
     caption_id: "torch.Tensor"
     relevancy: "torch.Tensor"
     label: "torch.Tensor"
+    targets: "torch.Tensor"
     video: "torch.Tensor"
     colour: "torch.Tensor"
     tokens: "torch.Tensor"
@@ -100,6 +103,8 @@ class BatchRing:
             batch["colour"] = torch.tensor([sample["colour"] for sample in samples], dtype=torch.uint8)
         if "tokens" in samples[0]:
             batch["tokens"] = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]))
+        if "targets" in samples[0]:
+            batch["targets"] = torch.from_numpy(np.stack([sample["targets"] for sample in samples]))
         if "text" in samples[0]:
             batch["text"] = torch.from_numpy(np.stack([sample["text"] for sample in samples]))
         return batch

@@ -96,6 +96,21 @@ class CaptionChoice:
         begin, end = self.first_place[runs].astype(np.int64), self.first_place[runs + 1].astype(np.int64)
         return begin + below(end - begin, position, seed=seed, purpose="caption")
 
+    def places(self, clip: int) -> range:
+        """All captions of a clip."""
+        first, last = (clip, clip + 1) if self.first_run is None else self.first_run[clip : clip + 2].tolist()
+        return range(int(self.first_place[first]), int(self.first_place[last]))
+
+    def weights(self, clip: int) -> NDArray[np.float64]:
+        """How likely each of the captions of a clip is drawn, in their order; the sum is 1."""
+        if self.first_run is None or self.before is None:
+            count = len(self.places(clip))
+            return np.full(count, 1 / count)
+        low, high = self.first_run[clip : clip + 2].tolist()
+        counts = np.diff(self.first_place[low : high + 1])
+        weights = np.diff(self.before[low : high + 1])
+        return np.asarray(np.repeat(weights / weights.sum() / counts, counts))
+
 
 def caption_choice(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]

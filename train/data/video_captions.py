@@ -1,6 +1,7 @@
 """The set of (clip, caption) samples of one split: captions of the manifest, pictures from the `video` column."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from train.data.video_clips import VideoClips
 from train.models.text import Tokenize
 
 ALL_CAPTIONS = CaptionSettings()
+_BLOCK = 1 << 16
 
 
 class VideoCaptions(ClipSamples):
@@ -46,6 +48,9 @@ class VideoCaptions(ClipSamples):
         has_stored_text: whether captions are embeddings that prep text made; those without one are left out.
         each_caption: make a sample of each caption, not of each span: for evaluations that ask for every one.
         tars: how bytes of tars are read, where they do not lie in `data_dir`.
+
+    Attributes:
+        captions: of each clip.
 
     Raises:
         UserError: there is no such data, or nothing that can be shown.
@@ -93,13 +98,13 @@ class VideoCaptions(ClipSamples):
             chunks=chunks.table,
         )
         group = one_by_one if each_caption else group_captions
-        self._captions: ClipCaptions = group(usable, rank=rank, sources=names)
-        clips = VideoClips(chunks, self._captions.spans, shape)
-        self._rows = of_split[self._captions.caption].astype(np.int32)
+        self.captions: ClipCaptions = group(usable, rank=rank, sources=names)
+        clips = VideoClips(chunks, self.captions.spans, shape)
+        self._rows = of_split[self.captions.caption].astype(np.int32)
         self._caption_ids: NDArray[Any] = smallest(caption_id[self._rows])
         # Only this is kept of the rest: at ten million captions the arrays would be as large as all others.
         self._remarks = usable.remarks()
-        self._rank_counts = np.bincount(rank[self._captions.caption], minlength=len(names.names))
+        self._rank_counts = np.bincount(rank[self.captions.caption], minlength=len(names.names))
         self._texts: pa.ChunkedArray = table["text"]
         super().__init__(clips, split=split, loading=loading)
         self._relevant = self._relevant_captions(table)
@@ -149,9 +154,26 @@ class VideoCaptions(ClipSamples):
         """Raises a UserError where all captions are the same text: there is nothing to tell apart."""
         require_different(self._texts, self._rows, split=self.split)
 
+    def all_texts(self) -> Iterator[str]:
+        """The words of every caption that is used."""
+        for begin in range(0, len(self._rows), _BLOCK):
+            yield from self._texts.take(pa.array(self._rows[begin : begin + _BLOCK])).to_pylist()
+
     def text(self, sample: int) -> str:
         """The words of a clip's caption in an evaluation."""
-        return self._text_at(self._first_place(sample))
+        return self.text_at(self._first_place(sample))
+
+    def caption_id(self, place: int) -> int:
+        """The manifest's id of a caption."""
+        return int(self._caption_ids[place])
+
+    def text_at(self, place: int) -> str:
+        """The words of a caption.
+
+        Args:
+            place: one of `captions.choice`.
+        """
+        return str(self._texts[int(self._rows[place])].as_py())
 
     def sample(self, visit: Visit, clip: Clip) -> Sample:
         """The clip with a caption and its names."""
@@ -168,7 +190,7 @@ class VideoCaptions(ClipSamples):
         if self.stored_text is not None:
             sample["text"] = self.stored_text.embedding(caption_id)
         if self._tokenize is not None:
-            sample["tokens"] = self._tokenize(self._text_at(place))
+            sample["tokens"] = self._tokenize(self.text_at(place))
         if self._relevant is not None:
             sample["relevancy"] = relevancy
         return sample
@@ -192,7 +214,7 @@ class VideoCaptions(ClipSamples):
         place_in_used[by_id] = np.arange(len(by_id))
         labels = [name for name in LABELS if name in table.column_names]
         used = table.select(["text", *labels]).take(pa.array(self._rows[by_id]))
-        own = place_in_used[self._captions.choice.first(np.arange(len(self)))]
+        own = place_in_used[self.captions.choice.first(np.arange(len(self)))]
         return RelevantCaptions(used, own, min_relevancy=self._settings.min_relevancy)
 
     def _place(self, visit: Visit) -> tuple[int, float]:
@@ -203,10 +225,7 @@ class VideoCaptions(ClipSamples):
             used, relevancy = self._relevant.draw(visit.sample, position=visit.position, seed=visit.seed)
             return int(self._place_of_used[used]), relevancy
         clip, position = np.array([visit.sample]), np.array([visit.position])
-        return int(self._captions.choice.draw(clip, position=position, seed=visit.seed)[0]), 1.0
+        return int(self.captions.choice.draw(clip, position=position, seed=visit.seed)[0]), 1.0
 
     def _first_place(self, sample: int) -> int:
-        return int(self._captions.choice.first(np.array([sample]))[0])
-
-    def _text_at(self, place: int) -> str:
-        return str(self._texts[int(self._rows[place])].as_py())
+        return int(self.captions.choice.first(np.array([sample]))[0])

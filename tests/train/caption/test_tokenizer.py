@@ -1,0 +1,69 @@
+"""Tokens of captions: every text there and back, GPT-2's files, and files that are none."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests.errors import UserError
+from train.caption.tokenizer import NO_TOKEN, CaptionTokenizer, one_line, read_tokenizer, train_tokenizer
+
+TEXTS = ["A red square moves left.", "a blue circle moves <b>up</b>", "ein grüner Kreis", "赤い四角"]
+TOKENIZER = train_tokenizer(TEXTS, vocabulary_size=320)
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=40))
+def test_every_text_comes_back_but_for_control_characters_and_spaces(text: str) -> None:
+    assert TOKENIZER.text(TOKENIZER.ids(text)) == one_line(text)
+
+
+def test_the_same_captions_give_the_same_tokenizer() -> None:
+    assert train_tokenizer(TEXTS, vocabulary_size=320).as_json() == TOKENIZER.as_json()
+    assert TOKENIZER.vocabulary_size <= 320
+    assert train_tokenizer(["a"], vocabulary_size=320).vocabulary_size == 257  # bytes and the end
+
+
+def test_targets_end_where_there_is_room_and_are_padded_with_what_losses_leave_out() -> None:
+    ids = TOKENIZER.ids(TEXTS[0])
+    assert TOKENIZER.targets(TEXTS[0], max_tokens=len(ids) + 3).tolist() == [
+        *ids,
+        TOKENIZER.end_id,
+        NO_TOKEN,
+        NO_TOKEN,
+    ]
+    assert TOKENIZER.targets(TEXTS[0], max_tokens=2).tolist() == ids[:2]
+    counted = [TOKENIZER.num_longer(TEXTS, max_tokens=size) for size in (1, len(ids), len(ids) + 1)]
+    assert counted == [4, sum(len(TOKENIZER.ids(text)) >= len(ids) for text in TEXTS), counted[2]]
+    assert counted[2] < counted[1]
+
+
+def test_gpt2s_two_files_and_the_one_of_the_library_are_the_same_tokenizer(tmp_path: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    whole = json.loads(TOKENIZER.as_json())
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    (two / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in whole["model"]["merges"])
+    (two / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    theirs = GPT2Tokenizer(vocab=str(two / "vocab.json"), merges=str(two / "merges.txt"))
+    theirs.save_pretrained(one)
+    for folder in (one, two):
+        ours: CaptionTokenizer = read_tokenizer(folder)
+        for text in TEXTS:
+            assert ours.ids(text) == theirs.encode(text) == TOKENIZER.ids(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot read the tokenizer"), (None, "there is no tokenizer"), ("no end", "has no <|endoftext|>")],
+)
+def test_folders_without_a_fitting_tokenizer_are_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        text = TOKENIZER.as_json().decode().replace("<|endoftext|>", "<stop>") if content == "no end" else content
+        (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_tokenizer(tmp_path)

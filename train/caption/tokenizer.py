@@ -1,0 +1,140 @@
+"""Captions to token ids and back: byte-level BPE as GPT-2's, read from a folder or trained on the captions themselves.
+
+The tokenizers library does it, the one that transformers uses: its files are what GPT-2 comes with.
+"""
+
+import json
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+# What a loss leaves out; torch's own number for it.
+NO_TOKEN = -100
+
+
+class CaptionTokenizer:
+    """A byte-level BPE: every text has tokens, and the tokens have that text again.
+
+    Attributes:
+        end_id: the token before the first and behind the last one of a caption.
+        vocabulary_size: ids are from 0 to below this.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", *, where: str) -> None:
+        end_id = tokenizer.token_to_id(END)
+        if end_id is None:
+            raise UserError(f"the tokenizer of {where} has no {END}", hint="use one of GPT-2's kind")
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.end_id: int = end_id
+        self.vocabulary_size: int = tokenizer.get_vocab_size()
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a caption, without an end."""
+        found: list[int] = self._tokenizer.encode(one_line(text), add_special_tokens=False).ids
+        return found
+
+    def targets(self, text: str, *, max_tokens: int) -> NDArray[np.int64]:
+        """What a decoder shall say, int64 [max_tokens]: the tokens, the end, and -100 behind it.
+
+        A caption that is longer is cut, and then has no end: the decoder does not learn to stop there.
+        """
+        ids = [*self.ids(text), self.end_id][:max_tokens]
+        targets = np.full(max_tokens, NO_TOKEN, np.int64)
+        targets[: len(ids)] = ids
+        return targets
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The words of tokens up to the first end; bytes that are no UTF-8 become U+FFFD."""
+        ids = list(ids)
+        if self.end_id in ids:
+            ids = ids[: ids.index(self.end_id)]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+    def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
+        """How many captions have no room for all of their tokens and an end."""
+        # A token is a byte at least: most captions need not be looked at.
+        long = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
+        return sum(len(one.ids) >= max_tokens for one in self._tokenizer.encode_batch(long, add_special_tokens=False))
+
+    def as_json(self) -> bytes:
+        """What `read_tokenizer` reads."""
+        return str(self._tokenizer.to_str()).encode()
+
+
+def one_line(text: str) -> str:
+    """A caption without control characters, its words with one space between them."""
+    return " ".join("".join(" " if unicodedata.category(one) == "Cc" else one for one in text).split())
+
+
+def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTokenizer:
+    """A BPE of the most frequent pairs of these captions, from 256 bytes up (Sennrich et al. 2016).
+
+    Args:
+        vocabulary_size: at most; few texts have fewer pairs. The same texts give the same tokenizer.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(map(one_line, texts), trainer)
+    return CaptionTokenizer(tokenizer, where="the captions")
+
+
+def read_tokenizer(folder: Path) -> CaptionTokenizer:
+    """The tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
+
+    Raises:
+        UserError: there is none, it is damaged, or it has no token for the end of a text.
+    """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    whole, parts = folder / TOKENIZER_FILE, [folder / "vocab.json", folder / "merges.txt"]
+    if whole.is_file():
+        files = [whole]
+    elif all(part.is_file() for part in parts):
+        files = parts
+    else:
+        raise UserError(
+            f"there is no tokenizer in {folder}",
+            hint=f"it is {TOKENIZER_FILE}, or vocab.json and merges.txt, as GPT-2's folder has them",
+        )
+    try:
+        if files == parts:
+            vocabulary = json.loads(parts[0].read_text(encoding="utf-8"))
+            lines = parts[1].read_text(encoding="utf-8").splitlines()
+            merges = [(left, right) for left, right in (line.split(" ") for line in lines if _is_merge(line))]
+            tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+        else:
+            tokenizer = Tokenizer.from_str(whole.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise UserError(
+            f"cannot read the tokenizer {files[0]}: {error}", hint="get the folder of the decoder again"
+        ) from error
+    return CaptionTokenizer(tokenizer, where=str(folder))
+
+
+def _is_merge(line: str) -> bool:
+    return bool(line) and not line.startswith("#version")
