@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from train.mae.reconstruction import GREY, STD_EPS, Cubes, reconstruct, true_statistics, visible_statistics
+
+CUBES = Cubes(frames=2, side=4)
+GRID = (2, 3, 4)  # of clips of 4 frames of 12 x 16
+NUM_CUBES = 24
+
+
+@pytest.fixture
+def video() -> torch.Tensor:
+    return torch.rand(2, 3, 4, 12, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.fixture
+def masked() -> torch.Tensor:
+    """Seven of twelve places hidden at both moments, others in each clip."""
+    generator = torch.Generator().manual_seed(1)
+    places = torch.stack([torch.randperm(12, generator=generator) for _ in range(2)]) < 7
+    return places.repeat(1, 2)
+
+
+def standardised(video: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """What a model that knows everything predicts, cube by cube from the formula."""
+    rows = []
+    for clip, hidden in zip(video, masked, strict=True):
+        cubes = []
+        for number in hidden.nonzero()[:, 0].tolist():
+            step, row, column = number // 12, number % 12 // 4, number % 4
+            cube = clip[:, 2 * step : 2 * step + 2, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            mean, std = cube.mean((1, 2, 3), keepdim=True), cube.std((1, 2, 3), keepdim=True)
+            cubes.append(((cube - mean) / (std + STD_EPS)).permute(1, 2, 3, 0).flatten())
+        rows.append(torch.stack(cubes))
+    return torch.stack(rows)
+
+
+def test_true_predictions_with_true_statistics_give_the_picture_back(video: torch.Tensor, masked: torch.Tensor) -> None:
+    statistics = true_statistics(CUBES.cut(video))
+    found = reconstruct(video, standardised(video, masked), masked, cubes=CUBES, statistics=statistics)
+    torch.testing.assert_close(found.filled, video, rtol=0, atol=1e-12)
+
+
+def test_visible_cubes_stay_as_they_are_and_hidden_ones_are_grey(video: torch.Tensor, masked: torch.Tensor) -> None:
+    predicted = torch.randn(2, 14, 96)
+    found = reconstruct(video, predicted, masked, cubes=CUBES)
+    hidden = masked.view(2, 1, *GRID).repeat_interleave(2, 2).repeat_interleave(4, 3).repeat_interleave(4, 4)
+    hidden = hidden.expand_as(video)
+    assert torch.equal(found.original, video)
+    assert torch.equal(found.filled[~hidden], video[~hidden]) and torch.equal(found.masked[~hidden], video[~hidden])
+    assert (found.masked[hidden] == GREY).all() and (found.filled[hidden] != video[hidden]).all()
+
+
+def test_statistics_of_hidden_cubes_come_from_visible_ones_by_distance(
+    video: torch.Tensor, masked: torch.Tensor
+) -> None:
+    values = CUBES.cut(video)
+    found, true = visible_statistics(values, masked, grid=GRID), true_statistics(values)
+    places = [(number // 12, number % 12 // 4, number % 4) for number in range(NUM_CUBES)]
+    for clip in range(2):
+        visible = [number for number in range(NUM_CUBES) if not masked[clip, number]]
+        for number in range(NUM_CUBES):
+            if not masked[clip, number]:
+                assert torch.equal(found.mean_BNC[clip, number], true.mean_BNC[clip, number])
+                continue
+            weights = [
+                sum((a - b) ** 2 for a, b in zip(places[number], places[other], strict=True)) ** -2.0
+                for other in visible
+            ]
+            for ours, theirs in ((found.mean_BNC, true.mean_BNC), (found.std_BNC, true.std_BNC)):
+                wanted = sum(w * theirs[clip, other] for w, other in zip(weights, visible, strict=True)) / sum(weights)
+                torch.testing.assert_close(ours[clip, number], wanted, rtol=1e-5, atol=0)
+
+
+def test_nothing_of_what_is_hidden_is_in_a_picture(video: torch.Tensor, masked: torch.Tensor) -> None:
+    predicted = torch.randn(2, 14, 96)
+    values = CUBES.cut(video)
+    values[masked] = torch.rand_like(values[masked])
+    other = CUBES.joined(values, grid=GRID)
+    first, second = (reconstruct(one, predicted, masked, cubes=CUBES) for one in (video, other))
+    assert torch.equal(first.filled, second.filled) and torch.equal(first.masked, second.masked)
+
+
+def test_a_clip_of_which_nothing_is_visible_is_refused(video: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="no cube of a clip is visible"):
+        visible_statistics(CUBES.cut(video), torch.ones(2, NUM_CUBES, dtype=torch.bool), grid=GRID)
