@@ -108,7 +108,9 @@ def require_finite(what: str, value: float, batch: Batch, *, step: Step, run: Ru
     if math.isfinite(value):
         return
     path = run.path / "bad_batch.json"
-    own = {"keys": list(batch["key"]), "caption_ids": batch["caption_id"].tolist()}
+    own = {"keys": list(batch["key"])}
+    if "caption_id" in batch:
+        own["caption_ids"] = batch["caption_id"].tolist()
     ranks = step.world.gather_objects(own)
     if step.world.is_first:
         publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})

@@ -33,6 +33,11 @@ class Visit:
         """A generator of its own for every visit: what is drawn does not depend on threads or on what came before."""
         return None if self.seed is None else np.random.default_rng((self.seed, self.position))
 
+    def shared_rng(self, num_visits: int) -> np.random.Generator | None:
+        """A generator that the `num_visits` visits of a group begin with alike, and that is none of their own."""
+        first = self.position - self.position % num_visits
+        return None if self.seed is None else np.random.default_rng((self.seed, first, num_visits))
+
 
 class SampleSet(Protocol):
     """What a loader reads from."""

@@ -36,10 +36,15 @@ class ClipPlan:
 
 
 class VideoClips:
-    """The clips of `spans`, shown as `shape` says; a sample's number is its clip's. Safe to use from many threads."""
+    """The clips of `spans`, shown as `shape` says; a sample's number is its clip's. Safe to use from many threads.
 
-    def __init__(self, chunks: ChunkSet, spans: Spans, shape: ClipShape) -> None:
+    Args:
+        visits_of_same_frames: so many visits in a row, of one clip, draw their moments together in training.
+    """
+
+    def __init__(self, chunks: ChunkSet, spans: Spans, shape: ClipShape, *, visits_of_same_frames: int = 1) -> None:
         self.chunks, self.spans, self._shape = chunks, spans, shape
+        self._visits_of_same_frames = visits_of_same_frames
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -85,9 +90,10 @@ class VideoClips:
         first, last = int(spans.first_chunk[number]), int(spans.last_chunk[number])
         chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
         rng = visit.rng()
+        rng_of_moments = rng if self._visits_of_same_frames == 1 else visit.shared_rng(self._visits_of_same_frames)
         begin_us, end_us = int(spans.begin_us[number]), int(spans.end_us[number])
         num_views = self._shape.views.num_clips
-        places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng, num_views=num_views)
+        places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng_of_moments, num_views=num_views)
         return ClipPlan(visit, tuple((first + place.chunk, place.frame) for place in places), rng)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from train.data.caption_texts import CaptionTexts
 from train.data.latents.loader import LatentLoader
-from train.data.latents.records import FrameShape
 from train.data.latents.segment_set import Visits
 from train.data.latents.segments import times_us
 
@@ -48,21 +47,6 @@ class CaptionedLatents(LatentLoader):
         )
         self._data_dir = data_dir
         self.split = split
-
-    @property
-    def variant_name(self) -> str:
-        """The variants that the samples are made of."""
-        return self.samples.variant_name
-
-    @property
-    def frame_shape(self) -> FrameShape:
-        """Channels, height, width and rate that all latents have."""
-        return self.samples.records.shape
-
-    @property
-    def segment_frames(self) -> int:
-        """Frames of a segment."""
-        return self.samples.segments.num_frames
 
     @property
     def text_width(self) -> int | None:

@@ -12,6 +12,7 @@ from train.data.filling import LoadedBatch
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
 from train.data.latents.gather import Gather, VisitBlock, Words
+from train.data.latents.records import FrameShape
 from train.data.latents.segment_set import Captions, SegmentSet
 from train.data.latents.segments import Tails
 from train.data.order import SampleOrder
@@ -112,6 +113,21 @@ class LatentLoader:
     def fingerprint(self) -> str:
         """Hash of which samples there are and in which order."""
         return self.samples.fingerprint
+
+    @property
+    def variant_name(self) -> str:
+        """The variants that the samples are made of."""
+        return self.samples.variant_name
+
+    @property
+    def frame_shape(self) -> FrameShape:
+        """Channels, height, width and rate that all latents have."""
+        return self.samples.records.shape
+
+    @property
+    def segment_frames(self) -> int:
+        """Frames of a segment."""
+        return self.samples.segments.num_frames
 
     def describe(self) -> str:
         """One line for the log: what is in the set, and what is left out and why."""
