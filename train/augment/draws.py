@@ -1,22 +1,35 @@
 """What chance decides about the pictures of each clip (train.data.chance)."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train.augment.settings import Augment
+from train.augment.settings import MAX_MAGNITUDE, Augment
 from train.data.chance import uniform
 from train.data.order import Positions
 
 # The range of SimCLR (Chen et al., 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
+# The operations of RandAugment (train.augment.rand_augment), by their number in a draw.
+OPERATIONS = (
+    *("autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add"),
+    *("saturation", "contrast", "brightness", "sharpness"),
+    *("rotate", "shear_x", "shear_y", "translate_x", "translate_y"),
+)
 _NAMES = ("flip", "brightness", "contrast", "saturation", "hue", "blur", "sigma")
+_OPERATION_PROBABILITY = 0.5
+# Of the box that is erased: part of the picture's area, height over width (Zhong et al. 2020, table 1 and section 3).
+_MIN_AREA, _MAX_AREA = 0.02, 1 / 3
+_MAX_ASPECT = 10 / 3
+_BOX_ATTEMPTS = 10
+_SEEDS = 2.0**53
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One value a clip, each [B]."""
+    """One row a clip: [B], or [B, ...] where it says so."""
 
     flip: NDArray[np.bool_]
     brightness: NDArray[np.float32]
@@ -27,11 +40,20 @@ class Draw:
     """Part of a circle, 0 changes nothing."""
     blur_sigma_px: NDArray[np.float32]
     """0 changes nothing."""
+    operation: NDArray[np.int64]
+    """[B, N]: places in `OPERATIONS`, one after another; -1 for none."""
+    strength: NDArray[np.float64]
+    """[B, N]: of these operations, from 0 to 1; negative where an operation with two directions goes the other way."""
+    box: NDArray[np.float64]
+    """[B, 4]: height and width of what is erased, in sides of the picture, and its place from the top and from the
+    left, in parts of the room there is; a height of 0 for none."""
+    noise_seed: NDArray[np.int64]
 
 
 def draw(positions: Positions, settings: Augment, *, seed: int) -> Draw:
     """Draws for the samples at `positions` (int64 [B], of train.data.order)."""
-    values_BN = uniform(np.asarray(positions, dtype=np.int64), len(_NAMES), seed=seed, purpose="augment")
+    positions = np.asarray(positions, dtype=np.int64)
+    values_BN = uniform(positions, len(_NAMES), seed=seed, purpose="augment")
     drawn = dict(zip(_NAMES, values_BN.T, strict=True))
     factors = {
         name: _between(drawn[name], max(0.0, 1 - strength), 1 + strength)
@@ -42,13 +64,47 @@ def draw(positions: Positions, settings: Augment, *, seed: int) -> Draw:
         )
     }
     sigma_px = _between(drawn["sigma"], MIN_SIGMA_PX, MAX_SIGMA_PX)
+    operation_BN, strength_BN = _operations(positions, settings, seed=seed)
     return Draw(
         flip=drawn["flip"] < settings.flip,
         hue=_between(drawn["hue"], -settings.hue, settings.hue),
         blur_sigma_px=np.where(drawn["blur"] < settings.blur, sigma_px, np.float32(0)),
+        operation=operation_BN,
+        strength=strength_BN,
+        box=_boxes(positions, settings.erase, seed=seed),
+        noise_seed=(uniform(positions, 1, seed=seed, purpose="erase/noise")[:, 0] * _SEEDS).astype(np.int64),
         **factors,
     )
 
 
 def _between(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float32]:
     return (low + (high - low) * values).astype(np.float32)
+
+
+def _operations(positions: Positions, settings: Augment, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    values_BN5 = uniform(positions, 5 * settings.rand_ops, seed=seed, purpose="rand-augment").reshape(
+        len(positions), settings.rand_ops, 5
+    )
+    which, done, radius, angle, way = np.moveaxis(values_BN5, -1, 0)
+    operation_BN = np.where(done < _OPERATION_PROBABILITY, (which * len(OPERATIONS)).astype(np.int64), -1)
+    # Box and Muller 1958.
+    normal_BN = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
+    magnitude_BN = np.clip(settings.rand_magnitude + settings.rand_std * normal_BN, 0, MAX_MAGNITUDE)
+    return operation_BN, magnitude_BN / MAX_MAGNITUDE * np.where(way < 0.5, -1.0, 1.0)
+
+
+def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
+    """Boxes of a drawn area and shape: the first of ten that fits; none where none does."""
+    boxes_B4 = np.zeros((len(positions), 4))
+    if not probability:
+        return boxes_B4
+    values_BN = uniform(positions, 3 + 2 * _BOX_ATTEMPTS, seed=seed, purpose="erase")
+    area_BA = _MIN_AREA + (_MAX_AREA - _MIN_AREA) * values_BN[:, 3 : 3 + _BOX_ATTEMPTS]
+    aspect_BA = np.exp(math.log(_MAX_ASPECT) * (2 * values_BN[:, 3 + _BOX_ATTEMPTS :] - 1))
+    height_BA, width_BA = np.sqrt(area_BA * aspect_BA), np.sqrt(area_BA / aspect_BA)
+    fits_BA = np.maximum(height_BA, width_BA) < 1
+    chosen_B = (values_BN[:, 0] < probability) & fits_BA.any(axis=1)
+    rows, first = np.flatnonzero(chosen_B), fits_BA.argmax(axis=1)[chosen_B]
+    boxes_B4[rows, 0], boxes_B4[rows, 1] = height_BA[rows, first], width_BA[rows, first]
+    boxes_B4[rows, 2:] = values_BN[rows, 1:3]
+    return boxes_B4

@@ -16,7 +16,9 @@ from torch.nn.functional import interpolate
 from train.augment.blur import blur_clips
 from train.augment.colour import rgb_matrices
 from train.augment.draws import Draw
+from train.augment.erase import erase_clips
 from train.augment.jitter import GREY_WEIGHTS, colour_map
+from train.augment.rand_augment import rand_augment_clips
 
 Triple = tuple[float, float, float]
 
@@ -64,7 +66,9 @@ def to_model_input(
         white=tuple((1 - m) / s for m, s in zip(mean, std, strict=True)),
     )
     if draw is not None:
+        rand_augment_clips(pictures, draw, mean=mean, std=std)
         blur_clips(pictures, draw.blur_sigma_px)
+        erase_clips(pictures, draw)
     return pictures.to(dtype)
 
 

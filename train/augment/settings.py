@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 
 from manifests.errors import UserError
 
-_PROBABILITIES = ("flip", "blur")
+MAX_MAGNITUDE = 10.0
+_MAX_OPERATIONS = 15
 _MAX_HUE = 0.5
 
 
@@ -25,15 +26,30 @@ class Augment:
     """x: colours turn by -x to x of a full circle; at most 0.5."""
     blur: float = 0.0
     """Probability that a clip is blurred."""
+    rand_ops: int = 0
+    """Operations of RandAugment that are drawn for a clip, each of them done with probability 1/2; VideoMAE: 4."""
+    rand_magnitude: float = 7.0
+    """Mean strength of these operations, from 0 to 10."""
+    rand_std: float = 0.5
+    """Standard deviation of their strength."""
+    erase: float = 0.0
+    """Probability that a box through all frames becomes noise (random erasing); VideoMAE: 0.25."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in _PROBABILITIES:
-                holds, rule = 0 <= value <= 1, "a probability, from 0 to 1"
-            elif field.name == "hue":
-                holds, rule = 0 <= value <= _MAX_HUE, "part of a circle, from 0 to 0.5"
-            else:
-                holds, rule = math.isfinite(value) and value >= 0, "0 or more"
+            holds, rule = _rule(field.name, value)
             if not holds:
-                raise UserError(f"--augment.{field.name} is {value}", hint=f"it must be {rule}")
+                raise UserError(f"--augment.{field.name.replace('_', '-')} is {value}", hint=f"it must be {rule}")
+
+
+def _rule(name: str, value: float) -> tuple[bool, str]:
+    if name in ("flip", "blur", "erase"):
+        return 0 <= value <= 1, "a probability, from 0 to 1"
+    if name == "hue":
+        return 0 <= value <= _MAX_HUE, "part of a circle, from 0 to 0.5"
+    if name == "rand_ops":
+        return 0 <= value <= _MAX_OPERATIONS, f"from 0 to {_MAX_OPERATIONS}"
+    if name == "rand_magnitude":
+        return 0 <= value <= MAX_MAGNITUDE, f"from 0 to {MAX_MAGNITUDE:g}"
+    return math.isfinite(value) and value >= 0, "0 or more"

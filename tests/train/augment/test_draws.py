@@ -1,4 +1,4 @@
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -7,11 +7,13 @@ from manifests.errors import UserError
 from train.augment.draws import MAX_SIGMA_PX, MIN_SIGMA_PX, Draw, draw
 from train.augment.settings import Augment
 
-SETTINGS = Augment(flip=0.5, brightness=0.4, contrast=0.3, saturation=1.5, hue=0.1, blur=0.25)
+COLOURS = {"brightness": 0.4, "contrast": 0.3, "saturation": 1.5, "hue": 0.1}
+SETTINGS = Augment(flip=0.5, blur=0.25, rand_ops=2, erase=1.0, **COLOURS)
 
 
 def values(drawn: Draw) -> np.ndarray:
-    return np.stack([getattr(drawn, field.name).astype(float) for field in fields(Draw)], axis=1)
+    columns = [getattr(drawn, field.name).astype(float) for field in fields(Draw)]
+    return np.concatenate([column.reshape(len(column), -1) for column in columns], axis=1)
 
 
 def test_a_draw_depends_on_the_seed_and_the_position_alone() -> None:
@@ -43,7 +45,9 @@ def test_draws_have_the_ranges_and_the_shares_that_were_asked_for() -> None:
 def test_what_is_drawn_for_one_change_says_nothing_about_another() -> None:
     positions = np.arange(100_000)
     drawn = draw(positions, SETTINGS, seed=0)
-    sequences = [*values(drawn).T, drawn.brightness[np.r_[1:100_000, 0]], draw(positions, SETTINGS, seed=1).brightness]
+    # A tall box is narrow.
+    single = replace(drawn, box=drawn.box[:, 2:])
+    sequences = [*values(single).T, drawn.brightness[np.r_[1:100_000, 0]], draw(positions, SETTINGS, seed=1).brightness]
     correlations = np.corrcoef(np.stack(sequences)) - np.eye(len(sequences))
     # Sigma is 0 where there is no blur, and with nothing else has it to do.
     assert np.abs(correlations).max() < 0.02
@@ -52,6 +56,7 @@ def test_what_is_drawn_for_one_change_says_nothing_about_another() -> None:
 def test_nothing_is_changed_by_default() -> None:
     drawn = draw(np.arange(1000), Augment(), seed=0)
     assert not drawn.flip.any() and not drawn.hue.any() and not drawn.blur_sigma_px.any()
+    assert not drawn.operation.size and not drawn.box.any()
     assert (drawn.brightness == 1).all() and (drawn.contrast == 1).all() and (drawn.saturation == 1).all()
 
 
@@ -64,8 +69,12 @@ def test_nothing_is_changed_by_default() -> None:
         ("brightness", -1.0),
         ("contrast", float("nan")),
         ("flip", float("nan")),
+        ("erase", 2.0),
+        ("rand_ops", -1),
+        ("rand_magnitude", 11.0),
+        ("rand_std", float("inf")),
     ],
 )
 def test_a_setting_that_means_nothing_is_named(name: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"--augment.{name} is {value}"):
+    with pytest.raises(UserError, match=f"--augment.{name.replace('_', '-')} is {value}"):
         Augment(**{name: value})

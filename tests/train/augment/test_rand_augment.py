@@ -1,0 +1,151 @@
+"""Operations of RandAugment beside PIL's, and how they are drawn."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance, ImageOps
+
+from tests.train.augment.planes import random_planes
+from train.augment.draws import OPERATIONS, draw
+from train.augment.pictures import to_model_input, to_rgb_uint8
+from train.augment.rand_augment import change
+from train.augment.settings import Augment
+
+SIZE_PX = 32
+FILL = (0.485, 0.456, 0.406)
+FILL_BYTES = tuple(round(255 * value) for value in FILL)
+VIDEOMAE = Augment(rand_ops=4, rand_magnitude=7, rand_std=0.5)
+Pictures = NDArray[np.uint8]
+
+
+def smooth_clip() -> Pictures:
+    """[T, S, S, 3]: frames of different brightness, not quite smooth."""
+    y, x = np.mgrid[:SIZE_PX, :SIZE_PX] / SIZE_PX
+    grain = np.random.default_rng(0).integers(-9, 10, (SIZE_PX, SIZE_PX, 1))
+    frames = [
+        np.stack([90 + 70 * np.sin(5 * x + t), 100 + 60 * np.cos(4 * y + t), 60 + 20 * t + 80 * x * y], -1)
+        for t in range(3)
+    ]
+    return (np.stack(frames).round() + grain).astype(np.uint8)
+
+
+def changed(clip: Pictures, name: str, strength: float) -> Pictures:
+    tensor = torch.from_numpy(clip).permute(0, 3, 1, 2)
+    return change(tensor, name, strength, fill=FILL).permute(0, 2, 3, 1).numpy()
+
+
+def by_pil(clip: Pictures, operation: Callable[[Image.Image], Image.Image]) -> Pictures:
+    return np.stack([np.asarray(operation(Image.fromarray(picture))) for picture in clip])
+
+
+def moved_by_pil(*coefficients: float) -> Callable[[Image.Image], Image.Image]:
+    def move(picture: Image.Image) -> Image.Image:
+        size = picture.size
+        method, bilinear = Image.Transform.AFFINE, Image.Resampling.BILINEAR
+        return picture.transform(size, method, coefficients, resample=bilinear, fillcolor=FILL_BYTES)
+
+    return move
+
+
+def solarized_add(picture: Image.Image) -> Image.Image:
+    return picture.point([min(255, value + 77) if value < 128 else value for value in range(256)] * 3)
+
+
+COLOURS: dict[str, tuple[float, Callable[[Image.Image], Image.Image], int]] = {
+    "autocontrast": (0.7, ImageOps.autocontrast, 1),
+    "equalize": (0.7, ImageOps.equalize, 0),
+    "invert": (0.7, ImageOps.invert, 0),
+    "posterize": (0.7, lambda picture: ImageOps.posterize(picture, 2), 0),
+    "solarize": (0.7, lambda picture: ImageOps.solarize(picture, 77), 0),
+    "solarize_add": (0.7, solarized_add, 0),
+    "saturation": (0.7, lambda picture: ImageEnhance.Color(picture).enhance(1.63), 2),
+    "contrast": (-0.7, lambda picture: ImageEnhance.Contrast(picture).enhance(0.37), 1),
+    "brightness": (0.7, lambda picture: ImageEnhance.Brightness(picture).enhance(1.63), 1),
+    "sharpness": (-0.7, lambda picture: ImageEnhance.Sharpness(picture).enhance(0.37), 1),
+}
+MOVES: dict[str, tuple[float, Callable[[Image.Image], Image.Image]]] = {
+    "rotate": (
+        0.7,
+        lambda picture: picture.rotate(21, resample=Image.Resampling.BILINEAR, fillcolor=FILL_BYTES),
+    ),
+    "shear_x": (0.7, moved_by_pil(1, 0.21, 0, 0, 1, 0)),
+    "shear_y": (-0.7, moved_by_pil(1, 0, 0, -0.21, 1, 0)),
+    "translate_x": (0.7, moved_by_pil(1, 0, 0.315 * SIZE_PX, 0, 1, 0)),
+    "translate_y": (-0.7, moved_by_pil(1, 0, 0, 0, 1, -0.315 * SIZE_PX)),
+}
+
+
+def test_every_operation_is_compared() -> None:
+    assert set(OPERATIONS) == COLOURS.keys() | MOVES.keys() and len(OPERATIONS) == 15
+
+
+@pytest.mark.parametrize("name", COLOURS)
+def test_a_change_of_colour_is_pils_on_every_frame(name: str) -> None:
+    strength, operation, tolerance = COLOURS[name]
+    clip = smooth_clip()
+    found, expected = changed(clip, name, strength).astype(int), by_pil(clip, operation).astype(int)
+    assert np.abs(found - expected).max() <= tolerance
+    assert np.abs(found - clip.astype(int)).max() > 5
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_move_is_pils_on_every_frame(name: str) -> None:
+    strength, operation = MOVES[name]
+    clip = smooth_clip()
+    found, expected = changed(clip, name, strength).astype(int), by_pil(clip, operation).astype(int)
+    # PIL cuts where this rounds, and may see a pixel on the very edge as outside.
+    off = np.abs(found - expected).max(axis=-1)
+    assert (off <= 1).mean() > 0.99 and np.abs(found - clip.astype(int)).mean() > 5
+    outside = (expected == FILL_BYTES).all(axis=-1)
+    assert outside.any() and (np.abs(found[outside] - FILL_BYTES).max(axis=-1) <= 1).mean() > 0.99
+
+
+def test_weak_operations_change_little_and_strong_ones_much() -> None:
+    clip = smooth_clip().astype(int)
+    for name in OPERATIONS[3:]:
+        off = [np.abs(changed(clip.astype(np.uint8), name, at) - clip).mean() for at in (0.0, 0.3, 1.0)]
+        # Posterize and solarize keep four bits, or all values, at the least.
+        assert off[0] < (8 if name == "posterize" else 0.6), name
+        assert off[0] <= off[1] < off[2], name
+
+
+def test_operations_are_drawn_evenly_done_by_half_and_as_strong_as_asked_for() -> None:
+    drawn = draw(np.arange(50_000), VIDEOMAE, seed=0)
+    assert drawn.operation.shape == (50_000, 4)
+    done = drawn.operation >= 0
+    assert done.mean() == pytest.approx(0.5, abs=0.005)
+    counts = np.bincount(drawn.operation[done], minlength=15) / done.sum()
+    assert np.abs(counts - 1 / 15).max() < 0.003
+    sizes = np.abs(drawn.strength) * 10
+    assert sizes.mean() == pytest.approx(7, abs=0.01) and sizes.std() == pytest.approx(0.5, abs=0.01)
+    within = np.abs(sizes - 7) < 0.5
+    assert within.mean() == pytest.approx(math.erf(2**-0.5), abs=0.005)  # a normal distribution's
+    assert (drawn.strength > 0).mean() == pytest.approx(0.5, abs=0.005)
+    strongest = draw(np.arange(1000), Augment(rand_ops=1, rand_magnitude=10, rand_std=5), seed=0).strength
+    assert np.abs(strongest).max() == 1.0
+
+
+def test_a_clip_is_what_its_operations_make_of_its_bytes_whatever_its_batch() -> None:
+    planes, colour = torch.from_numpy(random_planes(8, 2, SIZE_PX)), torch.zeros(8, dtype=torch.uint8)
+    positions, std = np.arange(8), (0.229, 0.224, 0.225)
+
+    def made(rows: list[int]) -> torch.Tensor:
+        drawn = draw(positions[rows], VIDEOMAE, seed=1)
+        return to_model_input(planes[rows], colour[rows], size_px=SIZE_PX, mean=FILL, std=std, draw=drawn)
+
+    whole = made(list(range(8)))
+    torch.testing.assert_close(made([5, 2]), whole[[5, 2]], rtol=0, atol=0)
+    drawn = draw(positions, VIDEOMAE, seed=1)
+    expected = to_rgb_uint8(planes, colour, size_px=SIZE_PX).permute(0, 1, 4, 2, 3)
+    for number, clip in enumerate(expected):
+        for operation, strength in zip(drawn.operation[number], drawn.strength[number], strict=True):
+            if operation >= 0:
+                clip = change(clip, OPERATIONS[operation], strength, fill=FILL)
+        back = whole[number] * torch.tensor(std)[:, None, None, None] + torch.tensor(FILL)[:, None, None, None]
+        assert (back.transpose(0, 1) * 255 - clip.float()).abs().max() < (
+            0.51 if (drawn.operation[number] < 0).all() else 1e-3
+        )

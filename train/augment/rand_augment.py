@@ -1,0 +1,122 @@
+"""RandAugment (Cubuk et al. 2020) on the device, with strengths that all grow with the magnitude, as timm has them.
+
+N operations are drawn for a clip, with repetition; each is done with probability 1/2, on all frames with the same
+strength. The strength s is a normal number around magnitude / 10, held in [0, 1]; a sign is drawn where an operation
+has two directions:
+
+    autocontrast, equalize, invert   as they are; statistics are those of each frame
+    posterize                        4 - floor(4 s) bits stay
+    solarize                         values from 256 - floor(256 s) on are inverted
+    solarize_add                     floor(110 s) is added to values below 128
+    saturation, contrast,
+    brightness, sharpness            a factor of 1 + 0.9 s or 1 - 0.9 s, 0.1 at least
+    rotate                           by 30 s degrees, either way
+    shear_x, shear_y                 by 0.3 s pixels a pixel, either way, the first row or column stays
+    translate_x, translate_y         by 0.45 s of the side, either way
+
+Operations on colours are torchvision's, which works on whole clips of bytes on any device (open_clip brings it along).
+Those that move pixels are done here, bilinear: torchvision's grid is a matrix product, which TF32 would round to a
+tenth of a pixel. What comes in from outside has the mean colour of the model's inputs.
+
+Shape suffixes: B batch, N operations, C channels, T frames, H and W pixels (equal).
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from train.augment.draws import OPERATIONS, Draw
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+Triple = tuple[float, float, float]
+
+_MAX_BITS, _MAX_ADDED, _MAX_CHANGE, _LEAST_FACTOR = 4, 110, 0.9, 0.1
+_MAX_ROTATION, _MAX_SHEAR, _MAX_TRANSLATION = math.radians(30), 0.3, 0.45
+_HALF = 128
+
+
+def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Triple) -> None:
+    """Changes those clips of `video` (float32 [B, C, T, H, W], normalised) in place for which operations were drawn.
+
+    One clip at a time, as bytes from 0 to 255; all others keep their fractions.
+    """
+    mean_C, std_C = (torch.tensor(values, device=video.device)[:, None, None] for values in (mean, std))
+    for number in np.flatnonzero((draw.operation >= 0).any(axis=1)):
+        clip_TCHW = video[number].transpose(0, 1)
+        clip_TCHW = ((clip_TCHW * std_C + mean_C) * 255).round().clamp(0, 255).to(torch.uint8)
+        for operation, strength in zip(draw.operation[number], draw.strength[number], strict=True):
+            if operation >= 0:
+                clip_TCHW = change(clip_TCHW, OPERATIONS[operation], float(strength), fill=mean)
+        video[number] = ((clip_TCHW.float() / 255 - mean_C) / std_C).transpose(0, 1)
+
+
+def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple) -> torch.Tensor:
+    """One operation on a clip of bytes.
+
+    Args:
+        strength: from -1 to 1; the sign counts where there are two directions.
+        fill: colour of what comes in from outside, from 0 to 1.
+    """
+    if name in _MOVES:
+        return _moved(clip_TCHW, _MOVES[name](strength, clip_TCHW.shape[-1]), fill=fill)
+    from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
+
+    return _recoloured(functional, clip_TCHW, name, strength)
+
+
+def _recoloured(functional: "ModuleType", clip_TCHW: torch.Tensor, name: str, strength: float) -> torch.Tensor:
+    size = abs(strength)
+    if name in ("autocontrast", "equalize", "invert"):
+        changed = getattr(functional, name)(clip_TCHW)
+    elif name == "posterize":
+        changed = functional.posterize(clip_TCHW, _MAX_BITS - int(size * _MAX_BITS))
+    elif name == "solarize":
+        threshold = 256 - int(size * 256)
+        changed = functional.solarize(clip_TCHW, threshold) if threshold < 256 else clip_TCHW
+    elif name == "solarize_add":
+        # Below the half, so that no sum leaves the byte.
+        changed = torch.where(clip_TCHW < _HALF, clip_TCHW + int(size * _MAX_ADDED), clip_TCHW)
+    else:
+        factor = max(_LEAST_FACTOR, 1 + _MAX_CHANGE * strength)
+        changed = getattr(functional, f"adjust_{name}")(clip_TCHW, factor)
+    result: torch.Tensor = changed
+    return result
+
+
+# Where a pixel comes from, as ((a, b, c), (d, e, f)): x from a x + b y + c and y from d x + e y + f, with x and y from
+# 0 to the side, at the middle of pixels.
+_Map = tuple[tuple[float, float, float], tuple[float, float, float]]
+
+
+def _rotation(strength: float, size_px: int) -> _Map:
+    cos, sin, centre = math.cos(_MAX_ROTATION * strength), math.sin(_MAX_ROTATION * strength), size_px / 2
+    return (cos, -sin, centre - (cos - sin) * centre), (sin, cos, centre - (sin + cos) * centre)
+
+
+_MOVES: dict[str, Callable[[float, int], _Map]] = {
+    "rotate": _rotation,
+    "shear_x": lambda strength, size_px: ((1, _MAX_SHEAR * strength, 0), (0, 1, 0)),
+    "shear_y": lambda strength, size_px: ((1, 0, 0), (_MAX_SHEAR * strength, 1, 0)),
+    "translate_x": lambda strength, size_px: ((1, 0, _MAX_TRANSLATION * strength * size_px), (0, 1, 0)),
+    "translate_y": lambda strength, size_px: ((1, 0, 0), (0, 1, _MAX_TRANSLATION * strength * size_px)),
+}
+
+
+def _moved(clip_TCHW: torch.Tensor, origin: _Map, *, fill: Triple) -> torch.Tensor:
+    size_px = clip_TCHW.shape[-1]
+    middles = torch.arange(size_px, device=clip_TCHW.device) + 0.5
+    y_HW, x_HW = torch.meshgrid(middles, middles, indexing="ij")
+    from_HW2 = torch.stack([a * x_HW + b * y_HW + c for a, b, c in origin], dim=-1)
+    inside_HW = ((from_HW2 >= 0) & (from_HW2 < size_px)).all(dim=-1)
+    grid_THW2 = (2 * from_HW2 / size_px - 1).expand(len(clip_TCHW), -1, -1, -1)
+    with torch.autocast(clip_TCHW.device.type, enabled=False):
+        moved_TCHW = torch.nn.functional.grid_sample(
+            clip_TCHW.float(), grid_THW2, mode="bilinear", padding_mode="border", align_corners=False
+        )
+    fill_C11 = torch.tensor(fill, device=clip_TCHW.device)[:, None, None] * 255
+    return torch.where(inside_HW, moved_TCHW, fill_C11).round().to(torch.uint8)
