@@ -6,7 +6,7 @@ import torch
 from tests.train.models.small_towers import clips, gradients, small_encoder
 from train.models.attention import attend_with_sdpa
 from train.models.settings import Towers
-from train.models.transformer import Transformer, TransformerSize, blocks_of, drawn_branches, drop_path_of
+from train.models.transformer import Block, Transformer, TransformerSize, blocks_of, drawn_branches, drop_path_of
 from train.models.video_vit import VideoViT, chosen, drawn_cubes
 
 
@@ -79,9 +79,10 @@ def test_a_dropped_branch_leaves_its_item_as_it_was_and_the_others_weigh_more() 
     torch.manual_seed(0)
     size = TransformerSize(width=32, depth=1, num_heads=4)
     block = blocks_of(small_encoder())[0]
+    assert isinstance(block, Block)
     x = torch.randn(4, 5, 32, dtype=torch.float64)
     branches = torch.tensor([[0.0, 2.0, 0.0, 2.0], [0.0, 0.0, 2.0, 2.0]], dtype=torch.float64)[..., None, None]
-    found = block(x, branches_2B11=branches)
+    found = block(x, branches=branches)
     torch.testing.assert_close(found[0], x[0], atol=0, rtol=0)
     attended = x[1] + 2 * (block.attn(block.ln_1(x), causal=False, packing=None))[1]
     torch.testing.assert_close(found[1], attended, atol=1e-12, rtol=0)

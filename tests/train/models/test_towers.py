@@ -13,7 +13,7 @@ from train.models.attention import Attend, attend_naively, attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder, size_of
 from train.models.settings import Activation, Towers
 from train.models.text import load_tokenizer
-from train.models.transformer import blocks_of
+from train.models.transformer import Block, blocks_of
 
 OPEN_CLIPS_NAMES = {"s16": "ViT-S-16", "b16": "ViT-B-16", "l14": "ViT-L-14", "l14-336": "ViT-L-14-336"}
 
@@ -100,7 +100,9 @@ def test_a_size_has_every_tensor_of_open_clips(name: str) -> None:
         (theirs.visual.transformer, ours.video.transformer),
         (theirs.transformer, ours.text.transformer),
     ):
-        assert their_trunk.resblocks[0].attn.num_heads == blocks_of(our_trunk)[0].attn.num_heads
+        our_block = blocks_of(our_trunk)[0]
+        assert isinstance(our_block, Block)
+        assert their_trunk.resblocks[0].attn.num_heads == our_block.attn.num_heads
 
 
 def test_settings_change_what_a_name_stands_for() -> None:
