@@ -10,6 +10,7 @@ from train.evaluation.settings import EvaluationSettings
 from train.models.settings import check_picture
 from train.settings import ClipSettings
 
+_CLIPS = Parameter(group="Clips")
 _CLASSES = Parameter(group="Classes")
 _EVALUATION = Parameter(group="Evaluation")
 
@@ -38,6 +39,8 @@ _NO_EVALUATION = ClassEvaluation()
 class ClassifySettings(ClipSettings):
     """Settings of `train classify`."""
 
+    repeats: Annotated[int, _CLIPS] = 1
+    """Samples of a clip in a row (repeated augmentation), each with its own moments and crop; decoded once."""
     label: Annotated[str, _CLASSES] = "class"
     """Label of the captions that is learned: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or another."""
     dropout: Annotated[float, _CLASSES] = 0.0
@@ -54,6 +57,8 @@ class ClassifySettings(ClipSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_picture(self.model, size_px=self.size_px)
+        if not 1 <= self.repeats <= 1000:
+            raise UserError(f"--repeats is {self.repeats}", hint="it must be from 1 to 1,000")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,8 @@
-"""The set of (clip, class) samples of one split: spans and labels of the manifest, pictures from the `video` column."""
+"""The set of (clip, class) samples of one split: spans and labels of the manifest, pictures from the `video` column.
+
+With repeats (Hoffer et al. 2020) an epoch shows every clip several times: sample i is of clip i // repeats, and the
+samples of a clip stand in one row, so that its chunks are read and decoded once for all of them.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,6 +23,7 @@ from train.data.clip_captions import one_by_one
 from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
+from train.data.failures import FailedSample
 from train.data.labelled_rows import labelled_rows
 from train.data.loader import LoaderSettings, Visit
 from train.data.usable_captions import usable_captions
@@ -35,10 +40,11 @@ class LabelledClips(ClipSamples):
         also: of further labels; rows that have any of the labels are then samples.
         decode: how frames come out of chunks.
         tars: how bytes of tars are read, where they do not lie in `data_dir`.
+        repeats: samples of a clip, which divides the loader's group.
 
     Attributes:
-        all_labels: int64 [samples, 1 + further labels], the classes of each; -1 where it has none.
-        video: int64 [samples], number of the video of each.
+        all_labels: int64 [clips, 1 + further labels], the classes of each; -1 where it has none.
+        video: int64 [clips], number of the video of each.
 
     Raises:
         UserError: there is no such data, or nothing that can be shown.
@@ -55,7 +61,9 @@ class LabelledClips(ClipSamples):
         decode: DecodeRule = "packets",
         tars: TarBytes | None = None,
         also: Sequence[ClassList] = (),
+        repeats: int = 1,
     ) -> None:
+        self._repeats = repeats
         self._classes = (classes, *also)
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
         table = read_captions(data_dir)
@@ -76,9 +84,17 @@ class LabelledClips(ClipSamples):
         self._caption_ids: NDArray[Any] = table["caption_id"].to_numpy()[rows[found.caption]]
         super().__init__(VideoClips(chunks, found.spans, shape), split=split, loading=loading)
 
+    def __len__(self) -> int:
+        return len(self.clips) * self._repeats
+
+    @property
+    def num_clips(self) -> int:
+        """Ids of clips are from 0 to below this."""
+        return len(self.clips)
+
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Of `classes`: int64 [samples]."""
+        """Of `classes`: int64 [clips]."""
         return self.all_labels[:, 0]
 
     @property
@@ -91,6 +107,8 @@ class LabelledClips(ClipSamples):
         """Hash of what decides which sample stands where and what it is called."""
         classes = " ".join(str(its.as_json()) for its in self._classes)
         digest = hashlib.sha256(f"{self.variant_name} {self._group} {classes}".encode())
+        if self._repeats > 1:
+            digest.update(f"{self._repeats} of each".encode())
         for array in (self._caption_ids, self.all_labels, self.clips.spans.begin_us, self.clips.spans.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
@@ -101,17 +119,29 @@ class LabelledClips(ClipSamples):
             f"{len(np.unique(of_it[of_it >= 0])):,} of {len(its):,} classes ({its.label})"
             for its, of_it in zip(self._classes, self.all_labels.T, strict=True)
         ]
-        first = f"{len(self):,} of {self._num_captions:,} captions of split {self.split!r}"
-        return "; ".join([", ".join([first, *there]), *self._remarks, *self.clips.describe()])
+        first = f"{self.num_clips:,} of {self._num_captions:,} captions of split {self.split!r}"
+        repeated = [f"{self._repeats} samples of each in an epoch"] if self._repeats > 1 else []
+        return "; ".join([", ".join([first, *there]), *repeated, *self._remarks, *self.clips.describe()])
+
+    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+        """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
+        return super().load([Visit(self._clip(visit.sample), visit.position, visit.seed) for visit in visits])
+
+    def key(self, sample: int) -> str:
+        """The chunk in which the clip begins."""
+        return super().key(self._clip(sample))
 
     def sample(self, visit: Visit, clip: Clip) -> Sample:
         """The clip with its class and its names."""
         return Sample(
             position=visit.position,
-            key=self.key(visit.sample),
+            key=self.clips.key(visit.sample),
             clip_id=visit.sample,
             caption_id=int(self._caption_ids[visit.sample]),
             label=int(self.labels[visit.sample]),
             video=clip.video,
             colour=clip.colour,
         )
+
+    def _clip(self, sample: int) -> int:
+        return sample // self._repeats

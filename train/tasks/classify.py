@@ -85,7 +85,7 @@ class ClassifyTask:
         self._classes = read_classes(
             folder.path, label=settings.label, splits=(settings.split, settings.evaluate.split)
         )
-        samples = self.samples(settings.split, world)
+        samples = self.samples(settings.split, world, repeats=settings.repeats)
         if len(np.unique(samples.labels)) < 2:
             name = self.classes.names[int(samples.labels[0])]
             raise UserError(
@@ -97,15 +97,17 @@ class ClassifyTask:
             self._held_out = self.samples(settings.evaluate.split, world, views=_views(settings.evaluate))
         return samples
 
-    def samples(self, split: str, world: World, *, views: Views | None = None) -> LabelledClips:
+    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> LabelledClips:
         """This rank's part of the labelled clips of any split.
 
         Args:
             views: of an evaluation.
+            repeats: samples of a clip, in training.
         """
         settings = self._settings
         folder = open_data_folder(settings.shards, cache=settings.cache)
         loading = loader_settings(settings, world, device=self._device)
+        loading = replace(loading, group=loading.group * repeats)
         if views is not None:
             # A clip of an evaluation takes the memory of all its views.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
@@ -117,6 +119,7 @@ class ClassifyTask:
             loading=loading,
             decode=settings.decode,
             tars=folder.tars,
+            repeats=repeats,
         )
 
     def start_from(self, source: Source, samples: LabelledClips, *, say: Say) -> Loaded:

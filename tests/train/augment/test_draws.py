@@ -7,8 +7,7 @@ from manifests.errors import UserError
 from train.augment.draws import MAX_SIGMA_PX, MIN_SIGMA_PX, Draw, draw
 from train.augment.settings import Augment
 
-COLOURS = {"brightness": 0.4, "contrast": 0.3, "saturation": 1.5, "hue": 0.1}
-SETTINGS = Augment(flip=0.5, blur=0.25, rand_ops=2, erase=1.0, **COLOURS)
+SETTINGS = Augment(flip=0.5, brightness=0.4, contrast=0.3, saturation=1.5, hue=0.1, blur=0.25, rand_ops=2, erase=1.0)
 
 
 def values(drawn: Draw) -> np.ndarray:

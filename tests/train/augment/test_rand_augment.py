@@ -146,6 +146,6 @@ def test_a_clip_is_what_its_operations_make_of_its_bytes_whatever_its_batch() ->
             if operation >= 0:
                 clip = change(clip, OPERATIONS[operation], strength, fill=FILL)
         back = whole[number] * torch.tensor(std)[:, None, None, None] + torch.tensor(FILL)[:, None, None, None]
-        assert (back.transpose(0, 1) * 255 - clip.float()).abs().max() < (
-            0.51 if (drawn.operation[number] < 0).all() else 1e-3
-        )
+        # What no operation touches keeps its fractions.
+        tolerance = 1e-3 if (drawn.operation[number] >= 0).any() else 0.501
+        assert (back.transpose(0, 1) * 255 - clip.float()).abs().max() < tolerance

@@ -1,0 +1,77 @@
+"""Repeated augmentation: a clip is visited several times in a row, and decoded once."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.train.classify.moving import write_moving
+from train.classify.classes import read_classes
+from train.data.chunk_set import ChunkSet
+from train.data.clips import Sampling
+from train.data.decoding.clip import ClipShape
+from train.data.labelled_clips import LabelledClips
+from train.data.loader import LoaderSettings
+
+NUM_CLIPS = 36
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data_dir = tmp_path_factory.mktemp("moving")
+    write_moving(data_dir)
+    return data_dir
+
+
+def labelled(data_dir: Path, *, repeats: int, batch: int = 12, rank: int = 0, num_ranks: int = 1) -> LabelledClips:
+    return LabelledClips(
+        data_dir,
+        split="train",
+        classes=read_classes(data_dir, label="class", splits=["train"]),
+        shape=ClipShape(sampling=Sampling(num_frames=2), size_px=32, min_crop_area=0.3),
+        loading=LoaderSettings(
+            batch=batch, num_threads=1, num_ahead=batch, seed=0, group=repeats, rank=rank, num_ranks=num_ranks
+        ),
+        repeats=repeats,
+    )
+
+
+def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_way(
+    moving: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[Any] = []
+    decode = ChunkSet.decode
+    monkeypatch.setattr(ChunkSet, "decode", lambda self, read: decoded.append(1) or decode(self, read))
+    samples = labelled(moving, repeats=3)
+    assert samples.num_samples == 3 * NUM_CLIPS and samples.num_clips == NUM_CLIPS
+    assert "36 of 37 captions" in samples.describe() and "3 samples of each in an epoch" in samples.describe()
+    batches = list(islice(samples.batches(max_failures=0), 9))
+    # Clips lie within a chunk each; the loader may have begun what comes after.
+    assert NUM_CLIPS <= len(decoded) <= NUM_CLIPS + 12
+    clips = np.concatenate([loaded.batch["clip_id"].numpy() for loaded in batches]).reshape(-1, 3)
+    assert (clips == clips[:, :1]).all() and sorted(clips[:, 0]) == list(range(NUM_CLIPS))
+    for loaded in islice(samples.batches(position=0, max_failures=0), 3):
+        batch = loaded.batch
+        assert (batch["label"].numpy() == samples.labels[batch["clip_id"].numpy()]).all()
+        first, second, third = batch["video"].unflatten(0, (-1, 3)).unbind(1)
+        assert (first != second).flatten(1).any(1).all() and (second != third).flatten(1).any(1).all()
+
+
+def test_ranks_share_clips_not_repeats_and_a_run_goes_on_within_a_clip(moving: Path) -> None:
+    alone = next(labelled(moving, repeats=2, batch=6).batches(max_failures=0)).batch["clip_id"].tolist()
+    halves = [
+        next(labelled(moving, repeats=2, batch=2, rank=rank, num_ranks=3).batches(max_failures=0)) for rank in range(3)
+    ]
+    assert [clip for half in halves for clip in half.batch["clip_id"].tolist()] == alone
+
+    whole = labelled(moving, repeats=2, batch=3)
+    expected = [loaded.batch["video"].clone() for loaded in islice(whole.batches(max_failures=0), 4)]
+    begun = labelled(moving, repeats=2, batch=3)
+    next(begun.batches(max_failures=0))
+    resumed = labelled(moving, repeats=2, batch=3)
+    resumed.load_state_dict(begun.state_dict())
+    for loaded, video in zip(resumed.batches(max_failures=0), expected[1:], strict=False):
+        assert (loaded.batch["video"] == video).all()
+    assert begun.state_dict()["samples"] != labelled(moving, repeats=1).state_dict()["samples"]
