@@ -73,8 +73,8 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
         activation="quick_gelu" if is_quick else "gelu",
         video_eps=_eps(vision),
         text_eps=_eps(text),
-        mean=_colours(preprocess.get("mean")),
-        std=_colours(preprocess.get("std")),
+        mean=colours(preprocess.get("mean")),
+        std=colours(preprocess.get("std")),
         video_heads=width // vision.get("head_width", _OPEN_CLIP_HEAD_WIDTH),
         text_heads=text.get("heads", _OPEN_CLIP_TEXT_HEADS),
     )
@@ -108,8 +108,8 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
         activation="gelu" if activations == {"gelu"} else "quick_gelu",
         video_eps=vision.get("layer_norm_eps", _CLIP_NORM_EPS),
         text_eps=text.get("layer_norm_eps", _CLIP_NORM_EPS),
-        mean=_colours(preprocess.get("image_mean")),
-        std=_colours(preprocess.get("image_std")),
+        mean=colours(preprocess.get("image_mean")),
+        std=colours(preprocess.get("image_std")),
         video_heads=vision.get("num_attention_heads", 12),
         text_heads=text.get("num_attention_heads", 8),
     )
@@ -119,7 +119,8 @@ def _eps(tower: Mapping[str, Any]) -> float:
     return float((tower.get("norm_kwargs") or {}).get("eps", _CLIP_NORM_EPS))
 
 
-def _colours(values: Any) -> tuple[float, float, float] | None:
+def colours(values: Any) -> tuple[float, float, float] | None:
+    """Three numbers, for R, G and B, as a configuration has them; None where it has none."""
     if values is None:
         return None
     red, green, blue = (float(value) for value in values)

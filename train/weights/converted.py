@@ -1,7 +1,7 @@
 """What the formats become: tensors under this project's names, and what is known beside them.
 
-`video.*` and `text.*` are the parameters of train.models.dual_encoder.DualEncoder; `logit_scale` belongs to the
-objective.
+`video.*` and `text.*` are the parameters of train.models.dual_encoder.DualEncoder, `decoder.*` those that a
+MaskedAutoencoder has besides, `fc_norm.*` and `head.*` a VideoClassifier's; `logit_scale` belongs to the objective.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from train.models.settings import Activation
+from train.models.settings import Activation, Kind
 
 Tensors = Mapping[str, torch.Tensor]
 Rename = Callable[[str], str | None]
@@ -20,6 +20,9 @@ TEMPORAL_EMBEDDING = "video.temporal_embedding"
 # CLIP's normalisation of pixels from 0 to 1, in the order R, G, B.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+# ImageNet's, which VideoMAE uses.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class Facts:
         std: likewise.
         video_heads: of the video tower's attention.
         text_heads: of the text tower's.
+        decoder_heads: of a masked autoencoder's decoder.
         remarks: what the user should hear about these weights.
     """
 
@@ -44,6 +48,7 @@ class Facts:
     std: tuple[float, float, float] | None = None
     video_heads: int | None = None
     text_heads: int | None = None
+    decoder_heads: int | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -62,6 +67,17 @@ class Converted:
     origins: dict[str, str]
     unknown: dict[str, torch.Tensor] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+
+
+def kind_of_tensors(names: Iterable[str]) -> Kind | None:
+    """The kind of the video tower among tensors or parameters of our names; None where there is none."""
+    kind: Kind | None = None
+    for name in names:
+        if name == "video.conv1.bias" or (name.startswith("video.") and name.endswith(".attn.q_bias")):
+            return "videomae"
+        if name.startswith("video."):
+            kind = "clip"
+    return kind
 
 
 def convert_names(

@@ -1,7 +1,8 @@
 """The settings that take effect once it is known which weights a run starts from.
 
 What the user left open (None) becomes what the weights were trained with; what the user said stays, and a difference is
-said aloud. The result is what the run saves: to resume, score or export it, the weights are not needed again.
+said aloud; only of another kind the tower cannot be. The result is what the run saves: to resume, score or export it,
+the weights are not needed again.
 """
 
 import math
@@ -10,9 +11,10 @@ from typing import TypeVar
 
 from manifests.errors import UserError
 from train.models.dual_encoder import size_of
+from train.models.settings import Kind, Towers, kind_of
 from train.models.transformer import NORM_EPS
 from train.settings import ClipSettings, DualEncoderSettings
-from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE
+from train.weights.converted import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, LOGIT_SCALE
 from train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
@@ -20,6 +22,9 @@ Clips = TypeVar("Clips", bound=ClipSettings)
 
 # Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
+_MEANS = {"clip": CLIP_MEAN, "videomae": IMAGENET_MEAN}
+_STDS = {"clip": CLIP_STD, "videomae": IMAGENET_STD}
+_KINDS = {"clip": "a tower as CLIP's (clip)", "videomae": "a tower as VideoMAE's (videomae)"}
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
@@ -28,6 +33,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
+    settings = replace(settings, towers=_of_kind(settings.towers, "clip", command="train dual-encoder"))
     if source is None:
         return settings
     facts = source.facts
@@ -44,26 +50,63 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     return settings
 
 
+def effective_mae_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
+    """The same for a masked autoencoder, whose encoder is always of the kind videomae.
+
+    Raises:
+        UserError: the settings or the weights say another kind.
+    """
+    towers = _of_kind(settings.towers, "videomae", command="train mae")
+    return effective_clip_settings(replace(settings, towers=towers), source, say=say)
+
+
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The settings with activation, eps and normalisation of the weights, where they say so."""
+    """The settings with kind, cubes, activation, eps and normalisation of the weights, where they say so.
+
+    Raises:
+        UserError: the settings say another kind of tower than the weights are of.
+    """
     if source is None:
-        return settings
-    facts, towers, init = source.facts, settings.towers, settings.init
+        return _with_normalisation(settings)
+    facts, towers = source.facts, settings.towers
     for remark in facts.remarks:
         say(f"weights: {remark}")
     if facts.activation is None and towers.activation is None:
         say("weights: they do not say which activation they were trained with: gelu (else --towers.activation)")
+    if source.kind is not None and towers.kind not in (None, source.kind):
+        raise UserError(
+            f"{source.title}: the weights are of {_KINDS[source.kind]}, and the model has {_KINDS[towers.kind]}",
+            hint="use other weights" if source.kind == "clip" else "use other weights, or --towers.kind videomae",
+        )
     towers = replace(
         towers,
+        kind=source.kind or towers.kind,
+        tubelet=_chosen("--towers.tubelet", towers.tubelet, source.tubelet, say=say),
         activation=_chosen("--towers.activation", towers.activation, facts.activation, say=say),
         video_norm_eps=_chosen("--towers.video-norm-eps", towers.video_norm_eps, facts.video_eps, say=say),
     )
+    kind, init = kind_of(towers), settings.init
     init = replace(
         init,
-        pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or CLIP_MEAN, say=say),
-        pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or CLIP_STD, say=say),
+        pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or _MEANS[kind], say=say),
+        pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or _STDS[kind], say=say),
     )
     return replace(settings, towers=towers, init=init)
+
+
+def _of_kind(towers: Towers, kind: Kind, *, command: str) -> Towers:
+    if towers.kind not in (None, kind):
+        raise UserError(f"--towers.kind is {towers.kind}, and {command} has {_KINDS[kind]}", hint="leave it out")
+    return replace(towers, kind=kind)
+
+
+def _with_normalisation(settings: Clips) -> Clips:
+    """The settings with ImageNet's normalisation where the tower is VideoMAE's and nobody said another."""
+    kind, init = kind_of(settings.towers), settings.init
+    if kind == "clip":
+        return settings
+    init = replace(init, pixel_mean=init.pixel_mean or _MEANS[kind], pixel_std=init.pixel_std or _STDS[kind])
+    return replace(settings, init=init)
 
 
 def _chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) -> Value | None:

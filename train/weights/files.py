@@ -31,7 +31,7 @@ _PLAIN: list[Any] = [
     (_scalar, "numpy._core.multiarray.scalar"),
 ]
 # Where training checkpoints keep the model, the most usual first.
-_INNER = ("state_dict", "model_state_dict", "model")
+_INNER = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

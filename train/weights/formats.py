@@ -1,7 +1,7 @@
 """The formats by name, and how the names of tensors tell them apart."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,13 +9,18 @@ from manifests.errors import UserError
 from train.weights.avion_format import AVION_FACTS, LAVILA_FACTS, from_avion, from_lavila
 from train.weights.converted import CLIP_MEAN, CLIP_STD, Converted, Facts, Tensors
 from train.weights.hf_format import from_hf
+from train.weights.hf_videomae_format import from_hf_videomae
 from train.weights.open_clip_format import from_open_clip
+from train.weights.videomae_configs import HF_EPS
+from train.weights.videomae_format import VIDEOMAE_FACTS, from_videomae
 
 _OPENAI_FACTS = Facts(activation="quick_gelu", video_eps=1e-5, text_eps=1e-5, mean=CLIP_MEAN, std=CLIP_STD, remarks=())
 _NOTHING_KNOWN = Facts()
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 # Sizes of the model, which OpenAI's archives hold and open_clip's files do not.
 _OPENAI_SIZES = frozenset({"input_resolution", "context_length", "vocab_size"})
+# What other vision transformers of the same names have, and VideoMAE has not.
+_CLASS_TOKENS = ("cls_token", "embeddings.cls_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,13 @@ FORMATS = {
         Format(name="hf", title="Hugging Face's CLIPModel", convert=from_hf),
         Format(name="avion", title="AVION", convert=from_avion, facts=AVION_FACTS),
         Format(name="lavila", title="LaViLa", convert=from_lavila, facts=LAVILA_FACTS),
+        Format(name="videomae", title="VideoMAE", convert=from_videomae, facts=VIDEOMAE_FACTS),
+        Format(
+            name="hf_videomae",
+            title="Hugging Face's VideoMAE",
+            convert=from_hf_videomae,
+            facts=replace(VIDEOMAE_FACTS, video_eps=HF_EPS),
+        ),
     )
 }
 
@@ -70,6 +82,10 @@ def detect_format(names: Iterable[str]) -> Format:
 
     if has("vision_model.", "text_model."):
         return FORMATS["hf"]
+    if has("videomae.", "decoder.decoder_layers.") or (has("embeddings.patch_embeddings.") and not has(*_CLASS_TOKENS)):
+        return FORMATS["hf_videomae"]
+    if has("encoder.patch_embed.", "encoder.blocks.") or (has("patch_embed.", "blocks.") and not has(*_CLASS_TOKENS)):
+        return FORMATS["videomae"]
     if has("textual.") and has("visual."):
         return FORMATS["avion"]
     if has("visual.blocks.", "visual.patch_embed."):
@@ -85,6 +101,6 @@ def detect_format(names: Iterable[str]) -> Format:
         return FORMATS["openai" if known >= _OPENAI_SIZES else "open_clip"]
     first = ", ".join(sorted(known)[:3])
     raise UserError(
-        f"these are not the weights of a CLIP of any format known here; the first tensors: {first or 'none'}",
+        f"these are not the weights of a CLIP or VideoMAE of any known format; the first tensors: {first or 'none'}",
         hint=f"known are {', '.join(FORMATS)}; name one with --init.format to see what fits",
     )

@@ -5,7 +5,7 @@ from typing import Literal
 
 from manifests.errors import UserError
 
-FormatChoice = Literal["auto", "open_clip", "openai", "hf", "avion", "lavila"]
+FormatChoice = Literal["auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Init:
     allow: tuple[str, ...] = ()
     """Patterns of tensors that may be missing, left over or of another shape, such as `video.proj`, `visual.*`."""
     pixel_mean: tuple[float, float, float] | None = None
-    """Of R, G and B from 0 to 1, which pictures are normalised by: that of the weights, else CLIP's."""
+    """Of R, G and B from 0 to 1, by which pictures are normalised: the weights', else CLIP's (videomae: ImageNet's)."""
     pixel_std: tuple[float, float, float] | None = None
     """Likewise."""
 

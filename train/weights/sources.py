@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from train.models.settings import Kind
 from train.weights.configs import facts_of_hf, facts_of_open_clip
-from train.weights.converted import Converted, Facts
+from train.weights.converted import Converted, Facts, kind_of_tensors
 from train.weights.extras import EXTRAS_FILE, read_extras
 from train.weights.files import read_tensors
 from train.weights.formats import FORMATS, detect_format, without_prefixes
 from train.weights.runs import is_run, read_run
 from train.weights.settings import Init
+from train.weights.videomae_configs import facts_of_hf_videomae, facts_of_videomae_v2
 
 _NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
 # What a folder may call its weights; the first that is there is read.
@@ -42,6 +44,17 @@ class Source:
     title: str
     converted: Converted
     facts: Facts
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of the video tower; None where there is none."""
+        return kind_of_tensors(self.converted.tensors)
+
+    @property
+    def tubelet(self) -> int | None:
+        """Frames of a cube of the video tower; None where it has patches, or is not there."""
+        conv = self.converted.tensors.get("video.conv1.weight")
+        return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
 
 def fetch_tag(init: Init, *, say: Say) -> None:
@@ -123,9 +136,14 @@ def _facts_in(folder: Path) -> Facts | None:
         preprocess = own.get("preprocess_cfg", {})
         return facts_of_open_clip(own.get("model_cfg", own), preprocess, source=str(folder))
     config = _read_json(folder / "config.json")
-    if config is not None:
-        return facts_of_hf(config, _read_json(folder / "preprocessor_config.json") or {}, source=str(folder))
-    return None
+    if config is None:
+        return None
+    preprocess = _read_json(folder / "preprocessor_config.json") or {}
+    if config.get("model_type") == "videomae":
+        return facts_of_hf_videomae(config, preprocess, source=str(folder))
+    if isinstance(config.get("model_config"), dict) and str(config.get("model_type")).startswith("VideoMAEv2"):
+        return facts_of_videomae_v2(config, preprocess, source=str(folder))
+    return facts_of_hf(config, preprocess, source=str(folder))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
