@@ -73,7 +73,7 @@ def pair_captions(
     Raises:
         UserError: the text column has a caption under another video than the manifest, or there is no such source.
     """
-    span = _Spans(records, segments)
+    span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
     parts: list[dict[str, NDArray[Any]]] = [dict.fromkeys(("id", "address", "source", "first", "last"), none)]
     names: list[str] = []
@@ -176,12 +176,17 @@ def find_embedded(
     return np.where(found, place, -1)
 
 
-class _Spans:
-    """Finds the segments that a span of a video overlaps; video and time are searched as one number."""
+class SegmentSpans:
+    """Finds the segments that a span of a video overlaps; video and time are searched as one number.
+
+    Attributes:
+        lengths_us: int64 [segments], how long each lasts, microseconds.
+    """
 
     def __init__(self, records: LatentRecords, segments: Segments) -> None:
         numbers = np.arange(len(segments))
         self._begins, self._ends = times_us(records, segments, numbers)
+        self.lengths_us: NDArray[np.int64] = self._ends - self._begins
         self._step = int(self._ends.max(initial=0)) + 2  # more than any time of a video
         before = records.video_row[segments.chunk_of(numbers)] * np.int64(self._step)
         self._begins += before
@@ -191,13 +196,40 @@ class _Spans:
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each span the first segment of its video that overlaps it and the one after the last."""
+        begin, end = self._placed(video_row=video_row, begin_s=begin_s, end_s=end_s)
+        first = np.searchsorted(self._ends, begin, side="right")
+        last = np.searchsorted(self._begins, end, side="left")
+        return first, np.where(end > begin, last, first)
+
+    def longest(
+        self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each segment the span that shares the most time with it, and how much that is, microseconds.
+
+        Of spans that share as much it is the first; -1 and 0 where none overlaps it.
+        """
+        begin, end = self._placed(video_row=video_row, begin_s=begin_s, end_s=end_s)
+        first, last = self.overlapped(video_row=video_row, begin_s=begin_s, end_s=end_s)
+        widths = np.maximum(last - first, 0)
+        span = np.repeat(np.arange(len(first)), widths)
+        segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
+        shared_us = np.minimum(end[span], self._ends[segment]) - np.maximum(begin[span], self._begins[segment])
+        # The last one that is written to a segment stays: the longest, and of equal ones the first.
+        order = np.lexsort((-span, shared_us))
+        longest = np.full(len(self._begins), -1)
+        longest_us = np.zeros(len(self._begins), np.int64)
+        longest[segment[order]] = span[order]
+        longest_us[segment[order]] = shared_us[order]
+        return longest, longest_us
+
+    def _placed(
+        self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         step = self._step
         # NaN is no time: such a span is empty.
         begin = np.clip(np.nan_to_num(np.rint(begin_s * US_PER_S), nan=step), 0, step - 1).astype(np.int64)
         end = np.clip(np.nan_to_num(np.rint(end_s * US_PER_S), nan=0, posinf=step), 0, step - 1).astype(np.int64)
-        first = np.searchsorted(self._ends, video_row * step + begin, side="right")
-        last = np.searchsorted(self._begins, video_row * step + end, side="left")
-        return first, np.where(end > begin, last, first)
+        return video_row * step + begin, video_row * step + end
 
 
 def _pairs(

@@ -91,6 +91,8 @@ class Gather:
         if text is not None and of.text_address is not None:
             _copy(of.text_address[begin:end].tolist(), buffers.text_at, self._text_bytes)
             batch["text"] = text
+        if visits.label is not None:
+            batch["label"] = visits.label[begin:end]
         if visits.num_frames is not None:
             batch["num_frames"] = visits.num_frames[begin:end]
         return batch
@@ -140,6 +142,7 @@ class VisitBlock:
         self.position = torch.from_numpy(visits.position)
         self.clip_id = torch.from_numpy(visits.sample)
         self.caption_id = None if visits.caption_id is None else torch.from_numpy(visits.caption_id)
+        self.label = None if visits.label is None else torch.from_numpy(visits.label)
         self.num_frames = torch.from_numpy(visits.num_frames) if pads else None
 
     def __len__(self) -> int:

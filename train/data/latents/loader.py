@@ -1,12 +1,13 @@
 """Batches of latents with their text embeddings: the one class that the others of this package serve."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from train.classify.classes import ClassList
 from train.data.caption_texts import CaptionTexts
 from train.data.filling import LoadedBatch
 from train.data.latents.checksums import Checksums
@@ -43,6 +44,7 @@ class LatentLoader:
         text: whether samples have captions; segments without one are then left out.
         tokenize: captions come as its tokens; without it as stored embeddings, and those without one are left out.
         sources: weights of captions' sources (train.data.caption_settings).
+        classes: of labels, with `text=False`; segments without any of them are left out (train.data.latents.labels).
         tails: what becomes of the frames after the last full segment of a chunk: "drop", or "pad" with zeros
             (batches then say `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.
@@ -71,6 +73,7 @@ class LatentLoader:
         text: bool = True,
         tokenize: "Tokenize | None" = None,
         sources: str | None = None,
+        classes: Sequence[ClassList] = (),
         tails: Tails = "drop",
         depth: int = 2,
         copy: bool = False,
@@ -78,9 +81,17 @@ class LatentLoader:
     ) -> None:
         if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
             raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
+        if text and classes:
+            raise ValueError("a set has captions or labels")
         captions: Captions = "none" if not text else "stored" if tokenize is None else "words"
         self.samples = SegmentSet(
-            data_dir, split=split, segment=segment, captions=captions, tails=tails, wanted_sources=sources
+            data_dir,
+            split=split,
+            segment=segment,
+            captions=captions,
+            tails=tails,
+            wanted_sources=sources,
+            classes=classes,
         )
         words = Words(CaptionTexts(data_dir), tokenize) if text and tokenize is not None else None
         self._batch, self._seed, self._rank, self._num_ranks = batch, seed, rank, num_ranks

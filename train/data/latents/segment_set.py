@@ -16,8 +16,10 @@ from manifests.errors import UserError
 from manifests.store import read_videos
 from shards.dataset import current_variant
 from shards.reader import Variant
+from train.classify.classes import ClassList
 from train.data.chunk_set import videos_of_split
 from train.data.latents.captions import SegmentCaptions, pair_captions
+from train.data.latents.labels import SegmentLabels, label_segments
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.records import LatentRecords, key_of, read_records
 from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
@@ -39,6 +41,7 @@ class Visits:
         num_frames: how many frames there are; fewer than a segment's for a tail.
         caption_id: of the caption; None in a set without.
         text_address: where its embedding begins; None where none are stored.
+        label: the class, in a labelled set.
     """
 
     sample: NDArray[np.int64]
@@ -48,6 +51,7 @@ class Visits:
     num_frames: NDArray[np.int64]
     caption_id: NDArray[np.int64] | None
     text_address: NDArray[np.int64] | None
+    label: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.position)
@@ -72,6 +76,9 @@ class SegmentSet:
     Memory: 40 bytes a chunk, and with text 8 a segment that has captions, 12 a caption and 4 a (segment, caption)
     pair; a million chunks of three segments with four million captions take about 150 MB.
 
+    Args:
+        classes: what the labels of a labelled set are numbered by; segments without any of them are then left out.
+
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
     """
@@ -85,6 +92,7 @@ class SegmentSet:
         captions: Captions,
         tails: Tails,
         wanted_sources: str | None = None,
+        classes: Sequence[ClassList] = (),
     ) -> None:
         if not data_dir.is_dir():
             raise UserError(f"there is no data folder {data_dir}", hint="name one that prep made")
@@ -113,16 +121,39 @@ class SegmentSet:
         self.captions: SegmentCaptions | None = None
         if captions != "none":
             self._add_captions(data_dir, starts[len(latent_shards) :], wanted_sources=wanted_sources)
+        self._classes = classes
+        self.labels: SegmentLabels | None = None
+        if classes:
+            self.labels = label_segments(
+                data_dir, records=records, segments=self.segments, video_ids=self.video_ids, classes=classes
+            )
         # Arrow would keep what the indexes and captions took while they were read.
         pa.default_memory_pool().release_unused()
         if not len(self):
             raise UserError(
                 f"no segment of split {split!r} can be shown: {self.describe()}",
-                hint="use a shorter segment, or tails='pad'; segments without captions need text=False",
+                hint="labels of captions come from prep manifest"
+                if classes
+                else "use a shorter segment, or tails='pad'; segments without captions need text=False",
             )
 
     def __len__(self) -> int:
-        return len(self.segments) if self.captions is None else len(self.captions.segment)
+        return len(self.segments) if self._shown is None else len(self._shown)
+
+    @property
+    def _shown(self) -> NDArray[np.int64] | None:
+        """Numbers of the segments that are samples; None for all."""
+        if self.captions is not None:
+            return self.captions.segment
+        return None if self.labels is None else self.labels.segment
+
+    def segment_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the segments that samples are."""
+        return samples if self._shown is None else self._shown[samples].astype(np.int64)
+
+    def video_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the videos that samples are of."""
+        return self.records.video_row[self.segments.chunk_of(self.segment_of(samples))].astype(np.int64)
 
     @property
     def variant_name(self) -> str:
@@ -159,6 +190,8 @@ class SegmentSet:
                 f"{captions.num_not_shown:,} captions that overlap no segment": captions.num_not_shown,
             }
             parts += [text for text, count in counts.items() if count]
+        if self.labels is not None:
+            parts += self._describe_labels(self.labels)
         if self._stale:
             parts.append(self._stale)
         return "; ".join(parts)
@@ -174,6 +207,9 @@ class SegmentSet:
             captions = self.captions
             digest.update(f"{captions.sources.names} {captions.sources.weights.tolist()}".encode())
             arrays += [captions.segment, captions.choice.first_place, captions.pair_caption, captions.caption_id]
+        if self.labels is not None:
+            digest.update(" ".join(str(its.as_json()) for its in self._classes).encode())
+            arrays += [self.labels.segment, self.labels.label]
         for array in arrays:
             digest.update(f"{self.segments.num_frames} {array.dtype} {len(array)}\n".encode())
             digest.update(np.ascontiguousarray(array).data)
@@ -182,7 +218,7 @@ class SegmentSet:
     def visit(self, samples: NDArray[np.int64], *, position: NDArray[np.int64], seed: int | None) -> Visits:
         """What is shown of `samples` at `position`: one caption of each, drawn with `seed`, or else the first."""
         captions = self.captions
-        segment = samples if captions is None else captions.segment[samples].astype(np.int64)
+        segment = self.segment_of(samples)
         chunk = self.segments.chunk_of(segment)
         frame = (segment - self.segments.first[chunk]) * self.segments.num_frames
         caption_id = text_address = None
@@ -200,6 +236,7 @@ class SegmentSet:
             num_frames=np.minimum(self.records.num_frames[chunk] - frame, self.segments.num_frames),
             caption_id=caption_id,
             text_address=text_address,
+            label=None if self.labels is None else self.labels.label[samples, 0],
         )
 
     def _add_captions(self, data_dir: Path, starts: NDArray[np.int64], *, wanted_sources: str | None) -> None:
@@ -219,6 +256,18 @@ class SegmentSet:
             video_ids=self.video_ids,
             wanted_sources=wanted_sources,
         )
+
+    def _describe_labels(self, labels: SegmentLabels) -> list[str]:
+        there = [
+            f"{len(np.unique(of_it[of_it >= 0])):,} of {len(its):,} classes ({its.label})"
+            for its, of_it in zip(self._classes, labels.label.T, strict=True)
+        ]
+        parts = [", ".join(there)]
+        if num_without := len(self.segments) - len(labels.segment):
+            parts.append(f"{num_without:,} segments without label left out")
+        if labels.remarks:
+            parts.append(f"captions: {', '.join(labels.remarks)}")
+        return [*parts, f"the caption that gives the label covers {labels.mean_share:.0%} of a segment on average"]
 
     def _nothing_of(self, variant: Variant, data_dir: Path) -> UserError:
         shards = variant.shards()
