@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 from train.models.attention import Attend
-from train.models.settings import PATCH_PX, ModelName, Towers
+from train.models.settings import PATCH_PX, Kind, ModelName, Towers, kind_of, tubelet_of
 from train.models.text import TextTower, TextTowerSize
 from train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViT, VideoViTSize
 
 _PLAIN = Towers()
+_NORM_EPS: dict[Kind, float] = {"clip": NORM_EPS, "videomae": 1e-12}  # 1e-12: that of the published configurations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +43,12 @@ def _clip(
     )
 
 
-# CLIP, table 20, for b16 and l14; s16 has the widths of ViT-S and open_clip's text tower for it.
+# CLIP, table 20, for b16 and l14; s16 and l16 have the widths of ViT-S and ViT-L and open_clip's text towers for them.
 SIZES: dict[str, DualEncoderSize] = {
     "tiny": _clip("tiny", video=(128, 4), text=(128, 2), embedding_width=128, head_width=32),
     "s16": _clip("s16", video=(384, 12), text=(384, 12), embedding_width=384),
     "b16": _clip("b16", video=(768, 12), text=(512, 12), embedding_width=512),
+    "l16": _clip("l16", video=(1024, 24), text=(768, 12), embedding_width=768),
     "l14": _clip("l14", video=(1024, 24), text=(768, 12), embedding_width=768),
     "l14-336": _clip("l14-336", video=(1024, 24), text=(768, 12), embedding_width=768),
 }
@@ -56,10 +58,16 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     """The size that a name stands for, with what the settings change in it."""
     size = SIZES[model]
     activation = towers.activation or size.video.trunk.activation
-    trunk = replace(size.video.trunk, activation=activation, norm_eps=towers.video_norm_eps or NORM_EPS)
+    kind = kind_of(towers)
+    trunk = replace(
+        size.video.trunk,
+        activation=activation,
+        norm_eps=towers.video_norm_eps or _NORM_EPS[kind],
+        has_key_bias=kind == "clip",
+    )
     text_trunk = replace(size.text.trunk, activation=activation)
     return DualEncoderSize(
-        video=replace(size.video, trunk=trunk, cube_frames=towers.tubelet),
+        video=replace(size.video, trunk=trunk, cube_frames=tubelet_of(towers)),
         text=replace(size.text, trunk=text_trunk),
         embedding_width=towers.embedding_width or size.embedding_width,
     )

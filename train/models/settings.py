@@ -5,13 +5,17 @@ from typing import Literal
 
 from manifests.errors import UserError
 
-ModelName = Literal["tiny", "s16", "b16", "l14", "l14-336"]
+ModelName = Literal["tiny", "s16", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]
+Kind = Literal["clip", "videomae"]
 
 # Side of a patch, which the side of a picture must be a multiple of.
-PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b16": 16, "l14": 14, "l14-336": 14}
+PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
 # A name that stands for one size of pictures.
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
+_TUBELETS: dict[Kind, int] = {"clip": 1, "videomae": 2}
+# What a tower of the kind videomae does not have, and the value that says so.
+_OF_CLIP_ALONE = {"temporal": "zero", "embedding_width": None, "patch_dropout": 0.0}
 _WIDEST = 65_536
 
 
@@ -19,8 +23,10 @@ _WIDEST = 65_536
 class Towers:
     """What the towers are made of beyond their size, what is left out in training, and what saves memory."""
 
-    tubelet: int = 1
-    """Frames of a cube, which becomes one token; a patch of one frame is CLIP's."""
+    kind: Kind | None = None
+    """Of the video tower (docs/models.md); when left out what the weights of --init are, else clip."""
+    tubelet: int | None = None
+    """Frames of a cube, which becomes one token; when left out 1 for clip (a patch of one frame), 2 for videomae."""
     temporal: Literal["zero", "random"] = "zero"
     """Temporal embedding at the start: zero (AVION's code) or random (AVION's paper)."""
     embedding_width: int | None = None
@@ -41,7 +47,7 @@ class Towers:
     """Compute each block twice rather than keep what its backward pass needs."""
 
     def __post_init__(self) -> None:
-        if self.tubelet < 1:
+        if self.tubelet is not None and self.tubelet < 1:
             raise UserError(f"--towers.tubelet is {self.tubelet}", hint="it must be at least 1")
         if self.embedding_width is not None and not 1 <= self.embedding_width <= _WIDEST:
             raise UserError(f"--towers.embedding-width is {self.embedding_width}", hint=f"use 1 to {_WIDEST:,}")
@@ -55,6 +61,23 @@ class Towers:
                     f"--towers.{name.replace('_', '-')} is {getattr(self, name)}",
                     hint="it must be 0 or more, and less than 1",
                 )
+        if self.kind == "videomae":
+            for name, none in _OF_CLIP_ALONE.items():
+                if getattr(self, name) != none:
+                    raise UserError(
+                        f"--towers.{name.replace('_', '-')} is {getattr(self, name)}, and a videomae tower has none",
+                        hint="leave it out, or use --towers.kind clip",
+                    )
+
+
+def kind_of(towers: Towers) -> Kind:
+    """The kind of a video tower, once it is known what weights it starts from."""
+    return towers.kind or "clip"
+
+
+def tubelet_of(towers: Towers) -> int:
+    """Frames of a cube of a video tower."""
+    return towers.tubelet or _TUBELETS[kind_of(towers)]
 
 
 def check_picture(model: ModelName, *, size_px: int) -> None:
@@ -72,8 +95,9 @@ def check_picture(model: ModelName, *, size_px: int) -> None:
 
 def check_frames(towers: Towers, *, num_frames: int) -> None:
     """Raises a UserError where a clip cannot be cut into cubes."""
-    if num_frames % towers.tubelet:
+    tubelet = tubelet_of(towers)
+    if num_frames % tubelet:
         raise UserError(
-            f"--num-frames {num_frames} cannot be cut into cubes of {towers.tubelet} frames (--towers.tubelet)",
-            hint=f"use a multiple of {towers.tubelet} frames, or another --towers.tubelet",
+            f"--num-frames {num_frames} cannot be cut into cubes of {tubelet} frames (--towers.tubelet)",
+            hint=f"use a multiple of {tubelet} frames, or another --towers.tubelet",
         )

@@ -29,13 +29,17 @@ class VideoViTSize:
 
 
 class CubeEmbedding(nn.Module):
-    """One linear map of each cube's values: the convolution of CLIP's `conv1`, without bias, as one product.
+    """One linear map of each cube's values: the convolution of CLIP's `conv1` as one product.
 
     `weight` is [D, C, p, p] as CLIP's for cubes of one frame, and [D, C, t, p, p] as a Conv3d's for longer ones.
+
+    Args:
+        has_bias: VideoMAE's has one, CLIP's has none.
     """
 
-    def __init__(self, size: VideoViTSize) -> None:
+    def __init__(self, size: VideoViTSize, *, has_bias: bool = False) -> None:
         super().__init__()
+        self.bias: nn.Parameter | None
         self.cube_frames, self.patch_px = size.cube_frames, size.patch_px
         time = () if size.cube_frames == 1 else (size.cube_frames,)
         self.weight = nn.Parameter(
@@ -43,6 +47,7 @@ class CubeEmbedding(nn.Module):
         )
         fan_in = self.weight[0].numel()
         nn.init.uniform_(self.weight, -(fan_in**-0.5), fan_in**-0.5)  # as torch's convolutions
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size.trunk.width)) if has_bias else None)
 
     def cut(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
         """The values of each cube, [B, S, P, C * t * p * p]; cubes of a frame row by row."""
@@ -53,7 +58,7 @@ class CubeEmbedding(nn.Module):
 
     def forward(self, cubes: torch.Tensor) -> torch.Tensor:
         """Embeds cubes [..., C * t * p * p] as [..., D]."""
-        return nn.functional.linear(cubes, self.weight.flatten(1))
+        return nn.functional.linear(cubes, self.weight.flatten(1), self.bias)
 
 
 class VideoViT(nn.Module):

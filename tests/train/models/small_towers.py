@@ -5,7 +5,7 @@ from torch import nn
 
 from train.models.attention import Attend, attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, DualEncoderSize
-from train.models.settings import Towers
+from train.models.settings import Towers, tubelet_of
 from train.models.text import TextTowerSize
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
@@ -18,7 +18,7 @@ def small_size(towers: Towers = PLAIN) -> DualEncoderSize:
     """Three blocks of width 32 a tower, patches of 8 px, 100 ids, captions of 12 tokens at most."""
     trunk = TransformerSize(width=32, depth=3, num_heads=4, activation=towers.activation or "gelu")
     return DualEncoderSize(
-        video=VideoViTSize(trunk=trunk, patch_px=8, cube_frames=towers.tubelet),
+        video=VideoViTSize(trunk=trunk, patch_px=8, cube_frames=tubelet_of(towers)),
         text=TextTowerSize(trunk=trunk, vocabulary_size=END + 1, context_length=12),
         embedding_width=towers.embedding_width or 24,
     )
