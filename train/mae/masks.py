@@ -7,16 +7,19 @@ Shape suffixes: B batch, S steps of time, P patches of a step, R and C rows and 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from manifests.errors import UserError
 from train.data.device_chance import uniform
-from train.mae.settings import DecoderMask, num_masked_places
+from train.mae.settings import DecoderMask
 from train.models.cubes import CubeGrid
 
 # Places of a cell of 2 x 2 patches, numbered round the cell, so that what is kept moves to a neighbour.
 _CELL = ((0, 1), (3, 2))
 _CELL_PLACES = 4
+_CELL_RATIOS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +33,36 @@ class MaskCounts:
 def mask_counts(
     grid: CubeGrid, *, mask_ratio: float, decoder_mask: DecoderMask, decoder_mask_ratio: float
 ) -> MaskCounts:
-    """The counts of `tube_masks` and `decoded_cubes`."""
-    num_masked = grid.steps * num_masked_places(mask_ratio, num_places=grid.patches)
-    left_out = 0 if decoder_mask == "none" else int(decoder_mask_ratio * num_masked)
-    return MaskCounts(num_masked=num_masked, num_predicted=num_masked - left_out)
+    """The counts of `tube_masks` and `decoded_cubes`.
+
+    Raises:
+        UserError: nothing is left to see or to predict, or no running cell has such a ratio.
+    """
+    num_patches, masked_patches = grid.patches, num_masked_patches(grid, mask_ratio)
+    if not 0 < masked_patches < num_patches:
+        what = "nothing is left to see" if masked_patches > 0 else "nothing is masked"
+        least, most = 1 / num_patches, (num_patches - 1) / num_patches
+        one = "patch" if num_patches == 1 else "patches"
+        raise UserError(
+            f"--mask-ratio is {mask_ratio}, of {num_patches} {one} of a frame: {what}",
+            hint=f"use a ratio from {least:.4g} to {most:.4g}" if num_patches > 1 else "use larger pictures",
+        )
+    num_masked = grid.steps * masked_patches
+    if decoder_mask == "none":
+        return MaskCounts(num_masked=num_masked, num_predicted=num_masked)
+    if not 0 <= decoder_mask_ratio < 1:
+        raise UserError(f"--decoder-mask-ratio is {decoder_mask_ratio}", hint="it must be 0 or more, and less than 1")
+    if decoder_mask == "running-cell" and decoder_mask_ratio not in _CELL_RATIOS:
+        raise UserError(
+            f"--decoder-mask-ratio is {decoder_mask_ratio}, and a running cell has {_CELL_PLACES} places",
+            hint=f"use {', '.join(map(str, _CELL_RATIOS))}, or --decoder-mask random",
+        )
+    return MaskCounts(num_masked=num_masked, num_predicted=num_masked - int(decoder_mask_ratio * num_masked))
+
+
+def num_masked_patches(grid: CubeGrid, ratio: float) -> int:
+    """Patches that a tube mask hides of each step: rounded down, as VideoMAE does (176 of 196 at 0.9)."""
+    return int(ratio * grid.patches)
 
 
 def tube_masks(
@@ -46,7 +75,7 @@ def tube_masks(
         device: where they are drawn; that of the positions when left out.
     """
     drawn_BP = uniform(positions_B, grid.patches, seed=seed, purpose="tube mask", device=device)
-    masked_BP = _lowest(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
+    masked_BP = _lowest(drawn_BP, num_masked_patches(grid, ratio))
     return masked_BP.repeat(1, grid.steps)
 
 
@@ -55,30 +84,29 @@ def decoded_cubes(
     positions_B: torch.Tensor,
     grid: CubeGrid,
     *,
-    decoder_mask: DecoderMask,
+    kind: Literal["random", "running-cell"],
     ratio: float,
-    num_predicted: int,
     seed: int,
 ) -> torch.Tensor:
-    """Cubes that are predicted, bool [B, N]: exactly `num_predicted` of the masked ones of each clip.
+    """Cubes that are predicted, bool [B, N]: of the M masked ones of each clip exactly M - int(ratio * M).
 
-    none: all of them. random: any. running-cell: in each cell of 2 x 2 patches a share of 1 - ratio of the places is
-    kept, which moves on by one place round the cell with each step (Qing et al. 2022, "MAR"), from a start that is
-    drawn for each clip. If the number of steps is a multiple of 4, every patch is kept in equally many of them, and
-    those masked and kept are as many as are wanted, whatever the tubes; else chance leaves out some that are kept, or
-    adds some that are not.
+    random: any of them. running-cell: in each cell of 2 x 2 patches a share of 1 - ratio of the places is kept, which
+    moves on by one place round the cell with each step (Qing et al. 2022, "MAR"), from a start that is drawn for each
+    clip. If the number of steps is a multiple of 4, every patch is kept in equally many of them, and those masked and
+    kept are as many as are wanted, whatever the tubes; else chance leaves out some that are kept, or adds some that
+    are not.
 
-    VideoMAE V2 (section 3.2) draws decoder masks over all cubes and takes the loss where both masks say so: of as many
-    cubes as it happens to be, another number in each clip. Equal numbers keep a batch dense.
+    VideoMAE V2 (section 3.2) draws decoder masks over all cubes and takes the loss where both masks say so. What two
+    such masks share is another number in each clip; drawn among the masked cubes it is the same, and a batch is dense.
     """
-    if decoder_mask == "none":
-        return masked_BN
     device = masked_BN.device
     last_BN = uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
-    if decoder_mask == "running-cell":
+    if kind == "running-cell":
         starts_B1 = uniform(positions_B, 1, seed=seed, purpose="running cell", device=device) * _CELL_PLACES
         last_BN += ~running_cells(starts_B1[:, 0].long(), grid, ratio=ratio)
-    return _lowest(last_BN.masked_fill(~masked_BN, torch.inf), num_predicted)
+    num_masked_B1 = masked_BN.sum(1, keepdim=True)
+    num_predicted_B1 = num_masked_B1 - (ratio * num_masked_B1.double()).long()
+    return _lowest(last_BN.masked_fill(~masked_BN, torch.inf), num_predicted_B1)
 
 
 def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> torch.Tensor:
@@ -97,7 +125,7 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
     return (ahead_BSP < round(_CELL_PLACES * (1 - ratio))).flatten(1)
 
 
-def _lowest(values_BN: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the `count` lowest values of each row are, bool [B, N]."""
-    lowest_BK = values_BN.argsort(dim=1)[:, :count]
-    return torch.zeros_like(values_BN, dtype=torch.bool).scatter_(1, lowest_BK, True)
+def _lowest(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
+    """Where the lowest values of each row are, bool [B, N]; `count` of them, an int or int64 [B, 1]."""
+    ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
+    return ranks_BN < count
