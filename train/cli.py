@@ -11,6 +11,7 @@ from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
 from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
+from train.mae.settings import MaeSettings
 from train.settings import DualEncoderSettings
 from train.settings_files import add_files
 
@@ -80,6 +81,34 @@ def classify(
     from train.commands import train_classify
 
     train_classify(settings, resume=resume)
+
+
+@app.command
+def mae(
+    settings: MaeSettings = MaeSettings(),  # noqa: B008 - frozen
+    *,
+    preset: Annotated[str | None, Parameter(group="Where")] = None,
+    config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
+    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+) -> None:
+    """Trains a video tower to reconstruct what a mask hides (VideoMAE): of any videos, without captions.
+
+    Example:
+
+        train mae --shards data --preset tiny --out runs/masked
+
+    Parameters
+    ----------
+    preset
+        Settings by name; flags and --config go before them.
+    config
+        YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
+    resume
+        Go on with the run in --out from its latest checkpoint.
+    """
+    from train.commands import train_mae
+
+    train_mae(settings, resume=resume)
 
 
 @app.command

@@ -13,6 +13,7 @@ from train.data.loader import TrainingSet
 from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.loop import check_batch, train
+from train.mae.settings import MaeSettings
 from train.models.attention import AttentionDoor, open_attention
 from train.precision import open_precision
 from train.progress import Progress
@@ -23,8 +24,9 @@ from train.surroundings import machine, versions
 from train.tasks import Task
 from train.tasks.classify import ClassifyTask
 from train.tasks.dual_encoder import DualEncoderTask
+from train.tasks.mae import MaeTask
 from train.tracking.trackers import check_tracking
-from train.weights.effective import effective_clip_settings, effective_settings
+from train.weights.effective import effective_clip_settings, effective_mae_settings, effective_settings
 from train.weights.loading import Loaded
 from train.weights.settings import Init
 from train.weights.sources import Say, Source, fetch_tag, open_weights
@@ -78,6 +80,11 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
 def train_classify(settings: ClassifySettings, *, resume: bool) -> None:
     """Fine-tunes a video tower on labels, likewise."""
     _launch(settings, ClassifyTask, effective_clip_settings, resume=resume)
+
+
+def train_mae(settings: MaeSettings, *, resume: bool) -> None:
+    """Trains a masked autoencoder, likewise."""
+    _launch(settings, MaeTask, effective_mae_settings, resume=resume)
 
 
 def _launch(

@@ -10,6 +10,7 @@ from manifests.publish import publish_bytes
 from train.classify.settings import ClassifySettings
 from train.curves import evaluation_curves, training_curves
 from train.evaluation.tables import percent, table_of
+from train.mae.settings import MaeSettings
 from train.run_folder import RunFolder, read_lines, read_object
 from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_values
 
@@ -17,7 +18,11 @@ _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _NUM_LAST = 20
 _ORDER = ("retrieval", "mir", "zero-shot", "classification")
 # What a run is about; the rest of its settings is folded up.
-_KINDS: dict[str, type[TrainingSettings]] = {"dual-encoder": DualEncoderSettings, "classify": ClassifySettings}
+_KINDS: dict[str, type[TrainingSettings]] = {
+    "dual-encoder": DualEncoderSettings,
+    "classify": ClassifySettings,
+    "mae": MaeSettings,
+}
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 
 

@@ -78,16 +78,17 @@ def yaml_source(path: Path) -> Any:
     return Dict(spelled, source=str(path), use_commands_as_keys=False)
 
 
-def preset_path(name: str) -> Path:
-    """File of the preset `name`.
+def preset_path(name: str, command: str = "") -> Path:
+    """File of the preset `name`: `tiny` is tiny-mae.yaml in `train mae`, and tiny.yaml where a command has none.
 
     Raises:
         UserError: there is no such preset; the hint lists those there are.
     """
     known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
-    if name not in known:
-        raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
-    return PRESETS_FOLDER / f"{name}.yaml"
+    for stem in (f"{name}-{command}", name):
+        if stem in known:
+            return PRESETS_FOLDER / f"{stem}.yaml"
+    raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
 
 
 def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
@@ -110,6 +111,6 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     else:
         # A source fills only what is still empty: the strongest comes first.
         sources = [Path(file) for file in reversed(given.get("--config", []))]
-        sources += [preset_path(name) for name in given.get("--preset", [])]
+        sources += [preset_path(name, commands[-1]) for name in given.get("--preset", [])]
     for source in sources:
         yaml_source(source)(app, commands, arguments)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.models.settings import PATCH_PX, Towers, check_picture
+from train.models.settings import PATCH_PX, Kind, Towers, check_picture
 from train.optim.settings import OptimizerSettings
 from train.probe.settings import ProbeEvaluation, number_names
 from train.settings import ClipSettings
@@ -18,12 +18,13 @@ _CLIPS = Parameter(group="Clips")
 _TRAINING = Parameter(group="Training")
 _OPTIMIZER = Parameter(group="Optimizer")
 _TOWERS = Parameter(group="Towers")
-_EVALUATION = Parameter(group="Evaluation")
+_EVALUATION = Parameter(group="Evaluation", negative_iterable=(), consume_multiple=True)
 _MASK = Parameter(group="Masks")
 
 # A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
 LATENT_PATCH = 2
 _BETA2 = 0.95
+_CELL_RATIOS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,24 @@ class MaeOptimizer(OptimizerSettings):
         return _BETA2 if (name, self.name, self.beta2) == ("beta2", "adamw", None) else super().number(name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MaeTowers(Towers):
+    """An encoder of the kind videomae."""
+
+    kind: Kind | None = "videomae"
+    """Of the video tower: videomae."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind != "videomae":
+            raise UserError(
+                f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae", hint="leave it out"
+            )
+
+
 _NO_PROBE = ProbeEvaluation()
 _ADAMW = MaeOptimizer()
-_VIDEOMAE = Towers()
+_VIDEOMAE = MaeTowers()
 
 
 @Parameter(name="*")
@@ -71,7 +87,7 @@ class MaeSettings(ClipSettings):
     """Decay of matrices (gains, biases and embeddings have none)."""
     optimizer: Annotated[MaeOptimizer, _OPTIMIZER] = _ADAMW
     """How weights follow gradients."""
-    towers: Annotated[Towers, _TOWERS] = _VIDEOMAE
+    towers: Annotated[MaeTowers, _TOWERS] = _VIDEOMAE
     """What the encoder is made of beyond its size."""
 
     mask_ratio: Annotated[float, _MASK] = 0.9
@@ -93,6 +109,11 @@ class MaeSettings(ClipSettings):
                 raise UserError(f"{flag} is {getattr(self, name)}", hint="it must be more than 0 and less than 1")
         if not 1 <= self.decoder_depth <= 1000:
             raise UserError(f"--decoder-depth is {self.decoder_depth}", hint="it must be from 1 to 1,000")
+        if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
+            raise UserError(
+                f"--decoder-mask-ratio is {self.decoder_mask_ratio}, and a running cell has four places",
+                hint="use 0.25, 0.5 or 0.75, or --decoder-mask random",
+            )
         if self.repeat == "masks" and self.samples_per_chunk == 1:
             raise UserError(
                 "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
