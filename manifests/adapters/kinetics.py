@@ -3,8 +3,9 @@
 A list is the published CSV with the columns label, youtube_id, time_start, time_end, split, whose videos are
 `<youtube_id>_<start as 6 digits>_<end as 6 digits>.<ending>` (trimmed: the label holds for the whole file) or
 `<youtube_id>.<ending>` (untrimmed: it holds from time_start to time_end). Or it has no header, and a line is
-`path label` or `path,label`; the split is then the one that the list's file name speaks of. The class is the
-text of the caption too.
+`path label` or `path,label`; the split is then the one that the list's file name speaks of. A path may have spaces
+and commas, or stand in quotes: of the ways to read a line the first counts whose file there is. The class is the text
+of the caption too.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def read_kinetics(
             for row in read_csv(path, required=_COLUMNS):
                 _add_row(builder, wanted, row, lookup=lookup, path=path)
         else:
-            _add_plain_list(builder, wanted, path=path)
+            _add_plain_list(builder, wanted, lookup=lookup, path=path)
     return builder.build()
 
 
@@ -84,19 +85,39 @@ def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLook
     return (youtube_id, False) if untrimmed else (trimmed_id, True)
 
 
-def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: VideoLookup, path: Path) -> None:
     split = split_in_file_name(path.name)
     for row, line in enumerate(line.strip() for line in text_lines(path)):
         if not line:
             continue
-        name, _, label = line.rpartition("," if "," in line else " ")
-        if not name.strip() or not label.strip():
+        readings = _readings(line)
+        if not readings:
             detail = f"not of the form `path label` or `path,label`: {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        video = wanted.number(name.strip(), split=split, file=path, row=row)
+        name, label = next((one for one in readings if _is_there(one[0], lookup)), readings[0])
+        video = wanted.number(name, split=split, file=path, row=row)
         if video is not None:
-            _add_class(builder, video, label.strip(), path=path, row=row, begin_s=0.0, end_s=inf)
+            _add_class(builder, video, label, path=path, row=row, begin_s=0.0, end_s=inf)
+
+
+def _readings(line: str) -> list[tuple[str, str]]:
+    """The ways to take a line apart into path and label, the likeliest first."""
+    found = []
+    if line.startswith('"'):
+        found.append(line[1:].partition('"')[::2])
+    # A label may have spaces where a comma stands before it, and seldom a comma.
+    found += [line.rpartition(separator)[::2] for separator in (",", " ", "\t") if separator in line]
+    found += [line.partition(",")[::2]] if line.count(",") > 1 else []
+    stripped = [(name.strip(), label.strip(" ,\t").strip('"')) for name, label in found]
+    return [(name, label) for name, label in stripped if name and label]
+
+
+def _is_there(name: str, lookup: VideoLookup) -> bool:
+    try:
+        return lookup.find(name) is not None
+    except Ambiguous:
+        return True
 
 
 def _add_class(

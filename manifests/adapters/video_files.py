@@ -71,13 +71,13 @@ def require_directory(directory: Path) -> None:
 
 
 class VideoLookup:
-    """Finds a file by relative path, by file name, or by either without the extension."""
+    """Finds a file by its path, by file name, or by a relative path or name without the extension."""
 
     def __init__(self, files: list[VideoFile]) -> None:
         self._by_name: dict[str, list[VideoFile]] = {}
         for file in files:
             relative = PurePosixPath(file.relative)
-            for key in {file.relative, file.source_id, relative.name, relative.stem}:
+            for key in {str(file.path), file.relative, file.source_id, relative.name, relative.stem}:
                 self._by_name.setdefault(key, []).append(file)
 
     def find(self, name: str) -> VideoFile | None:

@@ -151,3 +151,28 @@ def test_plain_lists_name_paths_beside_the_list(make_videos: VideoMaker) -> None
     ]
     assert reading.videos["split"].to_pylist() == ["train", "train", "val"]
     assert reasons(reading) == {"malformed_row": 1, "missing_file": 1, "bad_split": 1}
+
+
+def test_paths_of_plain_lists_may_have_spaces_and_commas_and_be_absolute(make_videos: VideoMaker) -> None:
+    videos = make_videos("sub dir/a, b c.mp4", "my clip.mp4", "plain.mp4", "tab.mp4", "x.mp4")
+    path = videos / "train list.txt"
+    path.write_text(
+        "sub dir/a, b c.mp4 7\n"
+        "my clip.mp4,riding a bike\n"
+        '"sub dir/a, b c.mp4",8\n'
+        "tab.mp4\t9\n"
+        f"{videos / 'plain.mp4'} 10\n"
+        "x.mp4,mixing, stirring\n"
+        "gone.mp4 11\n"
+    )
+    reading = read_kinetics([path], videos=videos)
+    names = dict(zip(reading.videos["video_id"].to_pylist(), reading.videos["source_id"].to_pylist(), strict=True))
+    assert [(names[row[0]], row[3]) for row in rows(reading)] == [
+        ("sub dir/a, b c.mp4", "7"),
+        ("my clip.mp4", "riding a bike"),
+        ("sub dir/a, b c.mp4", "8"),
+        ("tab.mp4", "9"),
+        (str(videos / "plain.mp4"), "10"),
+        ("x.mp4", "mixing, stirring"),
+    ]
+    assert reasons(reading) == {"missing_file": 1}
