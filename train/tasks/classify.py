@@ -28,6 +28,7 @@ from train.data.remote.folder import open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.models.attention import AttentionDoor
+from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.tasks.clips import clip_shape, loader_settings
@@ -195,7 +196,7 @@ class ClassifyTask:
     def _classifier(self) -> VideoClassifier:
         settings = self._settings
         return VideoClassifier(
-            settings.model,
+            size_of(settings.model, settings.towers).video,
             towers=settings.towers,
             image_px=settings.size_px,
             num_frames=settings.num_frames,
