@@ -14,7 +14,7 @@ from train.models.dual_encoder import size_of
 from train.models.settings import Kind, Towers, kind_of
 from train.models.transformer import NORM_EPS
 from train.settings import ClipSettings, DualEncoderSettings
-from train.weights.converted import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, LOGIT_SCALE
+from train.weights.converted import LOGIT_SCALE, MEANS, STDS
 from train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
@@ -22,8 +22,6 @@ Clips = TypeVar("Clips", bound=ClipSettings)
 
 # Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
-_MEANS = {"clip": CLIP_MEAN, "videomae": IMAGENET_MEAN}
-_STDS = {"clip": CLIP_STD, "videomae": IMAGENET_STD}
 _KINDS = {"clip": "a tower as CLIP's (clip)", "videomae": "a tower as VideoMAE's (videomae)"}
 
 
@@ -76,7 +74,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     if source.kind is not None and towers.kind not in (None, source.kind):
         raise UserError(
             f"{source.title}: the weights are of {_KINDS[source.kind]}, and the model has {_KINDS[towers.kind]}",
-            hint="use other weights" if source.kind == "clip" else "use other weights, or --towers.kind videomae",
+            hint="use weights of the same kind; train classify has towers of both (leave --towers.kind out)",
         )
     towers = replace(
         towers,
@@ -88,8 +86,8 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     kind, init = kind_of(towers), settings.init
     init = replace(
         init,
-        pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or _MEANS[kind], say=say),
-        pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or _STDS[kind], say=say),
+        pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or MEANS[kind], say=say),
+        pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or STDS[kind], say=say),
     )
     return replace(settings, towers=towers, init=init)
 
@@ -105,7 +103,7 @@ def _with_normalisation(settings: Clips) -> Clips:
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip":
         return settings
-    init = replace(init, pixel_mean=init.pixel_mean or _MEANS[kind], pixel_std=init.pixel_std or _STDS[kind])
+    init = replace(init, pixel_mean=init.pixel_mean or MEANS[kind], pixel_std=init.pixel_std or STDS[kind])
     return replace(settings, init=init)
 
 

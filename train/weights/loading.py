@@ -1,6 +1,6 @@
 """Fits weights to a model and puts them into it, or says why not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.weights.fitting import Fitted, Shape, fit
+from train.weights.misfits import architecture_of, hint_about
 from train.weights.report import summary_of, table_of
 from train.weights.sources import Say, Source
 
@@ -43,7 +44,7 @@ class Loaded:
 
 
 def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: Say) -> Loaded:
-    """Fits the weights of `source` to a DualEncoder, which may be on the meta device and is not changed.
+    """Fits the weights of `source` to a model, which may be on the meta device and is not changed.
 
     Args:
         allow: patterns of names of tensors that may differ without a reason.
@@ -62,11 +63,11 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
     if len(lines) > _MAX_SHOWN:
         say(f"  and {len(lines) - _MAX_SHOWN} more")
     if fitted.unexplained:
-        there, here = (_architecture(one) for one in (_shapes_of(source), shapes))
+        there, here = (architecture_of(one) for one in (_shapes_of(source), shapes))
         differs = f": {there}; the model: {here}" if there != here else ""
         raise UserError(
             f"{source.title} does not fit the model{differs}: {summary_of(fitted.unexplained)}",
-            hint="use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN",
+            hint=hint_about(fitted.unexplained, there=_shapes_of(source), here=shapes),
         )
     return Loaded(title=source.title, fitted=fitted)
 
@@ -82,30 +83,19 @@ def copy_into(model: nn.Module, loaded: Loaded) -> None:
 def _check_heads(model: nn.Module, source: Source) -> None:
     """The number of heads shows in no shape."""
     facts = source.facts
-    for tower, heads in (("video", facts.video_heads), ("text", facts.text_heads)):
+    towers = (("video", facts.video_heads), ("text", facts.text_heads), ("decoder", facts.decoder_heads))
+    titles = {"video": "video tower", "text": "text tower", "decoder": "decoder"}
+    for tower, heads in towers:
         part = getattr(model, tower, None)
         if part is None or heads is None:
             continue
         here = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
         if here != heads:
             raise UserError(
-                f"{source.title}: the {tower} tower has {heads} heads, that of the model has {here}",
+                f"{source.title}: the {titles[tower]} has {heads} heads, that of the model has {here}",
                 hint="use the --model that the weights are of",
             )
 
 
 def _shapes_of(source: Source) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
-
-
-def _architecture(shapes: Mapping[str, Shape]) -> str:
-    """Width, depth and patch, as far as the names and shapes tell."""
-    parts = []
-    for tower in ("video", "text"):
-        blocks = {name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")}
-        gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
-        if blocks:
-            parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {len(blocks)} blocks")
-    if conv := shapes.get("video.conv1.weight"):
-        parts.append(f"patches of {' x '.join(map(str, conv[1:]))}")
-    return ", ".join(parts) or "no towers"

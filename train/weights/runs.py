@@ -7,10 +7,18 @@ import torch
 
 from manifests.errors import UserError
 from train.checkpoint import latest_checkpoint, read_facts, read_weights
-from train.models.dual_encoder import SIZES
+from train.models.dual_encoder import size_of
+from train.models.settings import Towers
 from train.models.transformer import NORM_EPS
 from train.run_folder import RunFolder
-from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, Converted, Facts
+from train.weights.converted import (
+    LOGIT_SCALE,
+    MEANS,
+    STDS,
+    Converted,
+    Facts,
+    kind_of_tensors,
+)
 from train.weights.run_weights import read_log_scale
 
 
@@ -35,13 +43,15 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
     tensors = read_weights(path)
     if (log_scale := read_log_scale(path)) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
-    size, towers, init = SIZES[settings["model"]], settings["towers"], settings["init"]
+    init = settings["init"]
+    size = size_of(settings["model"], Towers(**settings["towers"]))
+    kind = kind_of_tensors(tensors) or "clip"
     facts = Facts(
-        activation=towers["activation"] or size.video.trunk.activation,
-        video_eps=towers["video_norm_eps"] or NORM_EPS,
+        activation=size.video.trunk.activation,
+        video_eps=size.video.trunk.norm_eps,
         text_eps=NORM_EPS,
-        mean=_triple(init["pixel_mean"]) or CLIP_MEAN,
-        std=_triple(init["pixel_std"]) or CLIP_STD,
+        mean=_triple(init["pixel_mean"]) or MEANS[kind],
+        std=_triple(init["pixel_std"]) or STDS[kind],
         video_heads=size.video.trunk.num_heads,
         text_heads=size.text.trunk.num_heads,
     )
