@@ -17,7 +17,7 @@ from tests.train.tiny_data import write_captions
 from train.checkpoint import latest_checkpoint, read_weights
 from train.data.chance import uniform
 from train.run_folder import RunFolder, read_lines
-from train.tasks.dual_encoder import spread
+from train.tasks.latents import spread
 
 __all__ = ["train"]
 

@@ -1,5 +1,6 @@
 """Settings of `train mae`."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,8 +22,11 @@ _TOWERS = Parameter(group="Towers")
 _EVALUATION = Parameter(group="Evaluation", negative_iterable=(), consume_multiple=True)
 _MASK = Parameter(group="Masks")
 
-# A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
-LATENT_PATCH = 2
+_OF_PIXELS = (
+    *("sampling", "stride", "size_px", "crop", "min_crop_area", "augment"),
+    *("samples_per_chunk", "repeat", "decode"),
+)
+_OF_LATENTS = ("segment",)
 _BETA2 = 0.95
 _CELL_RATIOS = (0.25, 0.5, 0.75)
 
@@ -106,7 +110,10 @@ class MaeSettings(ClipSettings):
         for name in ("mask_ratio", "decoder_mask_ratio"):
             if not 0 < getattr(self, name) < 1:
                 flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} is {getattr(self, name)}", hint="it must be more than 0 and less than 1")
+                raise UserError(
+                    f"{flag} is {getattr(self, name)}",
+                    hint="it must be more than 0, and less than 1: something is masked, and something is left",
+                )
         if not 1 <= self.decoder_depth <= 1000:
             raise UserError(f"--decoder-depth is {self.decoder_depth}", hint="it must be from 1 to 1,000")
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
@@ -129,16 +136,26 @@ class MaeSettings(ClipSettings):
             check_mask(self.mask_ratio, num_places=(self.size_px // PATCH_PX[self.model]) ** 2)
 
 
+def without_effect(settings: MaeSettings) -> list[str]:
+    """Flags that were given, and that the input which is chosen has no use for."""
+    defaults, unused = MaeSettings(), _OF_PIXELS if settings.input == "latents" else _OF_LATENTS
+    flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
+    if settings.input == "latents" and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):
+        flags.append("init.pixel-*")
+    return [f"--{flag}" for flag in flags]
+
+
 def check_mask(ratio: float, *, num_places: int) -> None:
     """Raises a UserError where a mask leaves nothing to see, or nothing to reconstruct, of a moment's cubes."""
     num_masked = num_masked_places(ratio, num_places=num_places)
-    if not 0 < num_masked < num_places:
-        what = "nothing is left to see" if num_masked else "nothing is masked"
-        least, most = 1 / num_places, (num_places - 1) / num_places
-        raise UserError(
-            f"--mask-ratio is {ratio}, and of the {num_places} cubes of a moment {num_masked} are masked: {what}",
-            hint=f"use a ratio from {least:.4g} to {most:.4g}, or larger pictures",
-        )
+    if 0 < num_masked < num_places:
+        return
+    # Rounded up, so that it suffices.
+    least = math.ceil(1e4 / num_places) / 1e4
+    raise UserError(
+        f"--mask-ratio is {ratio}, and of the {num_places} cubes of a moment {num_masked} are masked",
+        hint=f"use {least} or more, less than 1" if num_places > 1 else "use larger pictures: one cube must be left to see",
+    )
 
 
 def num_masked_places(ratio: float, *, num_places: int) -> int:

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from manifests.errors import UserError
@@ -40,13 +38,10 @@ from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.settings import DualEncoderSettings
 from train.tasks.clips import clip_shape, loader_settings
+from train.tasks.latents import check_latents, size_on_latents, spread
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
-
-# A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
-_LATENT_PATCH = 2
-
 
 Samples = VideoCaptions | VideoStream | CaptionedLatents
 
@@ -135,7 +130,7 @@ class DualEncoderTask:
             tokenize=tokenize,
             sources=settings.captions.sources,
         )
-        _check_latents(latents, settings)
+        check_latents(latents, num_frames=settings.num_frames, segment=settings.segment)
         return latents
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
@@ -169,8 +164,7 @@ class DualEncoderTask:
         if isinstance(samples, CaptionedLatents):
             shape = samples.frame_shape
             image_px = shape.height
-            video = replace(size.video, patch_px=_LATENT_PATCH, num_channels=shape.channels)
-            size = replace(size, video=video)
+            size = replace(size, video=size_on_latents(size.video, shape))
         if not isinstance(samples, VideoStream) and samples.text_width is not None:
             size = replace(size, embedding_width=samples.text_width)
         return DualEncoder(
@@ -243,31 +237,3 @@ def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | N
 
 def _captions(batch: Batch) -> torch.Tensor:
     return batch["text"] if "text" in batch else batch["tokens"]
-
-
-def _check_latents(latents: CaptionedLatents, settings: DualEncoderSettings) -> None:
-    shape = latents.frame_shape
-    if settings.num_frames > latents.segment_frames:
-        raise UserError(
-            f"--num-frames {settings.num_frames}: a segment of {settings.segment} has {latents.segment_frames} frames",
-            hint="use fewer frames, or a longer --segment",
-        )
-    if shape.height != shape.width or shape.height % _LATENT_PATCH:
-        raise UserError(
-            f"latents of {shape.height} x {shape.width} cannot be cut into squares of {_LATENT_PATCH}",
-            hint=f"make them with a --size that gives an even side: {latents.variant_name}",
-        )
-
-
-def spread(latents_BTCHW: torch.Tensor, *, num_frames: int, within_BK: NDArray[np.float64] | None) -> torch.Tensor:
-    """One frame from each of `num_frames` equal parts of a segment: where `within_BK` says, else the middle one.
-
-    Args:
-        within_BK: for each segment and part, how far into the part, from 0 to 1.
-    """
-    size, length = latents_BTCHW.shape[:2]
-    if within_BK is None:
-        within_BK = np.full((size, num_frames), 0.5)
-    chosen_BK = ((np.arange(num_frames) + within_BK) * length / num_frames).astype(np.int64).clip(max=length - 1)
-    segments_B1 = torch.arange(size, device=latents_BTCHW.device)[:, None]
-    return latents_BTCHW[segments_B1, torch.from_numpy(chosen_BK).to(latents_BTCHW.device)]

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,7 +27,7 @@ from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.mae.masking import Masking
 from train.mae.objective import MaskedReconstruction
-from train.mae.settings import LATENT_PATCH, MaeSettings, check_mask
+from train.mae.settings import MaeSettings, check_mask
 from train.models.attention import AttentionDoor
 from train.models.cubes import CubeGrid
 from train.models.dual_encoder import size_of
@@ -37,6 +36,7 @@ from train.models.transformer import blocks_of, compile_blocks
 from train.models.video_vit import VideoViTSize
 from train.objective import Objective
 from train.tasks.clips import clip_shape, loader_settings
+from train.tasks.latents import LATENT_PATCH, check_latents, size_on_latents, window
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
@@ -111,7 +111,8 @@ class MaeTask:
             num_ranks=world.size,
             text=False,
         )
-        check_latents(latents, settings)
+        check_latents(latents, num_frames=settings.num_frames, segment=settings.segment)
+        check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
@@ -192,34 +193,8 @@ class MaeTask:
 def encoder_size(settings: MaeSettings, latents: FrameShape | None) -> VideoViTSize:
     """The size of the encoder, for pictures or for latents of a shape."""
     size = size_of(settings.model, settings.towers).video
-    return size if latents is None else replace(size, patch_px=LATENT_PATCH, num_channels=latents.channels)
+    return size if latents is None else size_on_latents(size, latents)
 
 
 def _side(settings: MaeSettings, samples: Samples) -> int:
     return settings.size_px if isinstance(samples, ChunkClips) else samples.frame_shape.height
-
-
-def check_latents(latents: LatentLoader, settings: MaeSettings) -> None:
-    """Raises a UserError where segments are too short, or latents cannot be cut into cubes."""
-    shape, length = latents.frame_shape, latents.segment_frames
-    if settings.num_frames > length:
-        raise UserError(
-            f"--num-frames {settings.num_frames}: a segment of {settings.segment} has {length} frames",
-            hint=f"use --num-frames {length} or fewer, or a longer --segment",
-        )
-    if shape.height != shape.width or shape.height % LATENT_PATCH:
-        raise UserError(
-            f"latents of {shape.height} x {shape.width} cannot be cut into squares of {LATENT_PATCH}",
-            hint=f"make them with a --size that gives an even side: {latents.variant_name}",
-        )
-    check_mask(settings.mask_ratio, num_places=(shape.height // LATENT_PATCH) ** 2)
-
-
-def window(latents_BFCHW: torch.Tensor, *, num_frames: int, within_B: np.ndarray | None) -> torch.Tensor:
-    """`num_frames` frames in a row of each segment: where `within_B` says (from 0 to below 1), else in the middle."""
-    room = latents_BFCHW.shape[1] - num_frames
-    if within_B is None:
-        return latents_BFCHW[:, room // 2 : room // 2 + num_frames]
-    begin_B = torch.from_numpy((within_B * (room + 1)).astype(np.int64)).to(latents_BFCHW.device)
-    frames_BT = begin_B[:, None] + torch.arange(num_frames, device=latents_BFCHW.device)
-    return latents_BFCHW[torch.arange(len(frames_BT), device=latents_BFCHW.device)[:, None], frames_BT]
