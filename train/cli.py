@@ -151,12 +151,12 @@ def bench(
 def export(
     run: Path,
     *,
-    form: Annotated[Literal["open_clip", "hf"], Parameter(name="--format")],
+    form: Annotated[Literal["open_clip", "hf", "videomae"], Parameter(name="--format")],
     out: Path,
     frame_embedding: Literal["mean", "zero"] = "mean",
     checkpoint: Path | None = None,
 ) -> None:
-    """Writes a run's weights as a folder for open_clip or transformers; --init.weights reads it too.
+    """Writes a run's weights as a folder for open_clip, transformers or VideoMAE; --init.weights reads it too.
 
     Example:
 
@@ -165,13 +165,14 @@ def export(
     Parameters
     ----------
     run
-        Folder that train dual-encoder --out made.
+        Folder that train dual-encoder, train mae, or train classify with a videomae tower made.
     form
-        open_clip: for create_model('local-dir:OUT'); hf: for CLIPModel.from_pretrained('OUT').
+        open_clip: for create_model('local-dir:OUT'); hf: for from_pretrained('OUT') of CLIPModel,
+        VideoMAEForPreTraining or VideoMAEForVideoClassification; videomae: a checkpoint as VideoMAE's own.
     out
         Folder to make.
     frame_embedding
-        What a picture gets for a temporal embedding: the mean of all frames', or none.
+        What a picture of a dual encoder gets for a temporal embedding: the mean of all frames', or none.
     checkpoint
         Checkpoint of the run; its latest when left out.
     """

@@ -1,83 +1,20 @@
-"""`train export`: a run's weights as a folder that open_clip or transformers opens.
+"""`train export`: a run's weights as a folder that others open; `--init.weights` reads it too."""
 
-A video tower is written as the image tower that it is for one frame. What an image tower has no place for stays beside
-it, in video_extras.safetensors: `--init.weights FOLDER` reads both and gets the run's weights bit by bit.
-"""
-
-import json
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from safetensors import SafetensorError
+from typing import Literal
 
 from manifests.errors import UserError
-from manifests.publish import TEMPORARY_PREFIX, sync
 from train.checkpoint import latest_checkpoint, read_weights
-from train.models.dual_encoder import DualEncoderSize, size_of
 from train.run_folder import open_run
-from train.settings import DualEncoderSettings
-from train.settings_files import load_settings
+from train.tasks.classify import ClassifyTask
 from train.tasks.dual_encoder import DualEncoderTask
-from train.weights.converted import LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
-from train.weights.extras import EXTRAS_FILE, save_extras, save_tensors
-from train.weights.hf_format import to_hf
-from train.weights.open_clip_format import to_open_clip
-from train.weights.run_weights import read_log_scale
-from train.weights.tokenizer_files import write_tokenizer
-from train.weights.written_configs import hf_config, hf_preprocessor_config, open_clip_config
+from train.tasks.mae import MaeTask
+from train.weights.export_clip import FrameEmbedding, exported_clip
+from train.weights.export_videomae import exported_autoencoder, exported_classifier
+from train.weights.exported import publish_folder
 
-ExportFormat = Literal["open_clip", "hf"]
-FrameEmbedding = Literal["mean", "zero"]
-
-_POSITIONS, _CONV = "video.positional_embedding", "video.conv1.weight"
-_CLIPS_START = 2.6592  # log(1 / 0.07), what an untrained CLIP has
-_RGB = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageTowers:
-    """Towers of which the video tower takes pictures.
-
-    Attributes:
-        tensors: by our name, without a temporal embedding.
-        extras: the tensors that were changed or have no place, as they were.
-        lost: what the image tower cannot do, for the user.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    extras: dict[str, torch.Tensor]
-    lost: tuple[str, ...]
-
-
-def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
-    """The towers for single pictures.
-
-    Args:
-        weights: a DualEncoder's.
-        rule: mean: the mean temporal embedding is added to the positions of the patches (a picture is a frame from
-            anywhere in a clip); zero: it is left out (what the tower computed before it learned one).
-    """
-    tensors, extras, lost = dict(weights), {}, []
-    temporal_TD = tensors.pop(TEMPORAL_EMBEDDING)
-    extras[TEMPORAL_EMBEDDING] = temporal_TD
-    if temporal_TD.count_nonzero():
-        how = {"mean": "its mean is added to the positions of patches", "zero": "it is left out"}[rule]
-        lost.append(f"the temporal embedding of {len(temporal_TD)} steps has no place in an image tower: {how}")
-    if rule == "mean" and temporal_TD.count_nonzero():
-        extras[_POSITIONS] = tensors[_POSITIONS]
-        tensors[_POSITIONS] = tensors[_POSITIONS].clone()
-        tensors[_POSITIONS][1:] += temporal_TD.mean(0)
-    if tensors[_CONV].ndim == 5:
-        extras[_CONV] = tensors[_CONV]
-        lost.append(
-            f"cubes of {tensors[_CONV].shape[2]} frames become patches, which see a picture as so many equal frames"
-        )
-        tensors[_CONV] = tensors[_CONV].sum(2)
-    return ImageTowers(tensors=tensors, extras=extras, lost=tuple(lost))
+ExportFormat = Literal["open_clip", "hf", "videomae"]
 
 
 def export_run(
@@ -95,86 +32,30 @@ def export_run(
         UserError: there is no checkpoint, `out` is there already, or the format cannot hold such a model.
     """
     run = open_run(run_path)
-    run.require_task(DualEncoderTask.name)
-    settings = load_settings(run.settings, DualEncoderSettings)
+    task = run.read_facts().get("task", DualEncoderTask.name)
     path = checkpoint or latest_checkpoint(run.checkpoints)
     if path is None:
         raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
+    if frame_embedding != "mean" and task != DualEncoderTask.name:
+        raise UserError(
+            f"--frame-embedding is about the pictures of a dual encoder, and {run.path} is a run of train {task}",
+            hint="leave it out",
+        )
     weights = read_weights(path)
-    size = _checked_size(settings, weights)
-    towers = image_towers(weights, rule=frame_embedding)
-    log_scale = read_log_scale(path)
-    if log_scale is None:
-        say("the loss had no single temperature: the format wants one, and is given 0.07, CLIP's start")
-    tensors = {**towers.tensors, LOGIT_SCALE: torch.tensor(_CLIPS_START if log_scale is None else log_scale)}
-    _publish(out, lambda folder: _write(folder, tensors, towers.extras, size, settings, form=form))
-    for one in towers.lost:
-        say(f"{one}; kept in {EXTRAS_FILE}")
-    say(f"{path.name} of {run.path} as {form} in {out}")
-
-
-def _checked_size(settings: DualEncoderSettings, weights: Tensors) -> DualEncoderSize:
-    """The size of the towers.
-
-    Raises:
-        UserError: they are none of CLIP's.
-    """
-    if not any(name.startswith("text.") for name in weights):
-        raise UserError(
-            "the run has no text tower (--text-tower frozen): open_clip and transformers know no model without one",
-            hint="export a run that trained one",
-        )
-    if weights[_CONV].shape[1] != _RGB:
-        raise UserError(
-            f"the run was trained on latents of {weights[_CONV].shape[1]} channels, and both formats take pictures",
-            hint="export a run of --input pixels",
-        )
-    return size_of(settings.model, settings.towers)
-
-
-def _write(
-    folder: Path,
-    tensors: dict[str, torch.Tensor],
-    extras: dict[str, torch.Tensor],
-    size: DualEncoderSize,
-    settings: DualEncoderSettings,
-    *,
-    form: ExportFormat,
-) -> None:
-    if form == "open_clip":
-        file = folder / "open_clip_model.safetensors"
-        save_tensors(to_open_clip(tensors), file)
-        _write_json(folder / "open_clip_config.json", open_clip_config(size, settings))
+    if task == DualEncoderTask.name:
+        exported = exported_clip(run, weights, checkpoint=path, form=form, frame_embedding=frame_embedding)
+    elif task == MaeTask.name:
+        exported = exported_autoencoder(run, weights, form=form)
+    elif task == ClassifyTask.name:
+        exported = exported_classifier(run, weights, form=form)
     else:
-        file = folder / "model.safetensors"
-        save_tensors(to_hf(tensors), file)
-        log_scale = float(tensors[LOGIT_SCALE])
-        _write_json(folder / "config.json", hf_config(size, settings, log_scale=log_scale))
-        _write_json(folder / "preprocessor_config.json", hf_preprocessor_config(settings))
-        write_tokenizer(folder, context_length=size.text.context_length)
-    save_extras(extras, folder, beside=file)
-
-
-def _publish(out: Path, write: Callable[[Path], None]) -> None:
-    """Fills a folder under a temporary name and renames it: `out` is whole or not there."""
-    temporary = out.parent / f"{TEMPORARY_PREFIX}{out.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        write(temporary)
-        for path in temporary.iterdir():
-            sync(path)
-        sync(temporary)
-        temporary.replace(out)
-        sync(out.parent)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"cannot write {out}: {reason}", hint="use another --out") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        raise UserError(
+            f"{run.path} is a run of train {task}, which no format has a place for",
+            hint="name a run of train dual-encoder, mae or classify",
+        )
+    publish_folder(out, exported.write)
+    for remark in exported.remarks:
+        say(remark)
+    say(f"{path.name} of {run.path} as {form} in {out}")

@@ -26,6 +26,7 @@ _FILES = (
     "model.safetensors",
     "open_clip_pytorch_model.bin",
     "pytorch_model.bin",
+    "checkpoint.pth",
 )
 
 Say = Callable[[str], None]

@@ -21,7 +21,8 @@ from train.models.settings import Towers
 from train.models.text import load_tokenizer
 from train.settings import DualEncoderSettings
 from train.settings_files import load_settings
-from train.weights.export import export_run, image_towers
+from train.weights.export import export_run
+from train.weights.export_clip import image_towers
 from train.weights.settings import Init
 from train.weights.sources import open_weights
 
