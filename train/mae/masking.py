@@ -49,9 +49,8 @@ class Masking:
             masked_BN,
             positions_B,
             grid,
-            decoder_mask=settings.decoder_mask,
+            kind=settings.decoder_mask,
             ratio=settings.decoder_mask_ratio,
-            num_predicted=self.counts.num_predicted,
             seed=settings.seed,
         )
         return Masks(masked_BN, decoded_BN)
