@@ -20,6 +20,7 @@ from manifests.errors import FailedWork
 from train.data.batch import Batch, to_device
 from train.data.failures import FailedSample
 from train.data.filling import LoadedBatch
+from train.distributed.uneven import gather_uneven
 from train.distributed.world import World
 from train.models.text import load_tokenizer
 
@@ -147,34 +148,27 @@ def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
 def gathered(found: Embeddings, world: World, *, device: torch.device) -> Embeddings:
     """The embeddings of all ranks in the order of the samples, on every rank.
 
-    Ranks may have different numbers of them, or none: shorter parts are filled up for the exchange and cut after it.
+    Ranks may have different numbers of them, or none.
 
     Raises:
         FailedWork: no rank has any.
     """
-    sizes = torch.tensor([[len(found), found.video.shape[1], found.num_failed]], device=device)
-    all_sizes = world.gather(sizes).cpu()
-    num_all = all_sizes[:, 0].tolist()
-    longest, width = int(all_sizes[:, 0].max()), int(all_sizes[:, 1].max())
-    if longest == 0:
+
+    def whole(rows: NDArray[Any]) -> NDArray[Any]:
+        return gather_uneven(torch.from_numpy(rows).to(device), world).cpu().numpy()
+
+    num_failed = int(world.gather(torch.tensor([found.num_failed], device=device)).sum())
+    samples = whole(found.samples)
+    if not len(samples):
         detail = f"; the first: {found.failed[0].detail}" if found.failed else ""
         raise FailedWork(f"none of the samples to evaluate could be decoded{detail}")
-
-    def whole(rows: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        padded = np.zeros((longest, *shape), rows.dtype)
-        padded[: len(rows)] = rows.reshape(len(rows), *shape)
-        together = world.gather(torch.from_numpy(padded).to(device)).cpu().numpy()
-        begins = range(0, world.size * longest, longest)
-        return np.concatenate([together[begin : begin + num] for begin, num in zip(begins, num_all, strict=True)])
-
-    samples = whole(found.samples, ())
     order = np.argsort(samples, kind="stable")
     return replace(
         found,
-        video=whole(found.video, (width,))[order],
-        text=whole(found.text, (width,))[order],
-        text_key=whole(found.text_key, ())[order],
-        caption_id=whole(found.caption_id, ())[order],
+        video=whole(found.video)[order],
+        text=whole(found.text)[order],
+        text_key=whole(found.text_key)[order],
+        caption_id=whole(found.caption_id)[order],
         samples=samples[order],
-        num_failed=int(all_sizes[:, 2].sum()),
+        num_failed=num_failed,
     )

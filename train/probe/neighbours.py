@@ -1,0 +1,75 @@
+"""Classes by the vote of the nearest neighbours (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric
+Instance Discrimination", section 3.4).
+
+A class's score is the sum of exp(cosine / temperature) over those of the k nearest clips of the bank that are of it.
+Of clips that are as near, those that come first in the bank are taken. The paper has k = 200 and a temperature of 0.07
+for a bank of 1.3 million; small banks ask for a smaller k.
+
+Shape suffixes: N clips, M clips of the bank, D width, K classes, k neighbours, C candidates.
+"""
+
+import torch
+
+_QUERIES_AT_ONCE = 512
+_BANK_AT_ONCE = 16_384
+
+
+def vote(
+    features_ND: torch.Tensor,
+    bank_MD: torch.Tensor,
+    label_M: torch.Tensor,
+    *,
+    num_classes: int,
+    neighbours: int,
+    temperature: float,
+) -> torch.Tensor:
+    """Scores of the classes, float64 [N, K], up to a factor for each clip; 0 for a class that no neighbour is of.
+
+    Args:
+        label_M: int64, classes of the bank's clips.
+        neighbours: k; all of a bank that has fewer.
+    """
+    cosine_Nk, place_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
+    # The nearest one's vote is 1: exp() of large numbers would overflow.
+    weight_Nk = ((cosine_Nk - cosine_Nk.amax(dim=1, keepdim=True)).double() / temperature).exp()
+    votes_NK = weight_Nk.new_zeros(len(features_ND), num_classes)
+    return votes_NK.scatter_add_(1, label_M[place_Nk], weight_Nk)
+
+
+def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cosines [N, k], places in the bank int64 [N, k]) of the nearest, in the order of the bank.
+
+    Similarities are worked out block by block: what is in memory at once does not grow with N times M.
+    """
+    blocks = [
+        _nearest_of_block(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
+    ]
+    cosine_Nk, place_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return cosine_Nk, place_Nk
+
+
+def _nearest_of_block(
+    features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    features_ND = torch.nn.functional.normalize(features_ND, dim=1)
+    best_Nk = features_ND.new_empty(len(features_ND), 0)
+    place_Nk = torch.empty(len(features_ND), 0, dtype=torch.int64, device=features_ND.device)
+    for begin in range(0, len(bank_MD), _BANK_AT_ONCE):
+        block_CD = torch.nn.functional.normalize(bank_MD[begin : begin + _BANK_AT_ONCE], dim=1)
+        places_C = torch.arange(begin, begin + len(block_CD), device=place_Nk.device)
+        # Candidates stay in the order of the bank.
+        cosine_NC = torch.cat([best_Nk, features_ND @ block_CD.T], dim=1)
+        place_NC = torch.cat([place_Nk, places_C.expand(len(features_ND), -1)], dim=1)
+        chosen_Nk = _largest(cosine_NC, min(neighbours, cosine_NC.shape[1]))
+        best_Nk, place_Nk = cosine_NC.gather(1, chosen_Nk), place_NC.gather(1, chosen_Nk)
+    return best_Nk, place_Nk
+
+
+def _largest(values_NC: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the largest values of each row, int64 [N, k] ascending; of equal ones the first."""
+    least_N1 = values_NC.topk(count, dim=1).values[:, -1:]
+    # topk takes any of equal values.
+    is_more, is_equal = values_NC > least_N1, values_NC == least_N1
+    num_missing_N1 = count - is_more.sum(dim=1, keepdim=True)
+    is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_missing_N1))
+    return is_chosen.nonzero()[:, 1].view(-1, count)
