@@ -107,6 +107,11 @@ class VideoViT(nn.Module):
 
     def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
         """Embeds normalised clips [B, C, T, H, W] as [B, E], not yet of unit length; [B, D] without a projection."""
+        class_BD = self.features(video_BCTHW)
+        return class_BD @ self.proj if self.has_projection else class_BD
+
+    def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        """One vector a clip, [B, D]: the class token, before the projection."""
         num_clips = len(video_BCTHW)
         cubes_BN = self.conv1.cut(video_BCTHW).flatten(1, 2)
         positions_SPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
@@ -122,7 +127,7 @@ class VideoViT(nn.Module):
         x_BLD = torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)
         x_BLD = self.transformer(self.ln_pre(x_BLD))
         class_BD: torch.Tensor = self.ln_post(x_BLD[:, 0])
-        return class_BD @ self.proj if self.has_projection else class_BD
+        return class_BD
 
 
 def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> torch.Tensor:
