@@ -8,46 +8,17 @@ between cubes, in cubes along time, height and width: what is visible nearby dec
 Published pictures often borrow the hidden cubes' own mean and deviation; docs/mae.md says what that hides.
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, N cubes of a clip, V values of a cube in one channel,
-M hidden cubes, K all values of a cube (V * C, channels last).
+M hidden cubes of a clip, R those of all clips, K all values of a cube (V * C, channels last).
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from train.models.cubes import CubeGrid, cubes_of, grid_of
+
 GREY = 0.5
-STD_EPS = 1e-6
 _POWER = 4  # docs/mae.md has the errors of others
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cubes:
-    """How clips are cut: `frames` x `side` x `side` values to a cube."""
-
-    frames: int
-    side: int
-
-    def grid(self, video: torch.Tensor) -> tuple[int, int, int]:
-        """Cubes of a clip [..., T, H, W] along time, height and width."""
-        num_frames, height, width = video.shape[-3:]
-        return num_frames // self.frames, height // self.side, width // self.side
-
-    def cut(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """The values of each cube, [B, N, V, C]: cubes in the order (time, height, width), and so their values."""
-        num_clips, num_channels = video_BCTHW.shape[:2]
-        steps, rows, columns = self.grid(video_BCTHW)
-        parts = video_BCTHW.reshape(
-            num_clips, num_channels, steps, self.frames, rows, self.side, columns, self.side
-        ).permute(0, 2, 4, 6, 3, 5, 7, 1)
-        return parts.reshape(num_clips, steps * rows * columns, -1, num_channels)
-
-    def joined(self, values_BNVC: torch.Tensor, *, grid: tuple[int, int, int]) -> torch.Tensor:
-        """Clips [B, C, T, H, W] of their cubes: what `cut` takes apart."""
-        (steps, rows, columns), num_channels = grid, values_BNVC.shape[3]
-        parts = values_BNVC.reshape(
-            len(values_BNVC), steps, rows, columns, self.frames, self.side, self.side, num_channels
-        ).permute(0, 7, 1, 4, 2, 5, 3, 6)
-        return parts.reshape(len(values_BNVC), num_channels, steps * self.frames, rows * self.side, columns * self.side)
 
 
 @dataclass(frozen=True)
@@ -67,12 +38,25 @@ class Reconstruction:
     filled: torch.Tensor
 
 
+def values_of(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -> torch.Tensor:
+    """The values of all cubes of clips, [B, N, V, C], in the order in which a model predicts them."""
+    cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
+    return cubes.permute(0, 1, 2, 3, 5, 6, 7, 4).flatten(4, 6).flatten(1, 3)
+
+
+def clips_of(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, patch_px: int) -> torch.Tensor:
+    """Clips [B, C, T, H, W] of the values of all their cubes."""
+    places = (grid.steps, grid.rows, grid.columns)
+    cubes = values_BNVC.unflatten(1, places).unflatten(4, (cube_frames, patch_px, patch_px))
+    return cubes.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
 def true_statistics(values_BNVC: torch.Tensor) -> Statistics:
     """Those that targets are made with."""
     return Statistics(values_BNVC.mean(2), values_BNVC.std(2))
 
 
-def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, grid: tuple[int, int, int]) -> Statistics:
+def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, grid: CubeGrid) -> Statistics:
     """Those of visible cubes, and for hidden ones the averages of the visible ones' with weights 1 / distance^4.
 
     Raises:
@@ -82,7 +66,8 @@ def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, gr
         raise ValueError("no cube of a clip is visible: there is nothing to take statistics from")
     true = true_statistics(values_BNVC)
     mean_BNC, std_BNC = true.mean_BNC.clone(), true.std_BNC.clone()
-    places_N3 = torch.cartesian_prod(*(torch.arange(length, device=masked_BN.device) for length in grid)).float()
+    lengths = (grid.steps, grid.rows, grid.columns)
+    places_N3 = torch.cartesian_prod(*(torch.arange(length, device=masked_BN.device) for length in lengths)).float()
     for clip, masked_N in enumerate(masked_BN):
         distance = torch.cdist(places_N3[masked_N], places_N3[~masked_N])
         weights = torch.nn.functional.normalize(distance**-_POWER, p=1.0, dim=1).to(mean_BNC.dtype)
@@ -96,22 +81,23 @@ def reconstruct(
     predicted_BMK: torch.Tensor,
     masked_BN: torch.Tensor,
     *,
-    cubes: Cubes,
+    cube_frames: int,
+    patch_px: int,
     statistics: Statistics | None = None,
 ) -> Reconstruction:
     """Clips with their hidden cubes filled in; visible ones stay as they are.
 
     Args:
-        video_BCTHW: values as they are shown: a hidden cube is GREY in `masked`.
-        predicted_BMK: standardised values of the hidden cubes, in ascending order, channels last.
-        statistics: to undo the standardisation with; `visible_statistics` when left out.
+        video_BCTHW: values as they are shown, grey at GREY.
+        predicted_BMK: normalised values of the hidden cubes, in the order of their numbers, channels last.
+        statistics: to undo the normalisation with; `visible_statistics` when left out.
     """
-    grid, num_channels = cubes.grid(video_BCTHW), video_BCTHW.shape[1]
-    values_BNVC = cubes.cut(video_BCTHW)
+    size = {"cube_frames": cube_frames, "patch_px": patch_px}
+    grid, num_channels = grid_of(video_BCTHW, **size), video_BCTHW.shape[1]
+    values_BNVC = values_of(video_BCTHW, **size)
     statistics = statistics or visible_statistics(values_BNVC, masked_BN, grid=grid)
-    mean_M1C, std_M1C = statistics.mean_BNC[masked_BN][:, None], statistics.std_BNC[masked_BN][:, None]
-    predicted_MVC = predicted_BMK.flatten(0, 1).unflatten(1, (-1, num_channels)).to(values_BNVC.dtype)
-    filled_BNVC, masked_BNVC = values_BNVC.clone(), values_BNVC.clone()
-    filled_BNVC[masked_BN] = predicted_MVC * (std_M1C + STD_EPS) + mean_M1C
-    masked_BNVC[masked_BN] = GREY
-    return Reconstruction(video_BCTHW, cubes.joined(masked_BNVC, grid=grid), cubes.joined(filled_BNVC, grid=grid))
+    mean_R1C, std_R1C = statistics.mean_BNC[masked_BN][:, None], statistics.std_BNC[masked_BN][:, None]
+    predicted_RVC = predicted_BMK.flatten(0, 1).unflatten(1, (-1, num_channels)).to(values_BNVC.dtype)
+    masked_BNVC = values_BNVC.masked_fill(masked_BN[..., None, None], GREY)
+    filled_BNVC = values_BNVC.masked_scatter(masked_BN[..., None, None], predicted_RVC * std_R1C + mean_R1C)
+    return Reconstruction(video_BCTHW, clips_of(masked_BNVC, grid, **size), clips_of(filled_BNVC, grid, **size))
