@@ -9,11 +9,12 @@ from manifests.errors import UserError
 from manifests.publish import publish_json
 from train.checkpoint import latest_checkpoint
 from train.classify.settings import ClassifySettings
+from train.data.latents.records import FrameShape
 from train.data.loader import TrainingSet
 from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.loop import check_batch, train
-from train.mae.settings import MaeSettings
+from train.mae.settings import MaeSettings, without_effect
 from train.models.attention import AttentionDoor, open_attention
 from train.precision import open_precision
 from train.progress import Progress
@@ -84,7 +85,13 @@ def train_classify(settings: ClassifySettings, *, resume: bool) -> None:
 
 def train_mae(settings: MaeSettings, *, resume: bool) -> None:
     """Trains a masked autoencoder, likewise."""
-    _launch(settings, MaeTask, effective_mae_settings, resume=resume)
+
+    def effective(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
+        if unused := without_effect(settings):
+            say(f"--input {settings.input} has no use for {', '.join(unused)}")
+        return effective_mae_settings(settings, source, say=say)
+
+    _launch(settings, MaeTask, effective, resume=resume)
 
 
 def _launch(
@@ -129,6 +136,7 @@ def _train(
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
+        **_latents_facts(samples),
         **task.facts(),
         **_weights_facts(start, old_run),
         "machine": machine(device),
@@ -150,6 +158,12 @@ def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:
     # One rank downloads; the others find it in the cache.
     world.first(lambda: fetch_tag(init, say=say))
     return open_weights(init)
+
+
+def _latents_facts(samples: object) -> dict[str, Any]:
+    """How large latents are: what an export has to say of the model, and no tensor shows."""
+    shape = getattr(samples, "frame_shape", None)
+    return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
 
 
 def _weights_facts(start: Loaded | None, old_run: RunFolder | None) -> dict[str, Any]:
