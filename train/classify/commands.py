@@ -44,7 +44,7 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
     task = ClassifyTask(settings, door=door, device=device, classes=classes)
     views = Views(num_clips=wanted.clips, num_crops=wanted.crops)
     samples = task.samples(wanted.split, World(), views=views)
-    model = task.build_model().to(device)
+    model = task.build_model(samples).to(device)
     try:
         model.load_state_dict(read_weights(path))
     except RuntimeError as error:
@@ -98,6 +98,9 @@ def read_run_classes(run: RunFolder) -> ClassList:
 
 
 def _describe_views(settings: ClassifySettings, views: Views) -> str:
+    if settings.input == "latents":
+        which = "in a row, in the middle" if settings.sampling == "stride" else "one in each of equal parts"
+        return f"T = {settings.num_frames} frames of latents of a segment of {settings.segment}, {which}"
     moments = {
         "uniform": "one in each of equal segments",
         "stride": f"every {settings.stride} frames",

@@ -23,20 +23,26 @@ class SoftCrossEntropy(Objective):
 
     Args:
         inputs: clips [R, C, T, H, W] of some rows of a batch.
+        side: of these clips, H and W.
     """
 
     def __init__(
-        self, inputs: Callable[[Batch, slice], torch.Tensor], settings: ClassifySettings, *, num_classes: int
+        self,
+        inputs: Callable[[Batch, slice], torch.Tensor],
+        settings: ClassifySettings,
+        *,
+        num_classes: int,
+        side: int,
     ) -> None:
         super().__init__()
-        self._inputs, self._settings, self._num_classes = inputs, settings, num_classes
+        self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
         """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
         settings = self._settings
         num_samples = len(batch["label"])
         with step.random(_MIXING):
-            mix = draw_mix(mixup=settings.mixup, cutmix=settings.cutmix, size_px=settings.size_px)
+            mix = draw_mix(mixup=settings.mixup, cutmix=settings.cutmix, size_px=self._side)
         targets_BK = mixed_targets(
             batch["label"], num_classes=self._num_classes, smoothing=settings.label_smoothing, mix=mix
         )

@@ -1,11 +1,12 @@
 """Settings of `train classify`."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.augment.settings import Augment
 from train.evaluation.settings import EvaluationSettings
 from train.models.settings import check_picture
 from train.settings import ClipSettings
@@ -39,6 +40,10 @@ _NO_EVALUATION = ClassEvaluation()
 class ClassifySettings(ClipSettings):
     """Settings of `train classify`."""
 
+    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
+    """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
+    segment: Annotated[str, _CLIPS] = "5s"
+    """Length of a segment of latents, whose label is that of the caption which covers most of it."""
     repeats: Annotated[int, _CLIPS] = 1
     """Samples of a clip in a row (repeated augmentation), each with its own moments and crop; decoded once."""
     label: Annotated[str, _CLASSES] = "class"
@@ -56,7 +61,10 @@ class ClassifySettings(ClipSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_picture(self.model, size_px=self.size_px)
+        if self.input == "pixels":
+            check_picture(self.model, size_px=self.size_px)
+        else:
+            self._check_latents()
         if not 1 <= self.repeats <= 1000:
             raise UserError(f"--repeats is {self.repeats}", hint="it must be from 1 to 1,000")
         for name in ("dropout", "label_smoothing"):
@@ -68,3 +76,23 @@ class ClassifySettings(ClipSettings):
                 raise UserError(f"--{name} is {getattr(self, name)}", hint="it must be from 0 to 100")
         if (self.mixup or self.cutmix) and self.batch < 2:
             raise UserError(f"--batch is {self.batch}, and --mixup and --cutmix mix two clips", hint="use 2 or more")
+
+    def _check_latents(self) -> None:
+        changed = next(
+            (field.name for field in fields(Augment) if getattr(self.augment, field.name) != field.default), ""
+        )
+        if changed:
+            raise UserError(
+                f"--augment.{changed.replace('_', '-')} changes pictures, and latents are none",
+                hint="leave it out with --input latents, or use --input pixels",
+            )
+        if self.repeats > 1:
+            raise UserError(
+                f"--repeats is {self.repeats}, and latents have no decoding that it could save",
+                hint="leave it out with --input latents",
+            )
+        if self.sampling == "lavila":
+            raise UserError(
+                "--sampling lavila is a rule for the frames of clips, and segments of latents are none",
+                hint="use --sampling uniform, or stride for frames in a row",
+            )

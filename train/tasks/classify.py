@@ -1,11 +1,12 @@
 """Fine-tuning a video tower to tell the classes of a labelled set apart.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels.
+Shape suffixes: B batch, C channels, T frames, H and W pixels (or numbers of a latent).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,12 @@ from train.classify.objective import SoftCrossEntropy
 from train.classify.settings import ClassEvaluation, ClassifySettings
 from train.classify.start import start_of_classifier
 from train.data.batch import Batch
+from train.data.chance import uniform
 from train.data.decoding.clip import Views
 from train.data.labelled_clips import LabelledClips
+from train.data.latents.labelled import LabelledLatents
+from train.data.order import Positions
+from train.data.remote.address import is_remote
 from train.data.remote.folder import open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
@@ -32,9 +37,12 @@ from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.tasks.clips import clip_shape, loader_settings
+from train.tasks.latents import check_latents, size_on_latents, spread, window
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source
+
+Samples = LabelledClips | LabelledLatents
 
 
 class ClassifyTask:
@@ -45,7 +53,6 @@ class ClassifyTask:
     """
 
     name = "classify"
-    columns: tuple[str, ...] = ("video",)
 
     def __init__(
         self,
@@ -58,7 +65,8 @@ class ClassifyTask:
         self._settings, self._door, self._device = settings, door, device
         self._classes = classes
         self._start: Loaded | None = None
-        self._held_out: LabelledClips | None = None
+        self._held_out: Samples | None = None
+        self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
     @property
     def classes(self) -> ClassList:
@@ -70,8 +78,8 @@ class ClassifyTask:
         """For run.json."""
         return {"classes": self.classes.as_json()}
 
-    def training_set(self, world: World) -> LabelledClips:
-        """This rank's part of the labelled clips of the split that the settings name.
+    def training_set(self, world: World) -> Samples:
+        """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
 
         Raises:
             UserError: there are none, or all are of one class.
@@ -98,14 +106,19 @@ class ClassifyTask:
             self._held_out = self.samples(settings.evaluate.split, world, views=_views(settings.evaluate))
         return samples
 
-    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> LabelledClips:
-        """This rank's part of the labelled clips of any split.
+    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> Samples:
+        """This rank's part of the labelled samples of any split.
 
         Args:
             views: of an evaluation.
             repeats: samples of a clip, in training.
+
+        Raises:
+            UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
+        if settings.input == "latents":
+            return self._latents(split, world, views=views)
         folder = open_data_folder(settings.shards, cache=settings.cache)
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
@@ -123,30 +136,57 @@ class ClassifyTask:
             repeats=repeats,
         )
 
-    def start_from(self, source: Source, samples: LabelledClips, *, say: Say) -> Loaded:
+    def _latents(self, split: str, world: World, *, views: Views | None) -> LabelledLatents:
+        settings = self._settings
+        if views is not None and len(views) > 1:
+            raise UserError(
+                f"{views.num_clips} clips and {views.num_crops} crops are looks at pictures, and latents are none",
+                hint="leave --clips and --crops out with --input latents",
+            )
+        if is_remote(settings.shards):
+            raise UserError(
+                f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
+                hint="copy the data folder to this machine",
+            )
+        latents = LabelledLatents(
+            Path(settings.shards),
+            split=split,
+            classes=self.classes,
+            segment=settings.segment,
+            batch=world.share(settings.batch),
+            seed=settings.seed,
+            rank=world.rank,
+            num_ranks=world.size,
+        )
+        check_latents(latents, num_frames=settings.num_frames, segment=settings.segment)
+        return latents
+
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
         """Has `build_model` give towers these weights, once they fit; the last layer is always new.
 
         Raises:
             UserError: they do not fit, and nothing explains why.
         """
         with torch.device("meta"):
-            model = self._classifier()
+            model = self._classifier(samples)
         self._start = start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
         return self._start
 
-    def build_model(self, samples: LabelledClips | None = None) -> VideoClassifier:
-        """A tower and a new last layer."""
-        model = self._classifier()
+    def build_model(self, samples: Samples) -> VideoClassifier:
+        """A tower for clips as `samples` has them, and a new last layer."""
+        model = self._classifier(samples)
         if self._start is not None:
             copy_into(model, self._start)
         if self._settings.compile:
             compile_blocks(model)
         return model
 
-    def build_objective(self, samples: LabelledClips, world: World) -> Objective:
+    def build_objective(self, samples: Samples, world: World) -> Objective:
         """Cross-entropy with mixed targets."""
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
-        return SoftCrossEntropy(inputs, self._settings, num_classes=len(self.classes))
+        return SoftCrossEntropy(
+            inputs, self._settings, num_classes=len(self.classes), side=_side(self._settings, samples)
+        )
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of the tower."""
@@ -155,17 +195,26 @@ class ClassifyTask:
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
         """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
         settings, init = self._settings, self._settings.init
-        drawn = None
-        if is_training:
-            drawn = draw(batch["position"][rows].numpy(), settings.augment, seed=settings.seed)
+        positions = batch["position"][rows].numpy()
+        if batch["input"] == "latents":
+            return self._shown(batch["latents"][rows], positions if is_training else None).float().transpose(1, 2)
         return to_model_input(
             batch["video"][rows],
             batch["colour"][rows],
             size_px=settings.size_px,
             mean=init.pixel_mean or CLIP_MEAN,
             std=init.pixel_std or CLIP_STD,
-            draw=drawn,
+            draw=draw(positions, settings.augment, seed=settings.seed) if is_training else None,
         )
+
+    def _shown(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
+        """The frames of segments that make clips, [B, T, C, H, W]: drawn for `positions`, else those in the middle."""
+        count, seed = self._settings.num_frames, self._settings.seed
+        if self._settings.sampling == "stride":
+            within = None if positions is None else uniform(positions, 1, seed=seed, purpose="window")[:, 0]
+            return window(latents_BFCHW, num_frames=count, within_B=within)
+        within = None if positions is None else uniform(positions, count, seed=seed, purpose="frames")
+        return spread(latents_BFCHW, num_frames=count, within_BK=within)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Accuracies on the split that the settings name, as `<split>/<name>`."""
@@ -179,9 +228,7 @@ class ClassifyTask:
             numbers["num_failed"] = float(result.num_failed)
         return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
 
-    def score(
-        self, model: nn.Module, samples: LabelledClips, world: World, *, views: Views, every: int = 1
-    ) -> ClassResult:
+    def score(self, model: nn.Module, samples: Samples, world: World, *, views: Views, every: int = 1) -> ClassResult:
         """Scores a model, which is in evaluation mode, on samples that were opened with `views`; collective."""
         return score_classifier(
             model,
@@ -193,17 +240,22 @@ class ClassifyTask:
             device=self._device,
         )
 
-    def _classifier(self) -> VideoClassifier:
+    def _classifier(self, samples: Samples) -> VideoClassifier:
         settings = self._settings
+        size = size_of(settings.model, settings.towers).video
         return VideoClassifier(
-            size_of(settings.model, settings.towers).video,
+            size if isinstance(samples, LabelledClips) else size_on_latents(size, samples.frame_shape),
             towers=settings.towers,
-            image_px=settings.size_px,
+            image_px=_side(settings, samples),
             num_frames=settings.num_frames,
             num_classes=len(self.classes),
             dropout=settings.dropout,
             attend=self._door.attend,
         )
+
+
+def _side(settings: ClassifySettings, samples: Samples) -> int:
+    return settings.size_px if isinstance(samples, LabelledClips) else samples.frame_shape.height
 
 
 def _views(wanted: ClassEvaluation) -> Views:
