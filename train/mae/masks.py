@@ -11,15 +11,13 @@ from typing import Literal
 
 import torch
 
-from manifests.errors import UserError
 from train.data.device_chance import uniform
-from train.mae.settings import DecoderMask
+from train.mae.settings import DecoderMask, num_masked_places
 from train.models.cubes import CubeGrid
 
 # Places of a cell of 2 x 2 patches, numbered round the cell, so that what is kept moves to a neighbour.
 _CELL = ((0, 1), (3, 2))
 _CELL_PLACES = 4
-_CELL_RATIOS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,36 +31,10 @@ class MaskCounts:
 def mask_counts(
     grid: CubeGrid, *, mask_ratio: float, decoder_mask: DecoderMask, decoder_mask_ratio: float
 ) -> MaskCounts:
-    """The counts of `tube_masks` and `decoded_cubes`.
-
-    Raises:
-        UserError: nothing is left to see or to predict, or no running cell has such a ratio.
-    """
-    num_patches, masked_patches = grid.patches, num_masked_patches(grid, mask_ratio)
-    if not 0 < masked_patches < num_patches:
-        what = "nothing is left to see" if masked_patches > 0 else "nothing is masked"
-        least, most = 1 / num_patches, (num_patches - 1) / num_patches
-        one = "patch" if num_patches == 1 else "patches"
-        raise UserError(
-            f"--mask-ratio is {mask_ratio}, of {num_patches} {one} of a frame: {what}",
-            hint=f"use a ratio from {least:.4g} to {most:.4g}" if num_patches > 1 else "use larger pictures",
-        )
-    num_masked = grid.steps * masked_patches
-    if decoder_mask == "none":
-        return MaskCounts(num_masked=num_masked, num_predicted=num_masked)
-    if not 0 <= decoder_mask_ratio < 1:
-        raise UserError(f"--decoder-mask-ratio is {decoder_mask_ratio}", hint="it must be 0 or more, and less than 1")
-    if decoder_mask == "running-cell" and decoder_mask_ratio not in _CELL_RATIOS:
-        raise UserError(
-            f"--decoder-mask-ratio is {decoder_mask_ratio}, and a running cell has {_CELL_PLACES} places",
-            hint=f"use {', '.join(map(str, _CELL_RATIOS))}, or --decoder-mask random",
-        )
-    return MaskCounts(num_masked=num_masked, num_predicted=num_masked - int(decoder_mask_ratio * num_masked))
-
-
-def num_masked_patches(grid: CubeGrid, ratio: float) -> int:
-    """Patches that a tube mask hides of each step: rounded down, as VideoMAE does (176 of 196 at 0.9)."""
-    return int(ratio * grid.patches)
+    """The counts of `tube_masks` and `decoded_cubes`."""
+    num_masked = grid.steps * num_masked_places(mask_ratio, num_places=grid.patches)
+    left_out = 0 if decoder_mask == "none" else int(decoder_mask_ratio * num_masked)
+    return MaskCounts(num_masked=num_masked, num_predicted=num_masked - left_out)
 
 
 def tube_masks(
@@ -75,7 +47,7 @@ def tube_masks(
         device: where they are drawn; that of the positions when left out.
     """
     drawn_BP = uniform(positions_B, grid.patches, seed=seed, purpose="tube mask", device=device)
-    masked_BP = _lowest(drawn_BP, num_masked_patches(grid, ratio))
+    masked_BP = _lowest(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
     return masked_BP.repeat(1, grid.steps)
 
 

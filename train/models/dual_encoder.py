@@ -63,7 +63,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
         size.video.trunk,
         activation=activation,
         norm_eps=towers.video_norm_eps or _NORM_EPS[kind],
-        has_key_bias=kind == "clip",
+        has_key_bias=kind != "videomae",
     )
     text_trunk = replace(size.text.trunk, activation=activation)
     return DualEncoderSize(
