@@ -17,7 +17,7 @@ from torch import nn
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module)\.")
 _BLOCK = re.compile(r"(?P<tower>(?:.*?\.)??)(?:transformer\.)?(?:resblocks|blocks|layers)\.(?P<number>\d+)\.")
 # What a tower has before its first block; all else outside of blocks comes after the last.
-_STEM = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv1|ln_pre|patch\w*)(?:\.|$)")
+_STEM = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv1|ln_pre|patch\w*|embed)(?:\.|$)")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token)(?:\.weight)?$")
 
 

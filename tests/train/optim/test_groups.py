@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from train.classify.model import VideoClassifier
 from train.models.attention import attend_with_sdpa
-from train.models.dual_encoder import SIZES, DualEncoder
+from train.models.dual_encoder import SIZES, DualEncoder, size_of
+from train.models.masked_autoencoder import MaskedAutoencoder
+from train.models.settings import Towers
 from train.objective import Objective
 from train.optim.groups import layers_above, parameter_groups, plain_name
 
@@ -66,6 +69,49 @@ def test_each_block_learns_slower_than_the_one_above_it(model: DualEncoder) -> N
         assert group["weight_decay"] == (0.0 if name == "tau" or "bias" in name or "ln_" in name else 0.2) or (
             "embedding" in name
         )
+
+
+def test_a_masked_autoencoder_has_two_towers_without_decay_of_biases_and_mask_token() -> None:
+    towers = Towers(kind="videomae")
+    model = MaskedAutoencoder(
+        size_of("tiny", towers).video,
+        decoder_depth=2,
+        image_px=32,
+        num_frames=2,
+        attend=attend_with_sdpa,
+        towers=towers,
+    )
+    group_of = groups_by_name(model, Objective(), layer_decay=0.5)
+    free = {name for name, group in group_of.items() if group["weight_decay"] == 0}
+    assert free == {name for name in group_of if name.endswith("bias") or "ln_" in name or "mask_token" in name}
+    assert {"video.transformer.resblocks.0.attn.q_bias", "video.conv1.bias", "decoder.mask_token"} <= free
+    expected = {
+        "video.ln_post.weight": 0,
+        "video.transformer.resblocks.3.attn.v_bias": 1,
+        "video.transformer.resblocks.0.attn.in_proj_weight": 4,
+        "video.conv1.bias": 5,
+        "decoder.head.weight": 0,
+        "decoder.transformer.resblocks.1.ln_1.weight": 1,
+        "decoder.embed.weight": 3,
+        "decoder.mask_token": 3,
+    }
+    assert {name: group_of[name]["lr_scale"] for name in expected} == {n: 0.5**h for n, h in expected.items()}
+
+
+def test_a_classifier_of_a_videomae_tower_has_its_norm_and_head_at_the_top() -> None:
+    towers = Towers(kind="videomae")
+    model = VideoClassifier(
+        size_of("tiny", towers).video,
+        towers=towers,
+        image_px=32,
+        num_frames=2,
+        num_classes=3,
+        dropout=0.0,
+        attend=attend_with_sdpa,
+    )
+    above = layers_above(name for name, _ in model.named_parameters())
+    assert {above[name] for name in ("fc_norm.weight", "fc_norm.bias", "head.weight", "head.bias")} == {0}
+    assert (above["video.conv1.weight"], above["video.transformer.resblocks.3.attn.q_bias"]) == (5, 1)
 
 
 def test_layers_are_counted_in_any_tower() -> None:
