@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 from manifests.errors import FailedWork
 from train.classify.settings import ClassEvaluation
 from train.evaluation.settings import DualEncoderEvaluation
+from train.probe.settings import METHODS, Method, ProbeEvaluation
 
 evaluate = App(name="eval", help="Scores a trained run, and adds the result to its page.")
 
@@ -156,6 +157,52 @@ def classification(
     from train.classify.commands import evaluate_classifier
 
     result = evaluate_classifier(run, ClassEvaluation(split=split, clips=clips, crops=crops), shards=shards)
+    _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
+
+
+@evaluate.command
+def probe(
+    run: Path,
+    *,
+    label: Annotated[tuple[str, ...], Parameter(negative="")],
+    method: Annotated[tuple[Method, ...], Parameter(negative="")] = METHODS,
+    shards: str | None = None,
+    split: str = "val",
+    train_split: str = "train",
+    neighbours: int = 20,
+    as_json: _AsJson = False,
+) -> None:
+    """What frozen features tell of labels: accuracies of nearest neighbours and of a linear layer.
+
+    Beside chance stands the same tower with random weights.
+
+    Example:
+
+        train eval probe runs/mae --shards data --label motion --label shape
+
+    Parameters
+    ----------
+    run
+        Folder that train mae, dual-encoder or classify --out made.
+    label
+        Label of the captions; several may be given.
+    method
+        knn or linear; both when left out.
+    shards
+        Data folder; as in training when left out.
+    split
+        Split to score.
+    train_split
+        Split that neighbours and the linear layer come from.
+    neighbours
+        How many vote.
+    as_json
+        Print one JSON object.
+    """
+    from train.probe.commands import probe_run
+
+    wanted = ProbeEvaluation(split=split, labels=label, methods=method, neighbours=neighbours)
+    result = probe_run(run, wanted, bank_split=train_split, shards=shards)
     _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
 
 

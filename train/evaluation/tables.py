@@ -44,6 +44,8 @@ def table_of(result: dict[str, Any]) -> Table:
         "mir": _mir,
         "zero-shot": _zero_shot,
         "classification": _classification,
+        "probe": _probe,
+        "reconstruction": _reconstruction,
     }
     return makers[result["evaluation"]](result)
 
@@ -51,11 +53,12 @@ def table_of(result: dict[str, Any]) -> Table:
 def describe(result: dict[str, Any]) -> str:
     """The table as text, chance under each row and the protocol under all."""
     table = table_of(result)
-    lines = [_line("", table.columns)]
+    width = max(_LABEL_WIDTH, *(len(row.label) for row in table.rows))
+    lines = [_line("", table.columns, width=width)]
     for row in table.rows:
-        lines.append(_line(row.label, [cell.text for cell in row.cells]))
+        lines.append(_line(row.label, [cell.text for cell in row.cells], width=width))
         if any(cell.chance for cell in row.cells):
-            lines.append(_line("  by chance", [cell.chance for cell in row.cells]))
+            lines.append(_line("  by chance", [cell.chance for cell in row.cells], width=width))
     return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
 
 
@@ -64,8 +67,8 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def _line(label: str, cells: tuple[str, ...] | list[str]) -> str:
-    return f"{label:{_LABEL_WIDTH}}" + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
+def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
+    return f"{label:{width}}" + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
 
 
 def _share(share: float | None, chance: float | None = None) -> Cell:
@@ -123,6 +126,48 @@ def _classification(result: dict[str, Any]) -> Table:
         rows.append(Row(name, f"{result['num_samples']:,} clips, {num_classes:,} classes", cells))
     protocol = _protocol(result, f"{result['num_samples']:,} clips")
     return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
+
+
+def _reconstruction(result: dict[str, Any]) -> Table:
+    loss, flat = result["loss"], result["flat_loss"]
+    explained = 1 - loss / flat if flat else None
+    cells = (
+        Cell(f"{loss:.4f}"),
+        Cell(f"{flat:.4f}"),
+        Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
+    )
+    detail = f"{result['num_samples']:,} clips, {result['mask']}"
+    protocol = _protocol(result, f"{result['num_samples']:,} clips", split=result["split_chosen"])
+    columns = ("loss", "flat cubes", "explained")
+    return Table("Reconstruction of hidden cubes", columns, (Row("hidden cubes", detail, cells),), protocol)
+
+
+def _probe(result: dict[str, Any]) -> Table:
+    methods = {"knn": "k-NN", "linear": "linear"}
+    rows, left_out = [], []
+    for one in result["findings"]:
+        found, chance = one["found"], one["chance"]
+        cells = [_share(found[name], chance[name]) for name in ("top1", "top5", "mean_class")]
+        if one["num_classes"] <= 5:
+            cells[1] = _share(None)  # nothing can be wrong
+        words = [one["label"], methods[one["method"]], *(["random"] if one["encoder"] == "random" else [])]
+        detail = f"{one['num_samples']:,} clips, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
+        detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"
+        rows.append(Row(", ".join(words), detail, tuple(cells)))
+        if one["num_unseen"]:
+            left_out.append(
+                f"{one['num_unseen']:,} clips of {one['num_unseen_classes']:,} classes of {one['label']} "
+                f"that the bank lacks: never right"
+            )
+    sizes = "; ".join(dict.fromkeys(left_out))
+    protocol = _protocol(
+        result,
+        f"{result['num_samples']:,} clips",
+        bank=result["bank"],
+        features=result["features"],
+        unseen=sizes,
+    )
+    return Table("Probes of frozen features", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
 
 
 def _protocol(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:

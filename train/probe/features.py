@@ -46,9 +46,10 @@ class Features:
 
 
 def tower_of(model: nn.Module) -> Tower:
-    """The video tower of a model: an autoencoder's encoder, a dual encoder's or a classifier's."""
+    """What is probed: a classifier up to its last layer, an autoencoder's or a dual encoder's video tower."""
     # A wrapped model's own tower: what wraps it knows only how to be called.
-    return cast(Tower, getattr(model, "module", model).video)
+    own = getattr(model, "module", model)
+    return cast(Tower, own if hasattr(own, "features") else own.video)
 
 
 @torch.no_grad()  # not inference_mode: what a model keeps of a pass must serve training too

@@ -178,24 +178,26 @@ class DualEncoderTask:
 
     def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
+        return self.clips(batch, is_training=is_training), _captions(batch)
+
+    def clips(self, batch: Batch, *, is_training: bool = False) -> torch.Tensor:
+        """Clips [B, C, T, H, W] of a batch, as the video tower takes them."""
+        settings = self._settings
         if batch["input"] == "latents":
-            num_frames = self._settings.num_frames
             within_BK = None
             if is_training:
-                within_BK = uniform(batch["position"].numpy(), num_frames, seed=self._settings.seed, purpose="frames")
-            latents_BTCHW = spread(batch["latents"], num_frames=num_frames, within_BK=within_BK)
-            return latents_BTCHW.float().transpose(1, 2), _captions(batch)
-        settings = self._settings
-        drawn = draw(batch["position"].numpy(), settings.augment, seed=settings.seed) if is_training else None
-        clips_BCTHW = to_model_input(
+                positions, count = batch["position"].numpy(), settings.num_frames
+                within_BK = uniform(positions, count, seed=settings.seed, purpose="frames")
+            latents_BTCHW = spread(batch["latents"], num_frames=settings.num_frames, within_BK=within_BK)
+            return latents_BTCHW.float().transpose(1, 2)
+        return to_model_input(
             batch["video"],
             batch["colour"],
             size_px=settings.size_px,
             mean=settings.init.pixel_mean or CLIP_MEAN,
             std=settings.init.pixel_std or CLIP_STD,
-            draw=drawn,
+            draw=draw(batch["position"].numpy(), settings.augment, seed=settings.seed) if is_training else None,
         )
-        return clips_BCTHW, _captions(batch)
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """The loss that `--loss.*` names."""

@@ -1,0 +1,134 @@
+"""The video tower of a run, whatever it was trained for: with its weights, and with those it might have begun with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
+from train.classify.commands import read_run_classes
+from train.classify.settings import ClassifySettings
+from train.data.batch import Batch
+from train.distributed.world import World
+from train.mae.settings import MaeSettings
+from train.models.attention import AttentionDoor
+from train.run_folder import RunFolder
+from train.settings import ClipSettings, DualEncoderSettings
+from train.settings_files import load_settings
+from train.tasks.classify import ClassifyTask
+from train.tasks.dual_encoder import DualEncoderTask
+from train.tasks.mae import MaeTask
+
+FEATURES = {
+    MaeTask.name: "mean of the encoder's tokens of all cubes, none masked",
+    DualEncoderTask.name: "the video tower's class token, before the projection",
+    ClassifyTask.name: "what the last layer sees",
+}
+_SETTINGS: dict[str, type[ClipSettings]] = {
+    MaeTask.name: MaeSettings,
+    DualEncoderTask.name: DualEncoderSettings,
+    ClassifyTask.name: ClassifySettings,
+}
+
+
+@dataclass(frozen=True)
+class ProbedRun:
+    """A run's models, in evaluation mode on the device.
+
+    Attributes:
+        weights: which of the checkpoint's: averages where it has them.
+        trained: with the weights of the latest checkpoint.
+        random: with weights as the run's seed draws them.
+        inputs: clips [B, C, T, H, W] of a batch, as the tower takes them in an evaluation.
+    """
+
+    step: int
+    weights: str
+    trained: nn.Module
+    random: nn.Module
+    inputs: Callable[[Batch], torch.Tensor]
+
+
+def read_clip_settings(run: RunFolder, *, shards: str | None) -> tuple[str, ClipSettings]:
+    """The task of a run, and its settings.
+
+    Args:
+        shards: data folder in place of the run's own.
+
+    Raises:
+        UserError: it is a run of a task that has no tower to probe.
+    """
+    task = str(run.read_facts().get("task", DualEncoderTask.name))
+    if task not in _SETTINGS:
+        raise UserError(
+            f"{run.path} is a run of train {task}: it has no video tower that can be probed",
+            hint=f"name a run of train {', '.join(_SETTINGS)}",
+        )
+    settings = load_settings(run.settings, _SETTINGS[task])
+    return task, settings if shards is None else replace(settings, shards=shards)
+
+
+def open_probed_run(
+    run: RunFolder, settings: ClipSettings, *, split: str, door: AttentionDoor, device: torch.device
+) -> ProbedRun:
+    """Reads the latest checkpoint of a run.
+
+    Args:
+        split: whose samples say how large clips are.
+
+    Raises:
+        UserError: there is none, or it does not fit the settings.
+    """
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    task, inputs = _open_task(run, settings, door=door, device=device)
+    samples: Any = task.samples(split, World())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        random = task.build_model(samples).to(device).eval()
+    trained = task.build_model(samples).to(device).eval()
+    try:
+        trained.load_state_dict(read_weights(path))
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
+            hint="were settings changed by hand? put back what the run was trained with",
+        ) from error
+    has_averages = any(name.startswith("ema.") for name in read_table(path))
+    weights = "moving average of the weights" if has_averages else "the weights themselves"
+    return ProbedRun(read_facts(path).step, weights, trained, random, inputs)
+
+
+def _open_task(
+    run: RunFolder, settings: ClipSettings, *, door: AttentionDoor, device: torch.device
+) -> tuple[Any, Callable[[Batch], torch.Tensor]]:
+    if isinstance(settings, MaeSettings):
+        autoencoder = MaeTask(settings, door=door, device=device)
+        return autoencoder, autoencoder.inputs
+    if isinstance(settings, ClassifySettings):
+        classifier = ClassifyTask(settings, door=door, device=device, classes=read_run_classes(run))
+        return classifier, classifier.inputs
+    assert isinstance(settings, DualEncoderSettings)
+    towers = DualEncoderTask(settings, door=door, device=device)
+    return towers, towers.clips
+
+
+def describe_clip(settings: ClipSettings) -> str:
+    """What features are made of, in words: frames, their moments, crop, size."""
+    frames = f"T = {settings.num_frames} frames"
+    if getattr(settings, "input", "pixels") == "latents":
+        is_in_row = not isinstance(settings, DualEncoderSettings) and settings.sampling == "stride"
+        which = "in a row, in the middle" if is_in_row else "one in each of equal parts"
+        segment: Path | str = settings.segment  # type: ignore[attr-defined]
+        return f"{frames} of latents of a segment of {segment}, {which}"
+    moments = {
+        "uniform": "one in each of equal segments",
+        "stride": f"every {settings.stride} frames in the middle",
+        "lavila": "one in each of LaViLa's segments",
+    }[settings.sampling]
+    return f"{frames}, {moments}, 1 clip x 1 crop (centre square), {settings.size_px} px"
