@@ -27,7 +27,7 @@ from train.tasks.classify import ClassifyTask
 from train.tasks.dual_encoder import DualEncoderTask
 from train.tasks.mae import MaeTask
 from train.tracking.trackers import check_tracking
-from train.weights.effective import effective_clip_settings, effective_mae_settings, effective_settings
+from train.weights.effective import effective_clip_settings, effective_settings
 from train.weights.loading import Loaded
 from train.weights.settings import Init
 from train.weights.sources import Say, Source, fetch_tag, open_weights
@@ -73,6 +73,12 @@ class MakesEffective(Protocol[Settings]):
     def __call__(self, settings: Settings, source: Source | None, /, *, say: Say) -> Settings: ...
 
 
+class AtEnd(Protocol[Settings_contra]):
+    """What the first rank does with a run that is done, before its page is written."""
+
+    def __call__(self, run: RunFolder, settings: Settings_contra, /, *, say: Say) -> None: ...
+
+
 def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
     """Trains a dual encoder, on all ranks that torchrun launched, and writes the run's results page."""
     _launch(settings, DualEncoderTask, effective_settings, resume=resume)
@@ -89,19 +95,29 @@ def train_mae(settings: MaeSettings, *, resume: bool) -> None:
     def effective(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
         if unused := without_effect(settings):
             say(f"--input {settings.input} has no use for {', '.join(unused)}")
-        return effective_mae_settings(settings, source, say=say)
+        return effective_clip_settings(settings, source, say=say)
 
-    _launch(settings, MaeTask, effective, resume=resume)
+    def at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> None:
+        from train.mae.commands import reconstruct_at_end
+
+        reconstruct_at_end(run, settings, say=say)
+
+    _launch(settings, MaeTask, effective, resume=resume, at_end=at_end)
 
 
 def _launch(
-    settings: Settings, make_task: MakesTask[Settings], effective: MakesEffective[Settings], *, resume: bool
+    settings: Settings,
+    make_task: MakesTask[Settings],
+    effective: MakesEffective[Settings],
+    *,
+    resume: bool,
+    at_end: AtEnd[Settings] | None = None,
 ) -> None:
     check_tracking(settings.track)
     device = choose_device(settings.device)
     with open_world(device_type=device.type) as world:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        _train(settings, make_task, effective, resume=resume, world=world, device=device)
+        _train(settings, make_task, effective, resume=resume, world=world, device=device, at_end=at_end)
 
 
 def _train(
@@ -112,6 +128,7 @@ def _train(
     resume: bool,
     world: World,
     device: torch.device,
+    at_end: AtEnd[Settings] | None,
 ) -> None:
     world.share(settings.batch)
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
@@ -148,6 +165,8 @@ def _train(
         world.first(lambda: held.enter_context(run.held()))
         train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
+        if at_end is not None:
+            at_end(run, settings, say=progress.say)
         write_page(run)
     failed = len(read_lines(run.failures))
     remark = f"; {failed} samples failed, all are listed in {run.failures}" if failed else ""

@@ -88,8 +88,8 @@ def facts_of_hf(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, sou
     """
     if config.get("model_type") != "clip":
         raise UserError(
-            f"{source}: the model is a {config.get('model_type')!r}, not a 'clip'",
-            hint="name the folder of a CLIPModel",
+            f"{source}: the model is a {config.get('model_type')!r}, not a 'clip' or a 'videomae'",
+            hint="name the folder of a CLIPModel or a VideoMAE",
         )
     vision, text = config.get("vision_config") or {}, config.get("text_config") or {}
     activations = {part.get("hidden_act", "quick_gelu") for part in (vision, text)}

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from manifests.errors import UserError
 from train.models.dual_encoder import size_of
-from train.models.settings import Kind, Towers, kind_of
+from train.models.settings import Towers, kind_of
 from train.models.transformer import NORM_EPS
 from train.settings import ClipSettings, DualEncoderSettings
 from train.weights.converted import LOGIT_SCALE, MEANS, STDS
@@ -31,7 +31,7 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     Raises:
         UserError: the weights need something that the towers do not have.
     """
-    settings = replace(settings, towers=_of_kind(settings.towers, "clip", command="train dual-encoder"))
+    settings = replace(settings, towers=_of_clip(settings.towers))
     if source is None:
         return settings
     facts = source.facts
@@ -48,18 +48,8 @@ def effective_settings(settings: DualEncoderSettings, source: Source | None, *, 
     return settings
 
 
-def effective_mae_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The same for a masked autoencoder, whose encoder is always of the kind videomae.
-
-    Raises:
-        UserError: the settings or the weights say another kind.
-    """
-    towers = _of_kind(settings.towers, "videomae", command="train mae")
-    return effective_clip_settings(replace(settings, towers=towers), source, say=say)
-
-
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
-    """The settings with kind, cubes, activation, eps and normalisation of the weights, where they say so.
+    """The settings with the tower's kind, cubes, activation, eps and normalisation that the weights have.
 
     Raises:
         UserError: the settings say another kind of tower than the weights are of.
@@ -92,10 +82,12 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     return replace(settings, towers=towers, init=init)
 
 
-def _of_kind(towers: Towers, kind: Kind, *, command: str) -> Towers:
-    if towers.kind not in (None, kind):
-        raise UserError(f"--towers.kind is {towers.kind}, and {command} has {_KINDS[kind]}", hint="leave it out")
-    return replace(towers, kind=kind)
+def _of_clip(towers: Towers) -> Towers:
+    if towers.kind not in (None, "clip"):
+        raise UserError(
+            f"--towers.kind is {towers.kind}, and train dual-encoder has {_KINDS['clip']}", hint="leave it out"
+        )
+    return replace(towers, kind="clip")
 
 
 def _with_normalisation(settings: Clips) -> Clips:

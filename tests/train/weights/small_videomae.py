@@ -1,0 +1,135 @@
+"""Small models of VideoMAE, ours and transformers', with weights that differ everywhere."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import VideoMAEConfig, VideoMAEForPreTraining, VideoMAEForVideoClassification
+
+from tests.train.weights.small import shuffle
+from train.classify.model import VideoClassifier
+from train.mae.targets import normalised_cubes, reconstruction_loss
+from train.models.attention import attend_with_sdpa
+from train.models.dual_encoder import size_of
+from train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
+from train.models.settings import Towers
+from train.models.transformer import TransformerSize
+from train.models.video_vit import VideoViTSize
+from train.weights.converted import IMAGENET_STD
+from train.weights.settings import Init
+from train.weights.sources import Source, open_weights
+
+SIDE, PATCH, FRAMES, CLASSES, DECODER_DEPTH = 16, 8, 4, 5, 2
+TRUNK = TransformerSize(width=32, depth=3, num_heads=4, norm_eps=1e-12, has_key_bias=False)
+SIZE = VideoViTSize(trunk=TRUNK, patch_px=PATCH, cube_frames=2)
+VIDEOMAE = Towers(kind="videomae")
+State = dict[str, torch.Tensor]
+
+
+def hf_config(**changes: Any) -> VideoMAEConfig:
+    """transformers' settings of the same sizes; the encoder has a last norm."""
+    values: dict[str, Any] = {
+        **{"image_size": SIDE, "patch_size": PATCH, "num_frames": FRAMES, "tubelet_size": 2},
+        **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128},
+        **{"decoder_hidden_size": 16, "decoder_num_hidden_layers": DECODER_DEPTH, "decoder_num_attention_heads": 2},
+        **{"decoder_intermediate_size": 64, "use_mean_pooling": False},
+    }
+    return VideoMAEConfig(**values | changes)
+
+
+def hf_autoencoder(**changes: Any) -> Any:
+    """A random VideoMAEForPreTraining."""
+    model = VideoMAEForPreTraining(hf_config(**changes))
+    shuffle(model, seed=3)
+    return model.eval()
+
+
+def hf_classifier() -> Any:
+    """A random VideoMAEForVideoClassification."""
+    names = {number: f"class {number}" for number in range(CLASSES)}
+    model = VideoMAEForVideoClassification(hf_config(use_mean_pooling=True, id2label=names))
+    shuffle(model, seed=4)
+    return model.eval()
+
+
+def our_autoencoder(
+    *, size: VideoViTSize = SIZE, decoder_depth: int = DECODER_DEPTH, image_px: int = SIDE, num_frames: int = FRAMES
+) -> MaskedAutoencoder:
+    """A random MaskedAutoencoder of the small size."""
+    model = MaskedAutoencoder(
+        size,
+        decoder_depth=decoder_depth,
+        image_px=image_px,
+        num_frames=num_frames,
+        attend=attend_with_sdpa,
+        towers=VIDEOMAE,
+    )
+    shuffle(model, seed=7)
+    return model.eval()
+
+
+def our_classifier(*, size: VideoViTSize = SIZE, num_classes: int = CLASSES, num_frames: int = FRAMES) -> Any:
+    """A random VideoClassifier with a videomae tower of the small size."""
+    model = VideoClassifier(
+        size,
+        towers=VIDEOMAE,
+        image_px=SIDE,
+        num_frames=num_frames,
+        num_classes=num_classes,
+        dropout=0.0,
+        attend=attend_with_sdpa,
+    )
+    shuffle(model, seed=8)
+    return model.eval()
+
+
+def tiny_size(norm_eps: float) -> VideoViTSize:
+    """The tower of `--model tiny`."""
+    return size_of("tiny", replace(VIDEOMAE, video_norm_eps=norm_eps)).video
+
+
+def clips(*, side: int = SIDE, num_frames: int = FRAMES, channels: int = 3) -> torch.Tensor:
+    """Two clips [2, C, T, H, W] in float64."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(2, channels, num_frames, side, side, generator=generator, dtype=torch.float64)
+
+
+def mask(num_cubes: int) -> torch.Tensor:
+    """Which cubes of two clips are hidden: half of them, others in each."""
+    hidden = torch.zeros(2, num_cubes, dtype=torch.bool)
+    hidden[0, ::2] = hidden[1, num_cubes // 2 :] = True
+    return hidden
+
+
+def opened(path: Path, **init: Any) -> Source:
+    """The weights in a file or a folder."""
+    source = open_weights(Init(weights=str(path), **init))
+    assert source is not None
+    return source
+
+
+@torch.no_grad()
+def assert_same_reconstruction(ours: MaskedAutoencoder, theirs: Any, video_BCTHW: torch.Tensor) -> None:
+    """Both predict the same in float64, and are as wrong by their own loss."""
+    ours, theirs = ours.double(), theirs.eval().double()
+    cube_frames, patch_px = ours.video.size.cube_frames, ours.video.size.patch_px
+    masked_BN = mask(ours.video.grid.cubes)
+    seen = theirs(video_BCTHW.transpose(1, 2), bool_masked_pos=masked_BN)
+    predicted = ours(video_BCTHW, masked_BN)
+    torch.testing.assert_close(predicted, seen.logits, rtol=1e-10, atol=1e-10)
+    targets = normalised_cubes(
+        video_BCTHW,
+        predicted_cubes(masked_BN),
+        cube_frames=cube_frames,
+        patch_px=patch_px,
+        std=IMAGENET_STD if video_BCTHW.shape[1] == 3 else None,
+    )
+    loss = reconstruction_loss(predicted, targets)
+    torch.testing.assert_close(loss, seen.loss, rtol=1e-10, atol=1e-10)
+
+
+def every_parameter(state: State, change: Callable[[torch.Tensor], torch.Tensor]) -> State:
+    """A state with each tensor changed."""
+    return {name: change(tensor) for name, tensor in state.items()}

@@ -1,0 +1,364 @@
+"""Weights of VideoMAE, as transformers and as its authors write them: the same function, and back again bit by bit."""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manifests.errors import UserError
+from tests.train.weights.small import loaded_weights, quiet
+from tests.train.weights.small_videomae import (
+    DECODER_DEPTH,
+    SIZE,
+    State,
+    assert_same_reconstruction,
+    clips,
+    hf_autoencoder,
+    hf_classifier,
+    opened,
+    our_autoencoder,
+    our_classifier,
+)
+from train.classify.settings import ClassifySettings
+from train.mae.settings import MaeSettings
+from train.models.settings import Towers
+from train.settings import DualEncoderSettings
+from train.weights.effective import effective_clip_settings, effective_settings
+from train.weights.formats import detect_format
+from train.weights.hf_videomae_format import from_hf_videomae, to_hf_videomae
+from train.weights.videomae_format import from_videomae, to_videomae
+
+# transformers' names and those of the authors' checkpoints, which its documentation converts from; written down here
+# a second time, from one to the other.
+PUBLIC = (
+    (r"\.attention\.attention\.query\.weight$", ".attn.qkv.weight"),
+    (r"\.attention\.attention\.([qv]_bias)$", r".attn.\1"),
+    (r"\.attention\.output\.dense\.", ".attn.proj."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"^videomae\.embeddings\.patch_embeddings\.projection\.", "encoder.patch_embed.proj."),
+    (r"^videomae\.encoder\.layer\.", "encoder.blocks."),
+    (r"^videomae\.layernorm\.", "encoder.norm."),
+    (r"^decoder\.decoder_layers\.", "decoder.blocks."),
+    (r"^classifier\.", "head."),
+)
+
+
+def public(state: State) -> State:
+    """A file's tensors as the authors name them."""
+    renamed = {}
+    for name, tensor in state.items():
+        if name.endswith((".key.weight", ".value.weight")):
+            continue
+        if name.endswith(".query.weight"):
+            begin = name.removesuffix("query.weight")
+            tensor = torch.cat([state[f"{begin}{part}.weight"] for part in ("query", "key", "value")])
+        for pattern, theirs in PUBLIC:
+            name = re.sub(pattern, theirs, name)
+        renamed[name] = tensor
+    if "head.weight" in renamed:
+        renamed = {name.removeprefix("encoder."): tensor for name, tensor in renamed.items()}
+    return renamed
+
+
+@pytest.fixture(scope="module")
+def autoencoder() -> Any:
+    return hf_autoencoder()
+
+
+@pytest.fixture(scope="module")
+def folder(autoencoder: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    autoencoder.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Any:
+    return hf_classifier()
+
+
+@pytest.fixture(scope="module")
+def classifier_folder(classifier: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finetuned")
+    classifier.save_pretrained(folder)
+    return folder
+
+
+def same(ours: State, theirs: State) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_our_autoencoder_reconstructs_what_transformers_does(folder: Path) -> None:
+    source = opened(folder)
+    facts = source.facts
+    assert "Hugging Face's VideoMAE" in source.title and (source.kind, source.tubelet) == ("videomae", 2)
+    assert (facts.activation, facts.video_eps, facts.video_heads, facts.decoder_heads) == ("gelu", 1e-12, 4, 2)
+    assert facts.mean == (0.485, 0.456, 0.406) and facts.std == (0.229, 0.224, 0.225)
+    ours = our_autoencoder()
+    assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
+    assert_same_reconstruction(ours, hf_autoencoder(), clips())
+
+
+def test_our_classifier_computes_what_transformers_does(classifier_folder: Path) -> None:
+    ours = our_classifier()
+    assert loaded_weights(ours, opened(classifier_folder), say=quiet).fitted.changes == ()
+    with torch.no_grad():
+        logits = hf_classifier().double()(clips().transpose(1, 2)).logits
+        torch.testing.assert_close(ours.double()(clips()), logits, rtol=1e-10, atol=1e-10)
+
+
+def test_latents_of_four_channels_and_cubes_of_one_frame_are_the_same_too(tmp_path: Path) -> None:
+    theirs = hf_autoencoder(num_channels=4, tubelet_size=1, patch_size=2, image_size=8)
+    theirs.save_pretrained(tmp_path)
+    source = opened(tmp_path)
+    assert source.facts.mean is None and source.tubelet is None
+    ours = our_autoencoder(size=replace(SIZE, num_channels=4, cube_frames=1, patch_px=2), image_px=8)
+    assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
+    assert_same_reconstruction(ours, theirs, clips(side=8, channels=4))
+    state = load_file(tmp_path / "model.safetensors")
+    assert same(to_hf_videomae(from_hf_videomae(state).tensors), state)
+
+
+@pytest.mark.parametrize("kind", ["pre-trained", "fine-tuned"])
+def test_weights_go_there_and_back_bit_by_bit(folder: Path, classifier_folder: Path, kind: str) -> None:
+    state = load_file((folder if kind == "pre-trained" else classifier_folder) / "model.safetensors")
+    ours = from_hf_videomae(state)
+    assert not ours.unknown and same(to_hf_videomae(ours.tensors), state)
+    # The authors' names stand for the same tensors.
+    theirs = from_videomae(public(state))
+    assert not theirs.unknown and same(theirs.tensors, ours.tensors)
+    assert same(to_videomae(theirs.tensors), public(state))
+
+
+def test_the_names_are_those_that_are_published(folder: Path, classifier_folder: Path) -> None:
+    names = public(load_file(folder / "model.safetensors")).keys()
+    block = ["norm1.weight", "attn.q_bias", "attn.v_bias", "attn.qkv.weight", "attn.proj.bias", "mlp.fc2.weight"]
+    assert names >= {f"encoder.blocks.2.{name}" for name in block} | {f"decoder.blocks.1.{name}" for name in block}
+    assert names >= {"encoder.patch_embed.proj.bias", "encoder.norm.weight", "encoder_to_decoder.weight", "mask_token"}
+    assert names >= {"decoder.norm.bias", "decoder.head.weight"} and "encoder_to_decoder.bias" not in names
+    names = public(load_file(classifier_folder / "model.safetensors")).keys()
+    assert names >= {"patch_embed.proj.weight", "blocks.0.attn.q_bias", "fc_norm.bias", "head.weight"}
+
+
+@pytest.mark.parametrize("inner", ["model", "module"])
+def test_the_authors_checkpoints_are_read_with_what_else_they_hold(
+    autoencoder: Any, folder: Path, tmp_path: Path, inner: str
+) -> None:
+    state = public(load_file(folder / "model.safetensors"))
+    args = argparse.Namespace(model="pretrain_videomae_base_patch16_224", mask_ratio=0.9)
+    torch.save({inner: state, "epoch": 799, "args": args, "optimizer": {"step": 3}}, tmp_path / "checkpoint.pth")
+    source = opened(tmp_path / "checkpoint.pth")
+    assert source.title.endswith("(VideoMAE)") and source.facts.video_eps == 1e-6
+    ours = our_autoencoder()
+    assert loaded_weights(ours, source, say=quiet).fitted.changes == ()
+    # eps is no tensor: a tower of 1e-12 computes what transformers' of 1e-12 does.
+    assert_same_reconstruction(ours, hf_autoencoder(), clips())
+
+
+def test_old_and_new_names_of_the_biases_are_read(autoencoder: Any, folder: Path, tmp_path: Path) -> None:
+    saved = load_file(folder / "model.safetensors")
+    assert "videomae.encoder.layer.0.attention.attention.q_bias" in saved
+    in_memory = autoencoder.state_dict()
+    assert "videomae.encoder.layer.0.attention.attention.query.bias" in in_memory
+    assert same(from_hf_videomae(in_memory).tensors, from_hf_videomae(saved).tensors)
+
+
+def test_a_bare_encoder_is_one_too(autoencoder: Any, tmp_path: Path) -> None:
+    autoencoder.videomae.save_pretrained(tmp_path)
+    source = opened(tmp_path)
+    wanted = from_hf_videomae(autoencoder.state_dict()).tensors
+    video = {name: tensor for name, tensor in wanted.items() if name.startswith("video.")}
+    assert same(source.converted.tensors, video) and not source.converted.unknown
+
+
+def test_other_pictures_and_other_lengths_need_no_change(folder: Path) -> None:
+    ours = our_autoencoder(image_px=32, num_frames=16)
+    assert loaded_weights(ours, opened(folder), say=quiet).fitted.changes == ()
+    longer = hf_autoencoder(image_size=32, num_frames=16)
+    assert_same_reconstruction(ours, longer, clips(side=32, num_frames=16))
+
+
+def test_a_configuration_of_videomae_v2_is_read(classifier_folder: Path, tmp_path: Path) -> None:
+    state = public(load_file(classifier_folder / "model.safetensors"))
+    save_file(
+        {f"model.{name}": one for name, one in state.items() if "head" not in name}, tmp_path / "model.safetensors"
+    )
+    model = {"embed_dim": 32, "num_heads": 4, "layer_norm_eps": 1e-5, "init_values": 0.0, "cos_attn": False}
+    config: dict[str, Any] = {"model_type": "VideoMAEv2_Base", "model_config": model}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = opened(tmp_path)
+    assert source.title.endswith("(VideoMAE)")
+    assert (source.facts.video_heads, source.facts.video_eps) == (4, 1e-5)
+    assert source.facts.mean == (0.485, 0.456, 0.406)
+    config["model_config"]["cos_attn"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="cos_attn is True, which the towers here do not have"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "relu"}, "the activation is 'relu'"),
+        ({"qv_bias": False}, "queries and values have no bias"),
+        ({"model_type": "vivit"}, "the model is a 'vivit', not a 'clip' or a 'videomae'"),
+    ],
+)
+def test_other_models_are_refused(folder: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path)
+
+
+def test_what_a_preprocessor_says_is_what_pictures_are_normalised_by(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.2, 0.1]}')
+    assert opened(tmp_path).facts.mean == (0.5, 0.4, 0.3)
+
+
+def test_a_pre_training_without_a_last_norm_is_remarked_on(folder: Path, tmp_path: Path) -> None:
+    hf_autoencoder(use_mean_pooling=True, norm_pix_loss=False).save_pretrained(tmp_path)
+    source = opened(tmp_path)
+    assert [remark.partition(" (")[0] for remark in source.facts.remarks] == [
+        "they were pre-trained without a layer norm behind the encoder",
+        "they were pre-trained towards pixels as they are",
+    ]
+    with pytest.raises(UserError, match=r"2 missing \(video.ln_post.weight, video.ln_post.bias\)"):
+        loaded_weights(our_autoencoder(), source, say=quiet)
+    loaded_weights(our_autoencoder(), source, allow=("video.ln_post.*",), say=quiet)
+
+
+def refusal(model: torch.nn.Module, state: State, path: Path) -> tuple[str, str]:
+    torch.save(state, path / "w.pth")
+    with pytest.raises(UserError) as caught:
+        loaded_weights(model, opened(path / "w.pth"), say=quiet)
+    return str(caught.value), str(caught.value.hint)
+
+
+def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    error, hint = refusal(our_autoencoder(decoder_depth=1), state, tmp_path)
+    assert "decoder of width 16 and 2 blocks" in error and "decoder of width 16 and 1 blocks" in error
+    assert hint == f"use --decoder-depth {DECODER_DEPTH}, which the weights are of"
+    of_latents = our_autoencoder(size=replace(SIZE, num_channels=4, patch_px=2), image_px=8)
+    error, hint = refusal(of_latents, state, tmp_path)
+    assert "patches of 3 x 2 x 8 x 8; the model: " in error and "patches of 4 x 2 x 2 x 2" in error
+    assert "the weights see 3 channels, the model 4" in hint and "--input" in hint
+    error, hint = refusal(our_autoencoder(), load_file(classifier_folder / "model.safetensors"), tmp_path)
+    patterns = "--init.allow 'decoder.*' 'fc_norm.*' 'head.*' 'video.ln_post.*'"
+    assert hint.endswith(patterns)
+    allow = tuple(patterns.replace("'", "").split()[1:])
+    loaded_weights(our_autoencoder(), opened(classifier_folder), allow=allow, say=quiet)
+
+
+KEY = "videomae.encoder.layer.1.attention.attention.key.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: {name: one for name, one in state.items() if name != KEY},
+            r"1 missing \(video.transformer.resblocks.1.attn.in_proj_weight\); 2 left over",
+        ),
+        (
+            lambda state: {name: one for name, one in public(state).items() if name != "encoder.blocks.1.attn.q_bias"},
+            r"1 missing \(video.transformer.resblocks.1.attn.q_bias\)",
+        ),
+        (lambda state: public(state) | {"encoder.blocks.0.gamma_1": torch.ones(32)}, r"1 left over \(encoder.blocks.0"),
+        (lambda state: state | {"mask_token": torch.ones(1, 1, 8)}, r"1 of another shape \(mask_token\)"),
+        (
+            lambda state: public(state) | {"encoder.pos_embed": torch.ones(1, 8, 32)},
+            r"1 left over \(encoder.pos_embed\)",
+        ),
+    ],
+)
+def test_a_damaged_or_extended_state_is_no_start(
+    folder: Path, tmp_path: Path, change: Callable[[State], State], message: str
+) -> None:
+    error, _ = refusal(our_autoencoder(), change(load_file(folder / "model.safetensors")), tmp_path)
+    assert re.search(message, error), error
+
+
+def test_heads_that_show_in_no_shape_are_compared(tmp_path: Path) -> None:
+    for changes, title in (
+        ({"num_attention_heads": 8}, "the video tower has 8 heads, that of the model has 4"),
+        ({"decoder_num_attention_heads": 4}, "the decoder has 4 heads, that of the model has 2"),
+    ):
+        hf_autoencoder(**changes).save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=title):
+            loaded_weights(our_autoencoder(), opened(tmp_path), say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        (["videomae.layernorm.weight"], "hf_videomae"),
+        (["embeddings.patch_embeddings.projection.weight", "encoder.layer.0.output.dense.bias"], "hf_videomae"),
+        (["mask_token", "encoder.blocks.0.norm1.bias"], "videomae"),
+        (["patch_embed.proj.weight", "blocks.0.norm1.bias", "fc_norm.weight"], "videomae"),
+    ],
+)
+def test_names_tell_the_format(names: list[str], form: str) -> None:
+    assert detect_format(names).name == form
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["cls_token", "patch_embed.proj.weight", "blocks.0.norm1.bias"],
+        ["embeddings.cls_token", "embeddings.patch_embeddings.projection.weight"],
+    ],
+)
+def test_other_transformers_of_the_same_names_are_not_taken_for_it(names: list[str]) -> None:
+    with pytest.raises(UserError, match="not the weights of a CLIP or VideoMAE of any known format"):
+        detect_format(names)
+
+
+def test_settings_become_what_the_weights_were_trained_with(folder: Path) -> None:
+    source = opened(folder)
+    mae = effective_clip_settings(MaeSettings(size_px=32), source, say=quiet)
+    assert (mae.towers.kind, mae.towers.tubelet, mae.towers.video_norm_eps) == ("videomae", 2, 1e-12)
+    assert mae.towers.activation == "gelu" and mae.init.pixel_mean == (0.485, 0.456, 0.406)
+    classify = effective_clip_settings(ClassifySettings(size_px=32), source, say=quiet)
+    assert vars(classify.towers) == vars(mae.towers) and classify.init.pixel_std == (0.229, 0.224, 0.225)
+    # Without weights too, what takes effect is said.
+    alone = effective_clip_settings(MaeSettings(size_px=32), None, say=quiet)
+    assert alone.towers.kind == "videomae" and alone.init.pixel_mean == (0.485, 0.456, 0.406)
+    assert effective_clip_settings(ClassifySettings(), None, say=quiet) == ClassifySettings()
+    with pytest.raises(UserError, match="--num-frames 3 cannot be cut into cubes of 2 frames"):
+        effective_clip_settings(ClassifySettings(num_frames=3), source, say=quiet)
+
+
+def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Path) -> None:
+    from tests.train.weights.small import our_model
+    from train.weights.open_clip_format import to_open_clip
+
+    torch.save(to_open_clip(our_model().state_dict()), tmp_path / "clip.pt")
+    clip, videomae = opened(tmp_path / "clip.pt"), opened(folder)
+    of_clip, of_videomae = "a tower as CLIP's (clip)", "a tower as VideoMAE's (videomae)"
+    plain = Towers(kind="clip")
+    for effective, settings, source, there, here in (
+        (effective_clip_settings, MaeSettings(), clip, of_clip, of_videomae),
+        (effective_settings, DualEncoderSettings(), videomae, of_videomae, of_clip),
+        (effective_clip_settings, ClassifySettings(towers=plain), videomae, of_videomae, of_clip),
+        (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae),
+    ):
+        with pytest.raises(UserError) as caught:
+            effective(settings, source, say=quiet)  # type: ignore[operator]
+        assert f"the weights are of {there}, and the model has {here}" in str(caught.value)
+    with pytest.raises(UserError, match=r"--towers\.kind is videomae, and train dual-encoder has a tower as CLIP's"):
+        effective_settings(DualEncoderSettings(towers=Towers(kind="videomae")), None, say=quiet)
