@@ -16,7 +16,7 @@ from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_va
 
 _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _NUM_LAST = 20
-_ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe")
+_ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe", "reconstruction")
 # What a run is about; the rest of its settings is folded up.
 _KINDS: dict[str, type[TrainingSettings]] = {
     "dual-encoder": DualEncoderSettings,

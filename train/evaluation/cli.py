@@ -206,6 +206,40 @@ def probe(
     _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
 
 
+@evaluate.command
+def reconstruction(
+    run: Path,
+    *,
+    shards: str | None = None,
+    split: str = "val",
+    max_samples: int = 1000,
+    as_json: _AsJson = False,
+) -> None:
+    """What a masked autoencoder makes of hidden cubes: the loss on clips of a split, and pictures on the page.
+
+    Example:
+
+        train eval reconstruction runs/mae --shards data
+
+    Parameters
+    ----------
+    run
+        Folder that train mae --out made.
+    shards
+        Data folder; as in training when left out.
+    split
+        Split to reconstruct clips of.
+    max_samples
+        Clips at most, spread evenly over the split.
+    as_json
+        Print one JSON object, without the pictures.
+    """
+    from train.mae.commands import evaluate_reconstructions
+
+    result = evaluate_reconstructions(run, split=split, max_samples=max_samples, shards=shards)
+    _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
+
+
 def _evaluate(run: Path, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int, as_json: bool) -> None:
     from train.evaluation.commands import evaluate_run
 
@@ -225,4 +259,4 @@ def _print(run: Path, result: dict[str, Any], *, num_failed: int, as_json: bool)
 
 
 def _without_pictures(result: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in result.items() if name != "examples"}
+    return {name: value for name, value in result.items() if name not in ("examples", "shown")}

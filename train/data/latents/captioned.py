@@ -15,7 +15,7 @@ from train.data.latents.segments import times_us
 if TYPE_CHECKING:
     from train.models.text import Tokenize
 
-_SPREAD = 2.0  # standard deviations on either side of grey
+SPREAD = 2.0  # of false colours: standard deviations on either side of grey
 
 
 class CaptionedLatents(LatentLoader):
@@ -89,7 +89,7 @@ class CaptionedLatents(LatentLoader):
         latents = latents.reshape(-1, shape.channels, shape.height, shape.width)
         chosen = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
         colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
-        return list((np.clip(colours / (2 * _SPREAD) + 0.5, 0, 1) * 255).astype(np.uint8))
+        return list((np.clip(colours / (2 * SPREAD) + 0.5, 0, 1) * 255).astype(np.uint8))
 
     @cached_property
     def _texts(self) -> CaptionTexts:

@@ -1,0 +1,155 @@
+"""What `train eval reconstruction` does, and `train mae` at its end: loss on held-out clips, and pictures."""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import FailedWork, UserError
+from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
+from train.commands import choose_device
+from train.data.chunk_clips import ChunkClips
+from train.distributed.world import World
+from train.evaluation.in_loop import every_for
+from train.mae.evaluating import evaluate_reconstruction
+from train.mae.settings import MaeSettings, num_masked_places
+from train.mae.shown import chosen_pictures, has_few_pixels, shown_json
+from train.models.attention import open_attention
+from train.models.cubes import CubeGrid
+from train.precision import open_precision
+from train.report import write_page
+from train.run_folder import RunFolder, open_run
+from train.settings_files import load_settings
+from train.tasks.mae import MaeTask, encoder_size
+from train.weights.converted import IMAGENET_STD
+
+MAX_SAMPLES = 1000
+_PROTOCOL = (
+    "mean squared error of the values of hidden cubes, normalised within each cube and channel; flat cubes: the same "
+    "of a prediction that knows the mean of each cube and nothing else; explained: the part of it that is not left"
+)
+_PICTURES = (
+    "The model sees what is not grey, and says how each hidden cube looks apart from its brightness and contrast, "
+    "which are no part of what it learns. Here they are taken from the visible cubes, the nearer the more: cubes that "
+    "are too bright or too dark as a whole are this rule's doing, their patterns are the model's."
+)
+
+
+def evaluate_reconstructions(
+    run_path: Path, *, split: str, max_samples: int = MAX_SAMPLES, shards: str | None = None, chosen: str = ""
+) -> dict[str, Any]:
+    """Has a run's latest checkpoint fill in hidden cubes of a split, and adds loss and pictures to the run's page.
+
+    Args:
+        max_samples: at most, spread evenly over the split.
+        chosen: why it is this split, where nobody named it.
+
+    Raises:
+        UserError: there is no such run, it is of another task, or there are no such clips.
+        FailedWork: nothing could be decoded.
+    """
+    if max_samples < 1:
+        raise UserError(f"--max-samples is {max_samples}", hint="it must be 1 or more")
+    run = open_run(run_path)
+    run.require_task(MaeTask.name)
+    settings = load_settings(run.settings, MaeSettings)
+    if shards is not None:
+        settings = replace(settings, shards=shards)
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    device = choose_device(settings.device)
+    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    precision = open_precision(settings.precision, device_type=device.type)
+    task = MaeTask(settings, door=door, device=device)
+    samples = task.samples(split, World())
+    model = task.build_model(samples).to(device)
+    try:
+        model.load_state_dict(read_weights(path))
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
+            hint="were settings changed by hand? put back what the run was trained with",
+        ) from error
+    model.eval()
+    every = every_for(len(samples), at_most=max_samples)
+    masking = task.masking(samples)
+    found = evaluate_reconstruction(
+        model,
+        samples.evaluation_batches(every=every),
+        inputs=task.inputs,
+        masking=masking,
+        size=encoder_size(settings, None if isinstance(samples, ChunkClips) else samples.frame_shape),
+        std=(settings.init.pixel_std or IMAGENET_STD) if settings.input == "pixels" else None,
+        pictures=chosen_pictures(settings, len(samples), every=every),
+        autocast=precision.autocast,
+        device=device,
+    )
+    has_averages = any(name.startswith("ema.") for name in read_table(path))
+    result = {
+        "evaluation": "reconstruction",
+        "split": split,
+        "split_chosen": chosen,
+        "step": read_facts(path).step,
+        "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
+        "data": samples.describe(),
+        "variant": samples.variant_name,
+        "clip": describe_clip(settings),
+        "mask": describe_mask(settings, masking.grid),
+        "protocol": _PROTOCOL,
+        "num_samples": found.num_samples,
+        "loss": found.loss,
+        "flat_loss": found.flat_loss,
+        "failed": [failure.as_json() for failure in found.failed],
+        "picture_rule": _PICTURES,
+        "has_few_pixels": has_few_pixels(found.shown),
+        "shown": shown_json(found.shown, samples, num_frames=settings.num_frames),
+        "command": _command(run, split=split, max_samples=max_samples, shards=shards),
+    }
+    run.write_evaluation(f"reconstruction-{split}", result)
+    write_page(run)
+    return result
+
+
+def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Callable[[str], None]) -> None:
+    """The same for a run that is done: on the split that is held out, or where it has no clips on the one trained on.
+
+    What goes wrong is said, and the run is none the worse for it.
+    """
+    held_out = settings.evaluate.split
+    try:
+        try:
+            evaluate_reconstructions(run.path, split=held_out)
+        except UserError as error:
+            chosen = f"{settings.split}, which was trained on, as there is nothing to show of {held_out}: {error}"
+            say(f"reconstruction: split {chosen}")
+            evaluate_reconstructions(run.path, split=settings.split, chosen=chosen)
+    except (UserError, FailedWork) as error:
+        say(f"reconstruction: no pictures: {error}")
+
+
+def describe_clip(settings: MaeSettings) -> str:
+    """What a clip is made of, in words: frames, their moments, crop, size."""
+    frames = f"T = {settings.num_frames} frames"
+    if settings.input == "latents":
+        return f"{frames} in a row, in the middle of segments of {settings.segment} of latents; false colours"
+    moments = {
+        "uniform": "one in the middle of each of equal parts of a chunk",
+        "stride": f"every {settings.stride} frames, in the middle of a chunk",
+        "lavila": "one in the middle of each of LaViLa's parts of a chunk",
+    }[settings.sampling]
+    return f"{frames}, {moments}, 1 crop (centre square), {settings.size_px} px"
+
+
+def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:
+    """What is hidden, in words."""
+    num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
+    return f"{num_masked:,} of {grid.patches:,} places hidden at all {grid.steps} moments, seed {settings.seed}"
+
+
+def _command(run: RunFolder, *, split: str, max_samples: int, shards: str | None) -> str:
+    words = ["train", "eval", "reconstruction", str(run.path), "--split", split]
+    words += [] if shards is None else ["--shards", shards]
+    words += [] if max_samples == MAX_SAMPLES else ["--max-samples", str(max_samples)]
+    return shlex.join(words)
