@@ -35,6 +35,7 @@ from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.transformer import blocks_of, compile_blocks
 from train.models.video_vit import VideoViTSize
 from train.objective import Objective
+from train.probe.in_loop import LoopProbe
 from train.tasks.clips import clip_shape, loader_settings
 from train.tasks.latents import LATENT_PATCH, check_latents, size_on_latents, window
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
@@ -52,6 +53,7 @@ class MaeTask:
     def __init__(self, settings: MaeSettings, *, door: AttentionDoor, device: torch.device) -> None:
         self._settings, self._door, self._device = settings, door, device
         self._start: Loaded | None = None
+        self._probe: LoopProbe | None = None
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
     def facts(self) -> dict[str, Any]:
@@ -64,7 +66,12 @@ class MaeTask:
         Raises:
             UserError: there are none, or they cannot be cut and masked as the settings say.
         """
-        return self.samples(self._settings.split, world, per_chunk=self._settings.samples_per_chunk)
+        settings = self._settings
+        samples = self.samples(settings.split, world, per_chunk=settings.samples_per_chunk)
+        if settings.evaluate.every:
+            # Made now, so that a mistake in its settings ends the run before it begins.
+            self._probe = LoopProbe(settings, settings.evaluate, inputs=self.inputs, world=world, device=self._device)
+        return samples
 
     def samples(self, split: str, world: World, *, per_chunk: int = 1) -> Samples:
         """This rank's part of the samples of any split.
@@ -173,7 +180,7 @@ class MaeTask:
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Numbers of the probes that the settings name, as `<split>/<name>`."""
-        return {}
+        return {} if self._probe is None else self._probe(model, world)
 
     def _size(self, samples: Samples) -> VideoViTSize:
         return encoder_size(self._settings, None if isinstance(samples, ChunkClips) else samples.frame_shape)
