@@ -140,7 +140,7 @@ class ClassifyTask:
         settings = self._settings
         if views is not None and len(views) > 1:
             raise UserError(
-                f"{views.num_clips} clips and {views.num_crops} crops are looks at pictures, and latents are none",
+                f"{views.num_clips} x {views.num_crops} views (clips x crops) are looks at pictures, and latents are none",
                 hint="leave --clips and --crops out with --input latents",
             )
         if is_remote(settings.shards):

@@ -41,6 +41,7 @@ class Facts:
         video_heads: of the video tower's attention.
         text_heads: of the text tower's.
         decoder_heads: of a masked autoencoder's decoder.
+        picture_px: side of the pictures that the weights were trained on.
         remarks: what the user should hear about these weights.
     """
 
@@ -52,6 +53,7 @@ class Facts:
     video_heads: int | None = None
     text_heads: int | None = None
     decoder_heads: int | None = None
+    picture_px: int | None = None
     remarks: tuple[str, ...] = ()
 
 

@@ -79,6 +79,12 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         pixel_mean=_chosen("--init.pixel-mean", init.pixel_mean, facts.mean or MEANS[kind], say=say),
         pixel_std=_chosen("--init.pixel-std", init.pixel_std, facts.std or STDS[kind], say=say),
     )
+    if kind == "videomae" and facts.picture_px not in (None, settings.size_px):
+        # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
+        say(
+            f"weights: they know a place as the number of its cube in pictures of {facts.picture_px} px; with "
+            f"--size-px {settings.size_px} the same number is another place"
+        )
     return replace(settings, towers=towers, init=init)
 
 

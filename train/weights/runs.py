@@ -54,6 +54,7 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
         std=_triple(init["pixel_std"]) or STDS[kind],
         video_heads=size.video.trunk.num_heads,
         text_heads=size.text.trunk.num_heads,
+        picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
     )
     converted = Converted(tensors=tensors, origins={name: name for name in tensors})
     return converted, facts, f"{folder} (step {read_facts(path).step} of a run)"

@@ -51,6 +51,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
         std=colours(preprocess.get("image_std", IMAGENET_STD)) if is_rgb else None,
         video_heads=config.get("num_attention_heads", 12),
         decoder_heads=config.get("decoder_num_attention_heads", 6),
+        picture_px=config.get("image_size", 224) if is_rgb else None,
         remarks=tuple(remarks),
     )
 
