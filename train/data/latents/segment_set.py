@@ -133,7 +133,7 @@ class SegmentSet:
             raise UserError(
                 f"no segment of split {split!r} can be shown: {self.describe()}",
                 hint="labels of captions come from prep manifest"
-                if classes
+                if classes and len(self.segments)
                 else "use a shorter segment, or tails='pad'; segments without captions need text=False",
             )
 
