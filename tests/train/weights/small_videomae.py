@@ -1,6 +1,5 @@
 """Small models of VideoMAE, ours and transformers', with weights that differ everywhere."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,13 +69,13 @@ def our_autoencoder(
     return model.eval()
 
 
-def our_classifier(*, size: VideoViTSize = SIZE, num_classes: int = CLASSES, num_frames: int = FRAMES) -> Any:
+def our_classifier(*, size: VideoViTSize = SIZE, num_classes: int = CLASSES, image_px: int = SIDE) -> Any:
     """A random VideoClassifier with a videomae tower of the small size."""
     model = VideoClassifier(
         size,
         towers=VIDEOMAE,
-        image_px=SIDE,
-        num_frames=num_frames,
+        image_px=image_px,
+        num_frames=FRAMES,
         num_classes=num_classes,
         dropout=0.0,
         attend=attend_with_sdpa,
@@ -128,8 +127,3 @@ def assert_same_reconstruction(ours: MaskedAutoencoder, theirs: Any, video_BCTHW
     )
     loss = reconstruction_loss(predicted, targets)
     torch.testing.assert_close(loss, seen.loss, rtol=1e-10, atol=1e-10)
-
-
-def every_parameter(state: State, change: Callable[[torch.Tensor], torch.Tensor]) -> State:
-    """A state with each tensor changed."""
-    return {name: change(tensor) for name, tensor in state.items()}

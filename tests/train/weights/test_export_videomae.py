@@ -1,0 +1,205 @@
+"""Masked autoencoders and their classifiers from the command line, to transformers and VideoMAE and back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import VideoMAEForPreTraining, VideoMAEForVideoClassification, VideoMAEImageProcessor
+
+from manifests.errors import UserError
+from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from tests.train.weights.small import loaded_weights, quiet
+from tests.train.weights.small_videomae import (
+    assert_same_reconstruction,
+    clips,
+    opened,
+    our_autoencoder,
+    our_classifier,
+    tiny_size,
+)
+from tests.train.weights.test_export import run_train
+from train.checkpoint import latest_checkpoint, read_weights
+from train.mae.settings import MaeSettings
+from train.settings_files import load_settings
+from train.weights.export import export_run
+from train.weights.videomae_format import to_videomae
+
+SMALL = (
+    "--model",
+    "tiny",
+    "--num-frames",
+    "4",
+    "--size-px",
+    "32",
+    "--batch",
+    "4",
+    "--workers",
+    "1",
+    "--sampling",
+    "uniform",
+)
+MASKS = ("--mask-ratio", "0.5", "--decoder-depth", "2")
+MAE = (*SMALL, *MASKS, "--optimizer.lr-batch", "4")
+LATENTS = (*MASKS, "--input", "latents", "--segment", "2s", "--model", "tiny", "--num-frames", "4", "--batch", "4")
+STILL = ("--steps", "1", "--lr", "1e-9")  # too small a step to change a weight by much
+SIDE = 32
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four chunks of videos of two shapes, and latents of them, [8, 4, 8, 8] a segment."""
+    folder = tmp_path_factory.mktemp("shapes")
+    videos = {"a": "train", "b": "train"}
+    captions = [
+        Caption(name, begin_s, begin_s + 2.0, "x", labels={"label_shape": shape})
+        for name, shape in (("a", "a disc"), ("b", "a star"))
+        for begin_s in (0.0, 2.0)
+    ]
+    write_shard(folder, 0, [sample for name in videos for sample in chunks_of(name, 40)], split="train")
+    write_captions(folder, videos, captions)
+    write_latents(Written(folder), [[Chunk(name, 0, 16, frame=(4, 8, 8)) for name in videos]])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of pre-training, with a normalisation and an eps of its own."""
+    out = tmp_path_factory.mktemp("runs") / "mae"
+    own = ("--init.pixel-mean", "0.42", "0.46", "0.41", "--towers.video-norm-eps", "1e-9")
+    assert run_train("mae", "--shards", data, "--out", out, *MAE, *own, "--steps", "2", "--lr", "1e-2") == 0
+    return out
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(run / "checkpoints")
+    assert path is not None
+    return read_weights(path)
+
+
+def from_pretrained(kind: Any, folder: Path) -> Any:
+    model, told = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def test_transformers_reconstructs_what_the_run_does_and_the_run_comes_back(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "exported"
+    assert run_train("export", run, "--format", "hf", "--out", out) == 0
+    ours = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
+    ours.load_state_dict(weights_of(run))
+    assert_same_reconstruction(ours, from_pretrained(VideoMAEForPreTraining, out), clips(side=SIDE))
+    processor = VideoMAEImageProcessor.from_pretrained(out)
+    assert list(processor.image_mean) == [0.42, 0.46, 0.41] and processor.crop_size["height"] == SIDE
+    source = opened(out)
+    assert (source.facts.video_eps, source.facts.mean) == (1e-9, (0.42, 0.46, 0.41))
+    back = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
+    assert loaded_weights(back, source, say=quiet).fitted.changes == ()
+    assert all(torch.equal(one, weights_of(run)[name]) for name, one in back.state_dict().items())
+
+
+def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "exported"
+    assert run_train("export", run, "--format", "videomae", "--out", out) == 0
+    printed = capsys.readouterr().out
+    assert "layer norms of eps 1e-06, and this run of 1e-09" in printed and "normalised pictures otherwise" in printed
+    state = torch.load(out / "checkpoint.pth", weights_only=True)["model"]
+    assert {"encoder.blocks.3.attn.q_bias", "decoder.blocks.1.mlp.fc2.weight", "mask_token"} <= state.keys()
+    wanted = to_videomae(weights_of(run))
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in state)
+    back = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
+    assert loaded_weights(back, opened(out), say=quiet).fitted.changes == ()
+
+
+@pytest.mark.parametrize("start", ["run", "folder"])
+def test_pre_training_goes_on_from_weights(data: Path, run: Path, tmp_path: Path, start: str) -> None:
+    weights = run
+    if start == "folder":
+        weights = tmp_path / "exported"
+        export_run(run, form="hf", out=weights, say=quiet)
+    out = tmp_path / "second"
+    assert run_train("mae", "--shards", data, "--out", out, *MAE, *STILL, "--init.weights", weights) == 0
+    first, second = weights_of(run), weights_of(out)
+    assert all(torch.allclose(second[name], first[name], atol=1e-7) for name in first)
+    settings = load_settings(out / "settings.yaml", MaeSettings)
+    assert (settings.towers.kind, settings.towers.tubelet, settings.towers.video_norm_eps) == ("videomae", 2, 1e-9)
+    assert settings.init.pixel_mean == (0.42, 0.46, 0.41)
+
+
+def test_a_classifier_starts_from_a_folder_and_leaves_as_one(data: Path, run: Path, tmp_path: Path) -> None:
+    pretrained, out, exported = tmp_path / "pretrained", tmp_path / "classes", tmp_path / "exported"
+    export_run(run, form="hf", out=pretrained, say=quiet)
+    flags = ("--shards", data, "--label", "shape", *SMALL, "--init.weights", pretrained)
+    assert run_train("classify", *flags, "--out", out, *STILL) == 0
+    first, weights = weights_of(run), weights_of(out)
+    tower = [name for name in weights if name.startswith("video.")]
+    assert tower and all(torch.allclose(weights[name], first[name], atol=1e-7) for name in tower)
+
+    assert run_train("export", out, "--format", "hf", "--out", exported) == 0
+    theirs = from_pretrained(VideoMAEForVideoClassification, exported)
+    assert theirs.config.id2label == {0: "a disc", 1: "a star"} and theirs.config.label2id["a star"] == 1
+    size = tiny_size(1e-9)
+    ours = our_classifier(size=size, num_classes=2, image_px=SIDE)
+    ours.load_state_dict(weights)
+    video = clips(side=SIDE)
+    with torch.no_grad():
+        logits = theirs.double()(video.transpose(1, 2)).logits
+        torch.testing.assert_close(ours.double()(video), logits, rtol=1e-10, atol=1e-10)
+
+    # Another classifier starts from it, as from the authors' format: its norm of features is taken, its head is not.
+    export_run(out, form="videomae", out=tmp_path / "theirs", say=quiet)
+    assert "blocks.0.attn.q_bias" in torch.load(tmp_path / "theirs" / "checkpoint.pth", weights_only=True)["model"]
+    again = tmp_path / "again"
+    assert run_train("classify", *flags[:-1], tmp_path / "theirs", "--out", again, *STILL) == 0
+    assert torch.allclose(weights_of(again)["fc_norm.weight"], weights["fc_norm.weight"], atol=1e-7)
+
+
+def test_latents_have_a_place_in_transformers_format(
+    data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, exported = tmp_path / "latents", tmp_path / "exported"
+    begin = ("mae", "--shards", data, "--steps", "1")
+    assert run_train(*begin, "--out", out, *LATENTS) == 0
+    assert run_train("export", out, "--format", "hf", "--out", exported) == 0
+    assert not (exported / "preprocessor_config.json").exists()
+    config = json.loads((exported / "config.json").read_text())
+    assert (config["num_channels"], config["image_size"], config["patch_size"]) == (4, 8, 2)
+    ours = our_autoencoder(size=replace(tiny_size(1e-12), num_channels=4, patch_px=2), image_px=8)
+    ours.load_state_dict(weights_of(out))
+    theirs = from_pretrained(VideoMAEForPreTraining, exported)
+    assert_same_reconstruction(ours, theirs, clips(side=8, channels=4))
+
+    capsys.readouterr()
+    for source in (out, exported):
+        assert run_train(*begin, "--out", tmp_path / "no", *MAE, "--init.weights", source) == 2
+        error, hint = capsys.readouterr().err.splitlines()
+        assert "does not fit the model" in error and "the weights see 4 channels, the model 3" in hint
+    assert run_train(*begin, "--out", tmp_path / "no", *LATENTS, "--init.weights", run) == 2
+    assert "the weights see 3 channels, the model 4" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    # A run of before: what no tensor shows is said by nothing.
+    (out / "run.json").write_text(json.dumps({"task": "mae"}))
+    with pytest.raises(UserError, match="does not say how large the latents were"):
+        export_run(out, form="hf", out=tmp_path / "no", say=quiet)
+
+
+def test_what_a_format_cannot_hold_is_refused(
+    data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "classes"
+    assert run_train("classify", "--shards", data, "--label", "shape", *SMALL, "--out", out, "--steps", "1") == 0
+    capsys.readouterr()
+    for arguments, error, hint in (
+        ((run, "--format", "open_clip"), "--format is open_clip, which has no place for a masked", "hf or videomae"),
+        ((run, "--format", "hf", "--frame-embedding", "zero"), "--frame-embedding is about the pictures", "leave"),
+        ((out, "--format", "hf"), "is a classifier with CLIP's tower, which no format has a place for", "videomae"),
+    ):
+        assert run_train("export", *arguments, "--out", tmp_path / "no") == 2
+        printed = capsys.readouterr().err.splitlines()
+        assert len(printed) == 2 and error in printed[0] and hint in printed[1], printed
+    assert not (tmp_path / "no").exists()
