@@ -136,10 +136,11 @@ def _reconstruction(result: dict[str, Any]) -> Table:
         Cell(f"{flat:.4f}"),
         Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
     )
-    detail = f"{result['num_samples']:,} clips, {result['mask']}"
-    protocol = _protocol(result, f"{result['num_samples']:,} clips", split=result["split_chosen"])
+    detail = f"{result['num_samples']:,} clips, {percent(result['share_hidden'])} hidden"
+    more = {"mask": result["mask"], "split": result["split_chosen"]}
+    protocol = _protocol(result, f"{result['num_samples']:,} clips", **more)
     columns = ("loss", "flat cubes", "explained")
-    return Table("Reconstruction of hidden cubes", columns, (Row("hidden cubes", detail, cells),), protocol)
+    return Table("Reconstruction of hidden cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol)
 
 
 def _probe(result: dict[str, Any]) -> Table:

@@ -97,6 +97,7 @@ def evaluate_reconstructions(
         "variant": samples.variant_name,
         "clip": describe_clip(settings),
         "mask": describe_mask(settings, masking.grid),
+        "share_hidden": masking.counts.num_masked / masking.grid.cubes,
         "protocol": _PROTOCOL,
         "num_samples": found.num_samples,
         "loss": found.loss,
@@ -145,7 +146,7 @@ def describe_clip(settings: MaeSettings) -> str:
 def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:
     """What is hidden, in words."""
     num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
-    return f"{num_masked:,} of {grid.patches:,} places hidden at all {grid.steps} moments, seed {settings.seed}"
+    return f"the same {num_masked:,} of {grid.patches:,} places at all {grid.steps} moments, seed {settings.seed}"
 
 
 def _command(run: RunFolder, *, split: str, max_samples: int, shards: str | None) -> str:
