@@ -1,0 +1,33 @@
+"""What counts as right."""
+
+import pytest
+import torch
+
+from train.probe.accuracy import accuracy, chance
+
+
+def test_shares_are_counted_by_clip_and_by_class() -> None:
+    # Ranks of the right class: 1, 2, 1, 6 of 6.
+    scores = torch.tensor(
+        [[9.0, 1, 0, 0, 0, 0], [9, 5, 0, 0, 0, 0], [0, 1, 2, 3, 4, 9], [1, 2, 3, 4, 5, 6]], dtype=torch.float64
+    )
+    found = accuracy(scores, torch.tensor([0, 1, 5, 0]))
+    assert found.top1 == 0.5 and found.top5 == 0.75
+    assert found.mean_class == pytest.approx((1 / 2 + 0 + 1) / 3)  # of classes 0, 1 and 5
+
+
+def test_ties_count_against_what_is_probed() -> None:
+    alike = accuracy(torch.zeros(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3]))
+    assert (alike.top1, alike.top5, alike.mean_class) == (0, 0, 0)
+    # A class that nothing votes for is below all, even where others have no vote either.
+    none = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert accuracy(none, torch.tensor([3])).top5 == 0
+
+
+def test_chance_names_the_most_frequent_classes_of_the_bank() -> None:
+    bank = torch.tensor([2, 2, 2, 0, 0, 1, 1, 3, 4, 5])
+    asked = torch.tensor([2, 2, 1, 5, 6])
+    found = chance(bank, asked, num_classes=7)
+    assert found.top1 == pytest.approx(2 / 5) and found.mean_class == pytest.approx(1 / 4)
+    # The first five are 2, 0, 1, 3, 4: of equally frequent ones the lowest.
+    assert found.top5 == pytest.approx(3 / 5)

@@ -1,0 +1,88 @@
+"""Features of a split, by one rank and by two, and what becomes of samples that fail."""
+
+import pytest
+import torch
+from torch import nn
+
+from manifests.errors import FailedWork
+from tests.train.evaluation.threads import on_two_ranks
+from train.data.batch import Batch
+from train.data.failures import FailedSample
+from train.data.filling import LoadedBatch
+from train.data.place import Place
+from train.distributed.world import World
+from train.probe.features import Features, extract, gathered, tower_of
+
+CPU = torch.device("cpu")
+
+
+class Colours:
+    """The first frame's colours, or their opposites."""
+
+    def __init__(self, sign: float) -> None:
+        self.sign = sign
+
+    def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        return (self.sign * video_BCTHW[:, :, 0, 0, 0]).to(torch.bfloat16)
+
+
+def loaded(samples: list[int], *, num_failed: int = 0) -> LoadedBatch:
+    failed = tuple(FailedSample(1000 + number, "k", "undecodable", "broken") for number in range(num_failed))
+    if not samples:
+        return LoadedBatch(Batch(), failed, Place(0))
+    video = torch.tensor(samples, dtype=torch.float32)[:, None, None, None, None].repeat(1, 2, 1, 1, 1)
+    return LoadedBatch(Batch(input="pixels", position=torch.tensor(samples), video=video), failed, Place(0))
+
+
+def found(batches: list[LoadedBatch], world: World) -> Features:
+    own = extract([Colours(1), Colours(-1)], batches, inputs=lambda batch: batch["video"], device=CPU)
+    return gathered(own, world)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ([[0, 2], [4, 6]], [[1, 3], [5]]),  # the second rank has one less
+        ([[0, 1, 2, 3, 4, 5, 6]], []),  # the second rank has none
+        ([[]], [[0, 1, 2], [3, 4, 5, 6], []]),
+    ],
+)
+def test_two_ranks_have_the_features_of_one_in_the_order_of_the_samples(
+    parts: tuple[list[list[int]], list[list[int]]],
+) -> None:
+    for whole in on_two_ranks(lambda world: found([loaded(its) for its in parts[world.rank]], world)):
+        assert whole.sample.tolist() == list(range(7))
+        one, other = whole.of_tower
+        assert one.dtype == torch.float32 and one[:, 0].tolist() == list(range(7))
+        assert torch.equal(other, -one)
+
+
+def test_failed_samples_of_all_ranks_are_counted() -> None:
+    def work(world: World) -> int:
+        return found([loaded([world.rank], num_failed=1 + world.rank)], world).num_failed
+
+    assert on_two_ranks(work) == [3, 3]
+    with pytest.raises(FailedWork, match=r"none of the 2 samples.*broken"):
+        found([loaded([], num_failed=2)], World())
+
+
+def test_features_that_are_no_numbers_are_not_scored() -> None:
+    batch = loaded([0, 1, 2])
+    batch.batch["video"][1] = torch.nan
+    with pytest.raises(FailedWork, match="features of 1 of 3 clips are not finite"):
+        found([batch], World())
+
+
+def test_what_is_probed_is_a_classifier_or_a_video_tower_whatever_wraps_it() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.video = nn.Identity()
+
+    class Classifier(Towers):
+        def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+            return video_BCTHW
+
+    towers, classifier = Towers(), Classifier()
+    assert tower_of(towers) is towers.video and tower_of(classifier) is classifier
+    assert tower_of(nn.DataParallel(towers)) is towers.video

@@ -1,0 +1,116 @@
+"""The linear layer: its optimum by other means, and what decides how much it is held back."""
+
+import numpy as np
+import pytest
+import torch
+
+from train.probe.linear import FALLBACK, GRID, LinearProbe, choose_l2, fit_linear, held_out
+
+CLASSES = torch.tensor([1, 4, 5])
+
+
+def clips(num: int, *, seed: int, noise: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of very different sizes, two of them nearly alike, and classes that follow from them not quite."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num, 4, generator=draw)
+    label = CLASSES[(hidden[:, :3] + noise * torch.randn(num, 3, generator=draw)).argmax(dim=1)]
+    alike = hidden[:, :1] + 1e-3 * torch.randn(num, 1, generator=draw)
+    return torch.cat([hidden, alike], dim=1) * torch.tensor([1.0, 1e3, 1e-2, 1.0, 5.0]) + 7, label
+
+
+def objective(
+    features: torch.Tensor, label: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, l2: float
+) -> torch.Tensor:
+    """What is minimised, of the definition."""
+    x = features.double()
+    x = (x - x.mean(dim=0)) / x.std(dim=0, correction=0)
+    target = torch.searchsorted(CLASSES, label)
+    logits = x @ weight.T + bias
+    return -logits.log_softmax(dim=1)[range(len(x)), target].mean() + l2 / 2 * (weight**2).sum()
+
+
+def newton(features: torch.Tensor, label: torch.Tensor, *, l2: float) -> torch.Tensor:
+    """Weights and biases [C, D + 1] by Newton's method on the whole Hessian."""
+    num_classes, width = len(CLASSES), features.shape[1]
+    theta = torch.zeros(num_classes * (width + 1), dtype=torch.float64)
+
+    def value(flat: torch.Tensor) -> torch.Tensor:
+        table = flat.view(num_classes, width + 1)
+        # What is added to all biases alike changes nothing: this makes the Hessian regular.
+        return objective(features, label, table[:, :-1], table[:, -1], l2=l2) + 0.5 * table[:, -1].sum() ** 2
+
+    for _ in range(30):
+        hessian = torch.autograd.functional.hessian(value, theta)
+        gradient = torch.autograd.functional.jacobian(value, theta)
+        theta = theta - torch.linalg.solve(hessian, gradient)
+    return theta.view(num_classes, width + 1)
+
+
+@pytest.mark.parametrize("l2", [1e-3, 1e-1, 10.0])
+def test_it_is_the_optimum_that_newton_finds(l2: float) -> None:
+    features, label = clips(200, seed=0)
+    layer = fit_linear(features, label, l2=l2)
+    expected = newton(features, label, l2=l2)
+    assert layer.classes_C.tolist() == CLASSES.tolist() and layer.gradient < 1e-6
+    assert torch.allclose(layer.weight_CD, expected[:, :-1], atol=1e-4)
+    # Biases are told but for a number that all share.
+    assert torch.allclose(layer.bias_C - layer.bias_C.mean(), expected[:, -1] - expected[:, -1].mean(), atol=1e-4)
+
+
+def test_the_gradient_of_the_objective_is_zero_where_it_says_so() -> None:
+    features, label = clips(60, seed=1)
+    layer = fit_linear(features, label, l2=1e-2)
+    weight, bias = (value.clone().requires_grad_() for value in (layer.weight_CD, layer.bias_C))
+    objective(features, label, weight, bias, l2=1e-2).backward()
+    assert weight.grad is not None and bias.grad is not None
+    largest = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
+    assert largest < 1e-6 and layer.gradient == pytest.approx(largest, abs=1e-9)
+
+
+def test_it_does_not_depend_on_chance_or_on_the_scale_of_features() -> None:
+    features, label = clips(80, seed=2)
+    one = fit_linear(features, label, l2=1e-1)
+    torch.rand(3)
+    assert torch.equal(fit_linear(features, label, l2=1e-1).weight_CD, one.weight_CD)
+    other = fit_linear(features * torch.tensor([10.0, 1e-3, 1.0, 3.0, 1.0]) - 4, label, l2=1e-1)
+    assert torch.allclose(other.weight_CD, one.weight_CD, atol=1e-3)
+
+
+def test_logits_of_classes_without_clips_are_below_all_and_constant_features_say_nothing() -> None:
+    features, label = clips(50, seed=3)
+    features[:, 2] = 0.3
+    layer = fit_linear(features, label, l2=1e-2)
+    scores = layer.scores(features, num_classes=7)
+    assert scores.shape == (50, 7) and (scores[:, [0, 2, 3, 6]] == -torch.inf).all()
+    assert scores[:, CLASSES].isfinite().all() and layer.weight_CD[:, 2].abs().max() < 1e-6
+
+
+def test_whole_videos_are_held_out() -> None:
+    video = np.repeat(np.arange(12), 7)
+    held = held_out(video)
+    assert len(np.unique(video[held])) == 3  # a fifth of 12, rounded up
+    assert not set(video[held]) & set(video[~held])
+    assert held_out(np.zeros(10, np.int64)).tolist() == [False, False, False, False, True] * 2
+
+
+def test_l2_is_the_one_with_which_held_out_videos_are_told_best() -> None:
+    features, label = clips(150, seed=4, noise=8.0)
+    video = np.arange(150) // 3
+    held = torch.from_numpy(held_out(video))
+
+    def naive(l2: float) -> float:
+        layer: LinearProbe = fit_linear(features[~held], label[~held], l2=l2)
+        probabilities = layer.scores(features[held], num_classes=6).softmax(dim=1)
+        return -sum(probabilities[row, label[held][row]].log().item() for row in range(int(held.sum())))
+
+    chosen = choose_l2(features, label, video)
+    assert chosen == min(GRID, key=naive)
+    # Almost noise: holding it back is better than believing it.
+    assert chosen >= 0.1
+
+
+def test_where_nothing_can_be_compared_l2_is_a_stated_one() -> None:
+    features, label = clips(20, seed=5)
+    one_video_left = np.array([0] * 10 + [1] * 10)
+    label[torch.from_numpy(~held_out(one_video_left))] = 4
+    assert choose_l2(features, label, one_video_left) == FALLBACK
