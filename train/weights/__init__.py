@@ -1,1 +1,1 @@
-"""Weights from elsewhere, and weights for elsewhere: open_clip, OpenAI, Hugging Face, AVION, LaViLa."""
+"""Weights from elsewhere, and for elsewhere: open_clip, OpenAI, Hugging Face, AVION, LaViLa, VideoMAE."""

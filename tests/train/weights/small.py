@@ -61,7 +61,7 @@ def our_model(
     return model.eval()
 
 
-def loaded_weights(model: DualEncoder, source: Source, *, allow: tuple[str, ...] = (), say: Say) -> Loaded:
+def loaded_weights(model: nn.Module, source: Source, *, allow: tuple[str, ...] = (), say: Say) -> Loaded:
     """Fits weights to a model and copies them into it."""
     loaded = fit_to(model, source, allow=allow, say=say)
     copy_into(model, loaded)

@@ -358,7 +358,7 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
         (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae),
     ):
         with pytest.raises(UserError) as caught:
-            effective(settings, source, say=quiet)  # type: ignore[operator]
+            effective(settings, source, say=quiet)  # type: ignore[arg-type]
         assert f"the weights are of {there}, and the model has {here}" in str(caught.value)
     with pytest.raises(UserError, match=r"--towers\.kind is videomae, and train dual-encoder has a tower as CLIP's"):
         effective_settings(DualEncoderSettings(towers=Towers(kind="videomae")), None, say=quiet)
