@@ -29,11 +29,15 @@ _PROTOCOL = (
     "mean squared error of the values of hidden cubes, normalised within each cube and channel; flat cubes: the same "
     "of a prediction that knows the mean of each cube and nothing else; explained: the part of it that is not left"
 )
-_PICTURES = (
-    "The model sees what is not grey, and says how each hidden cube looks apart from its brightness and contrast, "
-    "which are no part of what it learns. Here they are taken from the visible cubes, the nearer the more: cubes that "
-    "are too bright or too dark as a whole are this rule's doing, their patterns are the model's."
-)
+_PICTURES = {
+    "pixels": "The model sees what is not grey, and says how each hidden cube looks apart from its brightness and "
+    "contrast, which are no part of what it learns. Here they are taken from the visible cubes, the nearer the more: "
+    "cubes that are too bright or too dark as a whole are this rule's doing, their patterns are the model's.",
+    "latents": "False colours: the first three channels of the latents. The model sees what is not grey, and says what "
+    "each hidden cube holds apart from the mean and the spread of its channels, which are no part of what it learns. "
+    "Here they are taken from the visible cubes, the nearer the more: cubes whose colour is wrong as a whole are this "
+    "rule's doing.",
+}
 
 
 def evaluate_reconstructions(
@@ -103,7 +107,7 @@ def evaluate_reconstructions(
         "loss": found.loss,
         "flat_loss": found.flat_loss,
         "failed": [failure.as_json() for failure in found.failed],
-        "picture_rule": _PICTURES,
+        "picture_rule": _PICTURES[settings.input],
         "has_few_pixels": has_few_pixels(found.shown),
         "shown": shown_json(found.shown, samples, num_frames=settings.num_frames),
         "command": _command(run, split=split, max_samples=max_samples, shards=shards),

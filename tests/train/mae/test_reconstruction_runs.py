@@ -1,0 +1,202 @@
+"""What a masked autoencoder fills in: by a model that is known, by a run from outside, and on the results page."""
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from manifests.errors import FailedWork
+from manifests.publish import publish_json
+from tests.train.test_cli import train
+from tests.train.test_report import HOSTILE, Tags
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from train.data.batch import Batch
+from train.data.failures import FailedSample
+from train.data.filling import LoadedBatch
+from train.data.place import Place
+from train.mae.evaluating import Pictures, ReconstructionResult, evaluate_reconstruction
+from train.mae.masking import Masking
+from train.mae.settings import MaeSettings
+from train.mae.shown import picture_uri
+from train.mae.targets import normalised_cubes
+from train.models.cubes import CubeGrid
+from train.models.masked_autoencoder import predicted_cubes
+from train.models.transformer import TransformerSize
+from train.models.video_vit import VideoViTSize
+from train.report import write_page
+from train.run_folder import RunFolder
+from train.settings_files import save_settings
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+SIZE = VideoViTSize(trunk=TransformerSize(width=8, depth=1, num_heads=1), patch_px=4, cube_frames=2)
+MASKING = Masking(MaeSettings(mask_ratio=0.75, size_px=224), CubeGrid(2, 4, 4))
+TINY = ("--model", "tiny", "--size-px", 64, "--num-frames", 4, "--stride", 2, "--mask-ratio", 0.75, "--workers", 1)
+
+
+class Known(nn.Module):
+    """Predicts a multiple of what is right."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, video: torch.Tensor, masked: torch.Tensor, *, num_masked: int) -> torch.Tensor:
+        numbers = predicted_cubes(masked, count=num_masked)
+        return self.factor * normalised_cubes(video, numbers, cube_frames=2, patch_px=4)
+
+
+def evaluated(model: nn.Module, num_clips: int = 40, **changes: Any) -> ReconstructionResult:
+    """Random clips in two batches; the first has a failed sample."""
+    video = torch.rand(num_clips, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    parts = torch.arange(num_clips).split(max(num_clips - 5, 1)) if num_clips else ()
+    failure = FailedSample(99, "broken", "undecodable", "no picture in it")
+    batches = [
+        LoadedBatch(Batch(input="pixels", position=part, key=[f"clip {n}" for n in part.tolist()]), (), Place(0))
+        for part in parts
+    ]
+    batches.insert(0, LoadedBatch(Batch(), (failure,), Place(0)))
+    given: dict[str, Any] = {
+        "inputs": lambda batch, rows: video[batch["position"][rows]],
+        "masking": MASKING,
+        "size": SIZE,
+        "std": None,
+        "pictures": Pictures({3, 39}, (0, 2), lambda clips: clips / 2 + 0.5),
+        "autocast": nullcontext,
+        "device": torch.device("cpu"),
+    }
+    return evaluate_reconstruction(model, batches, **(given | changes))
+
+
+def test_the_loss_is_the_mean_over_all_samples_beside_that_of_flat_cubes() -> None:
+    flat_loss = 31 / 32  # of 32 values whose unbiased variance is 1
+    for factor in (1.0, 0.0, 0.5, 2.0):
+        found = evaluated(Known(factor))
+        assert found.loss == pytest.approx((1 - factor) ** 2 * flat_loss, abs=1e-5)
+        assert found.flat_loss == pytest.approx(flat_loss, abs=1e-5)
+        assert found.num_samples == 40 and [failure.key for failure in found.failed] == ["broken"]
+
+
+def test_masks_of_an_evaluation_are_those_of_the_samples_whatever_their_batch() -> None:
+    def masks(clips: ReconstructionResult) -> list[Any]:
+        return [(clip.masked == round(0.5 * 255)).all(-1) for clip in clips.shown]
+
+    first, second = evaluated(Known(1.0)), evaluated(Known(1.0), num_clips=52)
+    assert [clip.sample for clip in first.shown] == [3, 39] and first.shown[0].key == "clip 3"
+    for ours, theirs in zip(masks(first), masks(second), strict=True):
+        assert np.array_equal(ours, theirs) and ours.mean() == pytest.approx(0.75, abs=0.02)
+    assert not np.array_equal(*masks(first))
+
+
+def test_visible_pixels_are_shown_as_they_are_and_hidden_ones_change() -> None:
+    clip = evaluated(Known(1.0)).shown[0]
+    is_hidden = (clip.masked != clip.original).any(-1)
+    assert clip.filled.shape == (2, 16, 16, 3) and clip.filled.dtype == np.uint8
+    assert np.array_equal(clip.filled[~is_hidden], clip.original[~is_hidden])
+    assert (clip.filled[is_hidden] != clip.original[is_hidden]).any()
+
+
+def test_weights_that_have_diverged_and_data_that_cannot_be_decoded_are_named() -> None:
+    with pytest.raises(FailedWork, match="the weights have diverged"):
+        evaluated(Known(float("nan")))
+    with pytest.raises(FailedWork, match="none of the 1 clips could be decoded"):
+        evaluated(Known(1.0), num_clips=0)
+
+
+def picture_of(uri: str) -> np.ndarray[Any, Any]:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))))
+
+
+def test_small_pictures_lose_nothing() -> None:
+    frame = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    assert np.array_equal(picture_of(picture_uri(frame)), frame)
+    assert picture_uri(np.zeros((224, 224, 3), np.uint8)).startswith("data:image/jpeg")
+
+
+def test_a_run_ends_with_pictures_of_held_out_clips(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    steps = ("--steps", 2, "--batch", 4, "--warmup-steps", 0)
+    assert train("mae", "--shards", data_dir, *TINY, *steps, "--out", run.path) == 0
+    path = run.evaluation("reconstruction-val")
+    result = json.loads(path.read_text())
+    assert (result["split"], result["num_samples"], result["step"], result["failed"]) == ("val", 3, 2, [])
+    assert result["mask"].startswith("the same 12 of 16 places at all 2 moments") and result["share_hidden"] == 0.75
+    # 20 frames of 0.1 s from 2 s on: 4 frames, 2 apart, in the middle of them.
+    assert [clip["key"] for clip in result["shown"]] == ["d_000000000", "d_000002000", "d_000004000"]
+    assert (result["shown"][1]["begin_s"], result["shown"][1]["end_s"]) == pytest.approx((2.6, 3.3))
+    original, masked = (picture_of(result["shown"][0][name][1]) for name in ("original", "masked"))
+    assert original.shape == (64, 64, 3)
+    assert np.mean((masked == 128).all(-1)) == pytest.approx(0.75, abs=0.05)
+    page = run.page.read_text()
+    assert page.count("What the model fills in") == 1 and page.count('alt="filled in"') == 12
+    assert "Data wait" not in page and "waiting for data" in page and "What a text finds" not in page
+
+    path.unlink()
+    capsys.readouterr()
+    assert train("eval", "reconstruction", run.path, "--shards", data_dir, "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert "shown" not in again and again["loss"] == pytest.approx(result["loss"], rel=1e-6)
+    assert train("eval", "reconstruction", run.path, "--split", "train", "--max-samples", 5) == 0
+    assert "explained" in capsys.readouterr().out
+    assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 5  # every second of 9
+    assert train("eval", "reconstruction", run.path, "--max-samples", 0) == 2
+    assert "--max-samples is 0" in capsys.readouterr().err
+
+
+def test_where_nothing_is_held_out_clips_of_training_are_shown_and_the_page_says_so(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_dir, run = tmp_path / "data", RunFolder(tmp_path / "run")
+    write_shard(data_dir, 0, chunks_of("only", 40), split="train")
+    write_captions(data_dir, {"only": "train"}, [Caption("only", 0, 1, "text")])
+    assert train("mae", "--shards", data_dir, *TINY, "--steps", 1, "--batch", 2, "--out", run.path) == 0
+    assert "reconstruction: split train, which was trained on" in capsys.readouterr().out
+    assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 2
+    assert "train, which was trained on, as there is nothing to show of val" in run.page.read_text()
+
+
+def test_nothing_from_outside_becomes_markup(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    save_settings(MaeSettings(split=HOSTILE), run.settings)
+    publish_json(run.facts, {"task": "mae", "data": HOSTILE})
+    words = (
+        "split",
+        "split_chosen",
+        "weights",
+        "data",
+        "variant",
+        "clip",
+        "mask",
+        "protocol",
+        "picture_rule",
+        "command",
+    )
+    uris = [picture_uri(np.zeros((2, 2, 3), np.uint8))]
+    clip = {"key": HOSTILE, "begin_s": 0.0, "end_s": 1.0, "loss": 0.5}
+    result = {
+        **dict.fromkeys(words, HOSTILE),
+        **{"evaluation": "reconstruction", "step": 3, "num_samples": 7, "loss": 0.5, "flat_loss": 1.0},
+        **{"share_hidden": 0.9, "has_few_pixels": True},
+        "failed": [{"position": 1, "key": HOSTILE, "reason": "undecodable", "detail": HOSTILE}],
+        "shown": [{**clip, **dict.fromkeys(("original", "masked", "filled"), uris)}],
+    }
+    run.write_evaluation("reconstruction-val", result)
+    write_page(run)
+    page = run.page.read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert "script" not in tags.tags and page.count("&lt;script&gt;") >= 13
+    assert tags.loaded == uris * 3 and "50.0 %" in page
