@@ -12,7 +12,7 @@ from train.models.transformer import NORM_EPS, TransformerSize, checkpoint_block
 from train.models.video_vit import VideoViT, VideoViTSize
 
 _PLAIN = Towers()
-_NORM_EPS: dict[Kind, float] = {"clip": NORM_EPS, "videomae": 1e-12}  # 1e-12: that of the published configurations
+_NORM_EPS: dict[Kind, float] = {"videomae": 1e-12}  # of the published configurations; else CLIP's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
     trunk = replace(
         size.video.trunk,
         activation=activation,
-        norm_eps=towers.video_norm_eps or _NORM_EPS[kind],
+        norm_eps=towers.video_norm_eps or _NORM_EPS.get(kind, NORM_EPS),
         has_key_bias=kind != "videomae",
     )
     text_trunk = replace(size.text.trunk, activation=activation)

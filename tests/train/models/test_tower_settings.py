@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
-from train.models.settings import ModelName, Towers
+from train.models.dual_encoder import size_of
+from train.models.settings import ModelName, Towers, check_frames, kind_of, tubelet_of
 from train.settings import DualEncoderSettings
 
 
@@ -18,6 +19,9 @@ from train.settings import DualEncoderSettings
         ({"patch_dropout": float("nan")}, "--towers.patch-dropout is nan"),
         ({"drop_path": -0.1}, "--towers.drop-path is -0.1"),
         ({"video_norm_eps": 0.0}, "--towers.video-norm-eps is 0.0"),
+        ({"kind": "videomae", "temporal": "random"}, "--towers.temporal is random, and a videomae tower has none"),
+        ({"kind": "videomae", "embedding_width": 64}, "--towers.embedding-width is 64, and a videomae tower has none"),
+        ({"kind": "videomae", "patch_dropout": 0.5}, "--towers.patch-dropout is 0.5, and a videomae tower has none"),
     ],
 )
 def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
@@ -46,6 +50,17 @@ def test_a_name_with_a_size_wants_that_size() -> None:
 def test_clips_must_be_whole_cubes() -> None:
     with pytest.raises(UserError, match="--num-frames 4 cannot be cut into cubes of 3 frames"):
         DualEncoderSettings(towers=Towers(tubelet=3))
+
+
+def test_what_is_left_out_depends_on_the_kind() -> None:
+    plain, videomae = Towers(), Towers(kind="videomae")
+    assert [(kind_of(towers), tubelet_of(towers)) for towers in (plain, videomae)] == [("clip", 1), ("videomae", 2)]
+    assert (tubelet_of(Towers(tubelet=2)), tubelet_of(Towers(kind="videomae", tubelet=1))) == (2, 1)
+    check_frames(plain, num_frames=3)
+    with pytest.raises(UserError, match="--num-frames 3 cannot be cut into cubes of 2 frames"):
+        check_frames(videomae, num_frames=3)
+    trunks = [size_of("tiny", towers).video.trunk for towers in (plain, videomae, Towers(video_norm_eps=1e-6))]
+    assert [(trunk.norm_eps, trunk.has_key_bias) for trunk in trunks] == [(1e-5, True), (1e-12, False), (1e-6, True)]
 
 
 def test_stored_embeddings_have_their_width() -> None:
