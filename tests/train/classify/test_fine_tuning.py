@@ -1,0 +1,161 @@
+"""`train classify` of a tower that was pre-trained by `train mae`, with all of VideoMAE's recipe."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.train.classify.moving import write_moving
+from tests.train.test_cli import train
+from train.checkpoint import latest_checkpoint, read_weights
+from train.classify.model import VideoClassifier
+from train.models.attention import open_attention
+from train.models.dual_encoder import size_of
+from train.models.settings import Towers
+from train.objective import Objective
+from train.optim.groups import parameter_groups
+from train.run_folder import RunFolder, read_lines
+from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+TINY = ("--model", "tiny", "--num-frames", 4, "--sampling", "stride", "--stride", 2, "--size-px", 32, "--workers", 1)
+STEPS = ("--batch", 6, "--lr", "2e-3", "--warmup-steps", 1, "--min-crop-area", 0.9)
+RECIPE = (
+    *("--mixup", 0.8, "--cutmix", 1.0, "--label-smoothing", 0.1, "--dropout", 0.1, "--repeats", 2),
+    *("--augment.flip", 0.5, "--augment.rand-ops", 4, "--augment.erase", 0.5),
+    *("--towers.drop-path", 0.1, "--optimizer.layer-decay", 0.75, "--optimizer.ema", 0.9),
+)
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data_dir = tmp_path_factory.mktemp("moving")
+    write_moving(data_dir)
+    return data_dir
+
+
+def words(*flags: Any) -> list[Any]:
+    """Flags with their values, of which the last counts where one is given again."""
+    pairs = dict(zip(flags[::2], flags[1::2], strict=True))
+    return [word for pair in pairs.items() for word in pair]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_whole_recipe(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = tmp_path / "mae", tmp_path / "classes", tmp_path / "verbs"
+    assert train("mae", "--shards", moving, *TINY, *STEPS, "--steps", 1, "--out", first) == 0
+    capsys.readouterr()
+    still = ("--lr", "1e-9", "--steps", 1, "--shards", moving)
+    flags = words(*TINY, *STEPS, *RECIPE, *still, "--init.weights", first, "--evaluate.every", 1)
+    assert train("classify", *flags, "--out", second) == 0
+    printed = capsys.readouterr().out
+    assert "left aside, as a classifier has no use for them: the decoder and its mask token" in printed
+    assert "the encoder's last norm (video.ln_post)" in printed and "54 of 54 tensors" in printed
+    assert "36 of 37 captions of split 'train', 4 of 4 classes (class); 2 samples of each in an epoch" in printed
+
+    settings = yaml.safe_load(RunFolder(second).settings.read_text())
+    towers, init = settings["towers"], settings["init"]
+    assert (towers["kind"], towers["tubelet"], towers["video_norm_eps"]) == ("videomae", 2, 1e-12)
+    assert (tuple(init["pixel_mean"]), tuple(init["pixel_std"])) == (IMAGENET_MEAN, IMAGENET_STD)
+    theirs, ours = weights(first), weights(second)
+    shared = [name for name in theirs if name in ours]
+    assert len(shared) == 54 and all(name.startswith("video.") for name in shared)
+    assert max((theirs[name] - ours[name]).abs().max().item() for name in shared) < 1e-6
+    assert ours.keys() - theirs.keys() == {"fc_norm.weight", "fc_norm.bias", "head.weight", "head.bias"}
+
+    assert train("eval", "classification", second, "--clips", 5, "--crops", 3, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "5 clips x 3 crops along the longer side, 32 px, mean of their probabilities" in result["clip"]
+    assert result["num_samples"] == 12 and "moving average" in result["weights"]
+
+    # A classifier for other classes keeps the tower and the norm of its features.
+    flags = words(*TINY, *STEPS, *still, "--label", "verb", "--init.weights", second)
+    assert train("classify", *flags, "--out", third) == 0
+    assert "left aside, as a classifier has no use for them: another classifier's last layer" in capsys.readouterr().out
+    assert weights(third)["head.weight"].shape == (2, 128)
+    assert (weights(third)["fc_norm.weight"] - ours["fc_norm.weight"]).abs().max() < 1e-6
+
+    larger = words(*TINY, *STEPS, *still, "--size-px", 64, "--init.weights", first)
+    assert train("classify", *larger, "--out", tmp_path / "larger") == 0
+    assert "the number of its cube in pictures of 32 px" in capsys.readouterr().out
+
+    for mistake, message in (
+        (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a tower as VideoMAE's (videomae)"),
+        (("--init.weights", first, "--model", "s16"), "the video tower has 4 heads, that of the model has 6"),
+        (("--init.weights", first, "--num-frames", 3), "--num-frames 3 cannot be cut into cubes of 2 frames"),
+        (("--repeats", 0), "--repeats is 0"),
+        (("--input", "latents", "--augment.flip", 0.5), "--augment.flip changes pictures"),
+        (("--input", "latents", "--repeats", 2), "--repeats is 2, and latents have no decoding"),
+    ):
+        assert train("classify", *words(*TINY, *STEPS, *still, *mistake), "--out", tmp_path / "none") == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_resuming_and_parts_of_a_batch_change_nothing_of_the_recipe(train: Train, moving: Path, tmp_path: Path) -> None:
+    flags = ("--shards", moving, *TINY, *STEPS, *RECIPE, "--towers.kind", "videomae")
+    # What parts draw for themselves differs: features of the last layer, and whole blocks.
+    drawn = ("--dropout", 0, "--towers.drop-path", 0, "--precision", "fp32", "--steps", 4)
+    for name, more in (("whole", ()), ("parts", ("--microbatch", 4))):
+        assert train("classify", *words(*flags, *drawn, *more), "--out", tmp_path / name) == 0
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+    broken = tmp_path / "broken"
+    assert (
+        train("classify", *flags, "--steps", 5, "--checkpoint-every", 2, "--keep-checkpoints", 9, "--out", broken) == 0
+    )
+    expected, ending = losses(broken), weights(broken)
+    for path in sorted(RunFolder(broken).checkpoints.iterdir())[1:]:
+        shutil.rmtree(path)
+    assert train("classify", "--resume", "--out", broken) == 0
+    assert losses(broken) == expected
+    assert all(torch.equal(weights(broken)[name], tensor) for name, tensor in ending.items())
+
+
+def test_learning_rates_fall_by_layer_and_only_matrices_decay() -> None:
+    towers = Towers(kind="videomae")
+    door = open_attention("sdpa", device_type="cpu")
+    model = VideoClassifier(
+        size_of("tiny", towers).video,
+        towers=towers,
+        image_px=32,
+        num_frames=4,
+        num_classes=3,
+        dropout=0.0,
+        attend=door.attend,
+    )
+    groups = parameter_groups(model, Objective(), weight_decay=0.05, layer_decay=0.75, adapts_all=False)
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    depth = 4
+    assert len(model.video.transformer.resblocks) == depth
+    for name, parameter in model.named_parameters():
+        # VideoMAE numbers the cubes' embedding 0, block b (from 0) b + 1, and all behind them depth + 1.
+        layer = depth + 1
+        if name.startswith("video.conv1."):
+            layer = 0
+        elif name.startswith("video.transformer.resblocks."):
+            layer = int(name.split(".")[3]) + 1
+        group = group_of[id(parameter)]
+        assert group["lr_scale"] == pytest.approx(0.75 ** (depth + 1 - layer)), name
+        assert group["weight_decay"] == (0.05 if parameter.ndim > 1 else 0.0), name
+    assert {"video.conv1.bias", "video.transformer.resblocks.0.attn.q_bias", "fc_norm.weight", "head.bias"} <= {
+        name for name, parameter in model.named_parameters() if parameter.ndim == 1
+    }
