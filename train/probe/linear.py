@@ -3,10 +3,10 @@
 Features are standardised by mean and standard deviation of the training clips. With weights W and biases b the
 objective is
 
-    mean over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
+    sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
 
-in float64; biases are free. It is convex, so neither the seed nor a learning rate nor a number of epochs decides what
-comes out. `choose_l2` says which l2 is taken.
+in float64 (scikit-learn's C is 1 / l2); biases are free. It is convex, so neither a seed nor a learning rate nor a
+number of epochs decides what comes out. `choose_l2` says which l2 is taken.
 
 Shape suffixes: M training clips, N clips, D width, K classes, C classes that training clips are of.
 """
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from train.data.chance import uniform
 
-GRID = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
-FALLBACK = 1e-2
+GRID = (1.0, 10.0, 1e2, 1e3, 1e4)
+FALLBACK = 10.0
 _HELD_OUT = 5  # one in so many
 _MAX_STEPS = 2000
 _SMALL_GRADIENT = 1e-7
@@ -36,7 +36,7 @@ class LinearProbe:
         mean_D, scale_D: float64, by which features are standardised.
         weight_CD, bias_C: float64, on standardised features.
         classes_C: int64, the classes that the training clips are of.
-        gradient: the largest entry of the objective's gradient where it was solved.
+        gradient: the largest entry of the objective's gradient where it was solved, divided by the number of clips.
     """
 
     mean_D: torch.Tensor
@@ -64,8 +64,9 @@ def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -
     scale_D = torch.where(scale_D > 1e-12 * x_MD.abs().amax(dim=0), scale_D, torch.ones_like(scale_D))
     x_MD = (x_MD - mean_D) / scale_D
     classes_C, target_M = label_M.unique(return_inverse=True)
-    weight_CD, bias_C = _solve(x_MD, target_M, num_classes=len(classes_C), l2=l2)
-    gradient = _gradient(x_MD, target_M, weight_CD, bias_C, l2=l2)
+    decay = l2 / len(x_MD)
+    weight_CD, bias_C = _solve(x_MD, target_M, num_classes=len(classes_C), decay=decay)
+    gradient = _gradient(x_MD, target_M, weight_CD, bias_C, decay=decay)
     return LinearProbe(mean_D, scale_D, weight_CD, bias_C, classes_C, l2, gradient)
 
 
@@ -75,7 +76,7 @@ def choose_l2(
     """The l2 of `grid` with which a layer trained without a fifth of the videos has the lowest cross-entropy on these.
 
     Clips whose class the others lack are passed over there. Where nothing can be compared (no clip is left, or the
-    others are of one class) it is 0.01.
+    others are of one class) it is 10.
     """
     held_out_M = torch.from_numpy(held_out(video_M)).to(label_M.device)
     seen = torch.isin(label_M, label_M[~held_out_M])
@@ -107,15 +108,15 @@ def held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 @torch.enable_grad()
 def _solve(
-    x_MD: torch.Tensor, target_M: torch.Tensor, *, num_classes: int, l2: float
+    x_MD: torch.Tensor, target_M: torch.Tensor, *, num_classes: int, decay: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """L-BFGS in coordinates in which the objective is about as curved in every direction.
+    """L-BFGS on the mean over clips, in coordinates in which it is about as curved in every direction.
 
-    At W = 0 the curvature is (covariance / classes + l2) for each class, and features that are nearly alike would make
-    the search crawl.
+    At W = 0 the curvature is (covariance / classes + decay) for each class, and features that are nearly alike would
+    make the search crawl.
     """
     variance_D, axes_DD = torch.linalg.eigh(x_MD.T @ x_MD / len(x_MD))
-    stretch_D = (variance_D.clamp(min=0) / num_classes + l2).rsqrt()
+    stretch_D = (variance_D.clamp(min=0) / num_classes + decay).rsqrt()
     z_MD = x_MD @ axes_DD * stretch_D
     # No weights, and the biases that are best without any.
     u_CD = x_MD.new_zeros(num_classes, x_MD.shape[1], requires_grad=True)
@@ -134,7 +135,7 @@ def _solve(
     def objective() -> torch.Tensor:
         search.zero_grad()
         loss: torch.Tensor = torch.nn.functional.cross_entropy(z_MD @ u_CD.T + v_C * num_classes**0.5, target_M)
-        loss = loss + l2 / 2 * (u_CD * stretch_D).square().sum()
+        loss = loss + decay / 2 * (u_CD * stretch_D).square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -144,9 +145,9 @@ def _solve(
 
 
 def _gradient(
-    x_MD: torch.Tensor, target_M: torch.Tensor, weight_CD: torch.Tensor, bias_C: torch.Tensor, *, l2: float
+    x_MD: torch.Tensor, target_M: torch.Tensor, weight_CD: torch.Tensor, bias_C: torch.Tensor, *, decay: float
 ) -> float:
     error_MC = (x_MD @ weight_CD.T + bias_C).softmax(dim=1)
     error_MC[torch.arange(len(error_MC), device=error_MC.device), target_M] -= 1
-    by_weight = error_MC.T @ x_MD / len(x_MD) + l2 * weight_CD
+    by_weight = error_MC.T @ x_MD / len(x_MD) + decay * weight_CD
     return max(by_weight.abs().max().item(), error_MC.mean(dim=0).abs().max().item())

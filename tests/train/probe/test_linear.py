@@ -21,12 +21,12 @@ def clips(num: int, *, seed: int, noise: float = 2.0) -> tuple[torch.Tensor, tor
 def objective(
     features: torch.Tensor, label: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, l2: float
 ) -> torch.Tensor:
-    """What is minimised, of the definition."""
+    """What is minimised, divided by the number of clips, of the definition."""
     x = features.double()
     x = (x - x.mean(dim=0)) / x.std(dim=0, correction=0)
     target = torch.searchsorted(CLASSES, label)
     logits = x @ weight.T + bias
-    return -logits.log_softmax(dim=1)[range(len(x)), target].mean() + l2 / 2 * (weight**2).sum()
+    return -logits.log_softmax(dim=1)[range(len(x)), target].mean() + l2 / len(x) / 2 * (weight**2).sum()
 
 
 def newton(features: torch.Tensor, label: torch.Tensor, *, l2: float) -> torch.Tensor:
@@ -46,7 +46,7 @@ def newton(features: torch.Tensor, label: torch.Tensor, *, l2: float) -> torch.T
     return theta.view(num_classes, width + 1)
 
 
-@pytest.mark.parametrize("l2", [1e-3, 1e-1, 10.0])
+@pytest.mark.parametrize("l2", [1.0, 30.0, 1e3])
 def test_it_is_the_optimum_that_newton_finds(l2: float) -> None:
     features, label = clips(200, seed=0)
     layer = fit_linear(features, label, l2=l2)
@@ -59,9 +59,9 @@ def test_it_is_the_optimum_that_newton_finds(l2: float) -> None:
 
 def test_the_gradient_of_the_objective_is_zero_where_it_says_so() -> None:
     features, label = clips(60, seed=1)
-    layer = fit_linear(features, label, l2=1e-2)
+    layer = fit_linear(features, label, l2=2.0)
     weight, bias = (value.clone().requires_grad_() for value in (layer.weight_CD, layer.bias_C))
-    objective(features, label, weight, bias, l2=1e-2).backward()
+    objective(features, label, weight, bias, l2=2.0).backward()
     assert weight.grad is not None and bias.grad is not None
     largest = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
     assert largest < 1e-6 and layer.gradient == pytest.approx(largest, abs=1e-9)
@@ -69,17 +69,17 @@ def test_the_gradient_of_the_objective_is_zero_where_it_says_so() -> None:
 
 def test_it_does_not_depend_on_chance_or_on_the_scale_of_features() -> None:
     features, label = clips(80, seed=2)
-    one = fit_linear(features, label, l2=1e-1)
+    one = fit_linear(features, label, l2=10.0)
     torch.rand(3)
-    assert torch.equal(fit_linear(features, label, l2=1e-1).weight_CD, one.weight_CD)
-    other = fit_linear(features * torch.tensor([10.0, 1e-3, 1.0, 3.0, 1.0]) - 4, label, l2=1e-1)
+    assert torch.equal(fit_linear(features, label, l2=10.0).weight_CD, one.weight_CD)
+    other = fit_linear(features * torch.tensor([10.0, 1e-3, 1.0, 3.0, 1.0]) - 4, label, l2=10.0)
     assert torch.allclose(other.weight_CD, one.weight_CD, atol=1e-3)
 
 
 def test_logits_of_classes_without_clips_are_below_all_and_constant_features_say_nothing() -> None:
     features, label = clips(50, seed=3)
     features[:, 2] = 0.3
-    layer = fit_linear(features, label, l2=1e-2)
+    layer = fit_linear(features, label, l2=2.0)
     scores = layer.scores(features, num_classes=7)
     assert scores.shape == (50, 7) and (scores[:, [0, 2, 3, 6]] == -torch.inf).all()
     assert scores[:, CLASSES].isfinite().all() and layer.weight_CD[:, 2].abs().max() < 1e-6
@@ -106,7 +106,7 @@ def test_l2_is_the_one_with_which_held_out_videos_are_told_best() -> None:
     chosen = choose_l2(features, label, video)
     assert chosen == min(GRID, key=naive)
     # Almost noise: holding it back is better than believing it.
-    assert chosen >= 0.1
+    assert chosen >= 10
 
 
 def test_where_nothing_can_be_compared_l2_is_a_stated_one() -> None:

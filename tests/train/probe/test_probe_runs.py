@@ -1,0 +1,196 @@
+"""`train eval probe` from outside, on runs of every task that has a video tower, and the probe in the loop."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.publish import publish_json
+from tests.train.classify.moving import write_moving
+from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.test_cli import train
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from train.checkpoint import latest_checkpoint, read_facts
+from train.cli import app
+from train.run_folder import RunFolder, read_lines
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+TINY = ("--model", "tiny", "--num-frames", 2, "--workers", 1, "--steps", 2, "--batch", 6, "--warmup-steps", 1)
+PIXELS = (*TINY, "--size-px", 32)
+MASKED = ("--mask-ratio", 0.5)
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of pixels, and latents of the same videos: labelled segments of a second."""
+    data_dir = tmp_path_factory.mktemp("moving")
+    write_moving(data_dir)
+    chunks = [Chunk(f"v{number:02d}", 2000 * half, 8) for number in range(12) for half in range(2)]
+    write_latents(Written(data_dir), [chunks])
+    return data_dir
+
+
+def trained(train: Train, out: Path, task: str, moving: Path, *flags: Any) -> Path:
+    assert train(task, "--shards", moving, "--out", out, *flags) == 0
+    return out
+
+
+def probed(train: Train, capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    capsys.readouterr()
+    assert train("eval", "probe", *arguments, "--json") == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = ("--evaluate.labels", "verb", "--evaluate.labels", "noun", "--evaluate.neighbours", 5)
+    methods = ("--evaluate.methods", "knn", "--evaluate.methods", "linear", "--evaluate.every", 1)
+    best = ("--best", "val/noun_knn_top1", "--keep-checkpoints", 1, "--checkpoint-every", 1)
+    flags = (*PIXELS, *MASKED, *labels, *methods, *best, "--lr", "1e-2")
+    out = trained(train, tmp_path / "run", "mae", moving, *flags)
+    lines = read_lines(RunFolder(out).metrics)
+    names = {f"val/{label}_{method}_{name}" for label in ("verb", "noun") for method in ("knn", "linear")
+             for name in ("top1", "top5", "mean_class")}  # fmt: skip
+    assert names <= set(lines[0]) and names <= set(lines[1])
+    best_step = max(lines, key=lambda line: line["val/noun_knn_top1"])["step"]
+    kept = {read_facts(path).step for path in RunFolder(out).checkpoints.glob("step_*")}
+    assert kept == {2, best_step}
+
+    result = probed(train, capsys, out, "--label", "verb", "--label", "noun", "--neighbours", 5)
+    found = {(one["label"], one["method"], one["encoder"]): one for one in result["findings"]}
+    assert len(found) == 8 and [one["label"] for one in result["findings"]] == ["verb"] * 4 + ["noun"] * 4
+    for label in ("verb", "noun"):
+        for method in ("knn", "linear"):
+            one = found[label, method, "trained"]
+            assert one["found"]["top1"] == pytest.approx(lines[1][f"val/{label}_{method}_top1"])
+            assert one["chance"]["top1"] == 0.5 and (one["num_samples"], one["num_bank"]) == (12, 36)
+    # Brightness is told by any features.
+    assert found["noun", "linear", "random"]["found"]["top1"] == 1.0
+    assert found["noun", "linear", "trained"]["gradient"] < 1e-5
+    assert "the 5 nearest clips of split 'train'" in result["protocol"] and "T = 2 frames" in result["clip"]
+    page = RunFolder(out).page.read_text()
+    assert "Probes of frozen features" in page and "verb, k-NN, random" in page
+
+
+def test_towers_of_every_task_are_probed(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latents = ("--input", "latents", "--segment", "1s")
+    runs = {
+        "mae": ("mae", *TINY, *latents, *MASKED),
+        "towers": ("dual-encoder", *PIXELS),
+        "classes": ("classify", *PIXELS, "--label", "class"),
+    }
+    words = {
+        "mae": "mean of the encoder's tokens",
+        "towers": "before the projection",
+        "classes": "what the last layer sees",
+    }
+    for name, flags in runs.items():
+        out = trained(train, tmp_path / name, flags[0], moving, *flags[1:])
+        wanted = ("--label", "noun", "--neighbours", 3, "--method", "knn")
+        result = probed(train, capsys, out, *wanted)
+        assert words[name] in result["features"], name
+        trained_one, random_one = result["findings"]
+        assert trained_one["encoder"] == "trained" and random_one["encoder"] == "random"
+        if name != "mae":  # whose latents here are noise
+            assert random_one["found"]["top1"] > 0.8
+        # Two steps change little, and the seed draws what the run began with.
+        assert probed(train, capsys, out, *wanted)["findings"] == result["findings"]
+    assert "segments of 4 frames" in probed(train, capsys, tmp_path / "mae", *wanted)["data"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "hint"),
+    [
+        (("--label", "mood"), "the captions have no column label_mood", "labels there: class, noun, verb"),
+        (("--label", "verb", "--split", "train"), "every clip would find itself", "two splits"),
+        (("--label", "verb", "--neighbours", 37), "37 neighbours are to vote, and split 'train' has 36", "36 or fewer"),
+        (("--label", "verb", "--split", "test"), "no videos of split 'test'", ""),
+        (("--label", "verb", "--label", "verb"), "names one twice: verb, verb", ""),
+    ],
+)
+def test_mistakes_are_named(
+    train: Train,
+    moving: Path,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[Any, ...],
+    message: str,
+    hint: str,
+) -> None:
+    assert train("eval", "probe", run, *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and hint in error
+    assert not RunFolder(run).evaluation("probe-val").exists()
+
+
+@pytest.fixture(scope="module")
+def run(moving: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    out = tmp_path_factory.mktemp("runs") / "mae"
+    words = [str(word) for word in ("mae", "--shards", moving, "--out", out, *PIXELS, *MASKED)]
+    app(words)
+    return out
+
+
+def test_a_mistake_in_the_loops_probe_leaves_no_run_behind(
+    train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = ("--evaluate.every", 1)
+    for flags, message in (
+        ((), "there is no label to tell from features"),
+        (("--evaluate.labels", "mood"), "no column label_mood"),
+        (("--evaluate.labels", "verb", "--evaluate.max-bank", 10), "20 neighbours are to vote"),
+        (("--evaluate.labels", "verb", "--best", "val/noun_knn_top1"), "--best val/noun_knn_top1 is no number"),
+    ):
+        assert train("mae", "--shards", moving, "--out", tmp_path / "run", *PIXELS, *MASKED, *every, *flags) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_video_tower_is_refused(
+    train: Train, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in run.iterdir():
+        (other / path.name).symlink_to(path)
+    (other / "run.json").unlink()
+    publish_json(other / "run.json", {"task": "caption"})
+    assert train("eval", "probe", other, "--label", "verb") == 2
+    assert "is a run of train caption: it has no video tower that can be probed" in capsys.readouterr().err
+    assert latest_checkpoint(RunFolder(other).checkpoints) is not None
+
+
+def test_classes_that_the_bank_lacks_are_counted_and_one_class_is_nothing_to_learn(
+    train: Train, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def captions(video_id: str, *names: str) -> list[Caption]:
+        return [
+            Caption(video_id, place, place + 1, "x", labels={"label_class": name}) for place, name in enumerate(names)
+        ]
+
+    write_shard(tmp_path, 0, chunks_of("a", 40), split="train")
+    write_shard(tmp_path, 1, chunks_of("b", 40), split="val")
+    videos = {"a": "train", "b": "val"}
+    write_captions(tmp_path, videos, [*captions("a", "p", "q", "p", "q"), *captions("b", "p", "r", "s", "r")])
+    few = ("--label", "class", "--neighbours", 2, "--shards", tmp_path)
+    for one in probed(train, capsys, run, *few)["findings"]:
+        assert (one["num_classes"], one["num_unseen"], one["num_unseen_classes"]) == (4, 3, 2)
+        assert one["found"]["top1"] <= 0.25
+    assert train("eval", "probe", run, *few) == 0
+    assert "3 clips of 2 classes of class that the bank lacks: never right" in capsys.readouterr().out
+
+    write_captions(tmp_path, videos, [*captions("a", "p", "p"), *captions("b", "p", "q")])
+    assert train("eval", "probe", run, *few) == 2
+    assert "all clips of split 'train' are of the class 'p'" in capsys.readouterr().err
+    write_captions(tmp_path, videos, [*captions("a", "p", "q"), Caption("b", 0, 1, "x")])
+    assert train("eval", "probe", run, *few) == 2
+    assert "no clip of split 'val' can be shown" in capsys.readouterr().err
