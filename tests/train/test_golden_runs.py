@@ -17,6 +17,7 @@ RUNS = {
     "infonce": f"dual-encoder {SMALL} --batch 4 --towers.temporal random --augment.flip 0.5 --augment.hue 0.1",
     "fastclip-v3": f"dual-encoder {SMALL} --batch 4 --microbatch 2 --loss.kind fastclip-v3 --optimizer.name lion",
     "siglip": f"dual-encoder {SMALL} --batch 4 --loss.kind siglip --towers.patch-dropout 0.5 --optimizer.ema 0.9",
+    "mae": f"mae {SMALL} --batch 4 --mask-ratio 0.75 --samples-per-chunk 2 --augment.flip 0.5 --decoder-mask random",
 }
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.distributed.runs import STRATEGIES, exact_plane, towers, train_plane, train_towers
+from tests.train.distributed.runs import (
+    STRATEGIES,
+    exact_plane,
+    masked,
+    towers,
+    train_masked,
+    train_plane,
+    train_towers,
+)
 from tests.train.test_latents_training import write_columns
 from train.distributed.world import World
 
@@ -60,6 +68,7 @@ def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         [sys.executable, "-m", "tests.train.distributed.runs", str(made.two), str(data_dir)], repository=repository
     )
     train_towers(towers(made.one / "towers", data_dir), ONE)
+    train_masked(masked(made.one / "masked", data_dir), ONE)
     for rank in ranks:
         _, errors = rank.communicate(timeout=240)
         assert rank.returncode == 0, errors[-3000:]

@@ -19,13 +19,17 @@ from train.distributed.world import World
 from train.evaluation.settings import EvaluationSettings
 from train.loop import train
 from train.losses.settings import Loss
+from train.mae.settings import MaeSettings
 from train.models.attention import open_attention
 from train.models.dual_encoder import DualEncoder
+from train.models.masked_autoencoder import MaskedAutoencoder
 from train.objective import Objective
 from train.progress import Progress
 from train.run_folder import RunFolder, create_run
 from train.settings import DualEncoderSettings, TrainingSettings
 from train.tasks.dual_encoder import DualEncoderTask, Samples
+from train.tasks.mae import MaeTask
+from train.tasks.mae import Samples as MaeSamples
 
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")
@@ -75,6 +79,46 @@ def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
     )
 
 
+class ExactMae(MaeTask):
+    """The masked autoencoder in float64."""
+
+    def build_model(self, samples: MaeSamples) -> MaskedAutoencoder:
+        return super().build_model(samples).double()
+
+    def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
+        return super().inputs(batch, rows, is_training=is_training).double()
+
+
+def masked(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
+    """Settings of a masked autoencoder on latents, with masks of both kinds and windows that are drawn."""
+    base = MaeSettings(
+        shards=str(data_dir),
+        out=out,
+        input="latents",
+        segment="2s",
+        steps=6,
+        batch=8,
+        lr=1e-2,
+        warmup_steps=2,
+        checkpoint_every=3,
+        model="tiny",
+        num_frames=4,
+        mask_ratio=0.75,
+        decoder_mask="random",
+        decoder_depth=1,
+    )
+    return replace(base, **changes)
+
+
+def train_masked(chosen: MaeSettings, world: World) -> nn.Module:
+    """A run of the masked autoencoder, from its latest checkpoint if it has one."""
+    task = ExactMae(chosen, door=open_attention("sdpa", device_type="cpu"), device=CPU)
+    samples = task.training_set(world)
+    return train(
+        task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)
+    )
+
+
 def exact_plane(out: Path, **changes: Any) -> TrainingSettings:
     """Settings of the small task: an average of weights and an evaluation that the best checkpoint is chosen by."""
     base = settings(out, evaluate=EvaluationSettings(every=3), best="closeness")
@@ -105,6 +149,7 @@ def _all_runs(folder: Path, data_dir: Path, world: World) -> None:
     for strategy in STRATEGIES:
         train_plane(exact_plane(folder / f"plane-{strategy}", **spread_over(strategy)), world)
         train_towers(towers(folder / f"towers-{strategy}", data_dir, **spread_over(strategy)), world)
+        train_masked(masked(folder / f"masked-{strategy}", data_dir, microbatch=3, **spread_over(strategy)), world)
         # Begun by one process, which left a checkpoint behind.
         train_plane(exact_plane(folder / f"resumed-{strategy}", **spread_over(strategy)), world)
     train_plane(exact_plane(folder / "microbatches", microbatch=1), world)
