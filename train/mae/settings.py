@@ -154,7 +154,9 @@ def check_mask(ratio: float, *, num_places: int) -> None:
     least = math.ceil(1e4 / num_places) / 1e4
     raise UserError(
         f"--mask-ratio is {ratio}, and of the {num_places} cubes of a moment {num_masked} are masked",
-        hint=f"use {least} or more, less than 1" if num_places > 1 else "use larger pictures: one cube must be left to see",
+        hint=f"use {least} or more, less than 1"
+        if num_places > 1
+        else "use larger pictures: one cube must be left to see",
     )
 
 
