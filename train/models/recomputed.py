@@ -1,0 +1,32 @@
+"""Cheap steps before a matrix product, computed again in the backward pass instead of kept for it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+Linear = nn.Linear | tuple[torch.Tensor, torch.Tensor]
+
+
+def linear_of(layer: Linear, prepare: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """`layer(prepare(*inputs))`, of which only the inputs are kept for the backward pass.
+
+    For layer norms, activations and copies, which cost little beside the product: torch stops computing again once
+    it has what the backward pass asks for, so the product itself is computed once.
+
+    Args:
+        layer: a linear layer, or its weight and bias.
+        prepare: draws nothing at random.
+    """
+
+    def product(*inputs: torch.Tensor) -> torch.Tensor:
+        prepared = prepare(*inputs)
+        return layer(prepared) if isinstance(layer, nn.Linear) else linear(prepared, *layer)
+
+    # What torch.compile keeps is its own choice.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return product(*inputs)
+    out: torch.Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out
