@@ -1,5 +1,6 @@
 """Small models of VideoMAE, ours and transformers', with weights that differ everywhere."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,23 @@ TRUNK = TransformerSize(width=32, depth=3, num_heads=4, norm_eps=1e-12, has_key_
 SIZE = VideoViTSize(trunk=TRUNK, patch_px=PATCH, cube_frames=2)
 VIDEOMAE = Towers(kind="videomae")
 State = dict[str, torch.Tensor]
+
+# transformers' names and those of the authors' checkpoints, which its documentation converts from; written down here
+# a second time, from one to the other.
+PUBLIC = (
+    (r"\.attention\.attention\.query\.weight$", ".attn.qkv.weight"),
+    (r"\.attention\.attention\.([qv]_bias)$", r".attn.\1"),
+    (r"\.attention\.output\.dense\.", ".attn.proj."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"^videomae\.embeddings\.patch_embeddings\.projection\.", "encoder.patch_embed.proj."),
+    (r"^videomae\.encoder\.layer\.", "encoder.blocks."),
+    (r"^videomae\.layernorm\.", "encoder.norm."),
+    (r"^decoder\.decoder_layers\.", "decoder.blocks."),
+    (r"^classifier\.", "head."),
+)
 
 
 def hf_config(**changes: Any) -> VideoMAEConfig:
@@ -127,3 +145,20 @@ def assert_same_reconstruction(ours: MaskedAutoencoder, theirs: Any, video_BCTHW
     )
     loss = reconstruction_loss(predicted, targets)
     torch.testing.assert_close(loss, seen.loss, rtol=1e-10, atol=1e-10)
+
+
+def public(state: State) -> State:
+    """A file's tensors as the authors name them."""
+    renamed = {}
+    for name, tensor in state.items():
+        if name.endswith((".key.weight", ".value.weight")):
+            continue
+        if name.endswith(".query.weight"):
+            begin = name.removesuffix("query.weight")
+            tensor = torch.cat([state[f"{begin}{part}.weight"] for part in ("query", "key", "value")])
+        for pattern, theirs in PUBLIC:
+            name = re.sub(pattern, theirs, name)
+        renamed[name] = tensor
+    if "head.weight" in renamed:
+        renamed = {name.removeprefix("encoder."): tensor for name, tensor in renamed.items()}
+    return renamed

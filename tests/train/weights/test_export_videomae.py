@@ -90,7 +90,8 @@ def test_transformers_reconstructs_what_the_run_does_and_the_run_comes_back(run:
     out = tmp_path / "exported"
     assert run_train("export", run, "--format", "hf", "--out", out) == 0
     ours = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
-    ours.load_state_dict(weights_of(run))
+    weights = weights_of(run)
+    ours.load_state_dict(weights)
     assert_same_reconstruction(ours, from_pretrained(VideoMAEForPreTraining, out), clips(side=SIDE))
     processor = VideoMAEImageProcessor.from_pretrained(out)
     assert list(processor.image_mean) == [0.42, 0.46, 0.41] and processor.crop_size["height"] == SIDE
@@ -98,7 +99,7 @@ def test_transformers_reconstructs_what_the_run_does_and_the_run_comes_back(run:
     assert (source.facts.video_eps, source.facts.mean) == (1e-9, (0.42, 0.46, 0.41))
     back = our_autoencoder(size=tiny_size(1e-9), image_px=SIDE)
     assert loaded_weights(back, source, say=quiet).fitted.changes == ()
-    assert all(torch.equal(one, weights_of(run)[name]) for name, one in back.state_dict().items())
+    assert all(torch.equal(one, weights[name]) for name, one in back.state_dict().items())
 
 
 def test_the_authors_format_holds_tensors_alone_and_says_what_it_does_not_hold(
