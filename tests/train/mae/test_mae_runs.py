@@ -1,0 +1,166 @@
+"""`train mae` from outside: on videos without captions, on latents, stopped and resumed, in parts, from weights."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.latents.written import Chunk, Written, write_latents
+from tests.train.test_cli import train
+from tests.train.tiny_data import chunks_of, write_captions, write_shard
+from train.checkpoint import latest_checkpoint, read_weights
+from train.progress import Progress
+from train.run_folder import RunFolder, read_lines
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+TINY = ("--model", "tiny", "--size-px", 32, "--num-frames", 4, "--stride", 2, "--mask-ratio", 0.75, "--workers", 1)
+STEPS = ("--batch", 4, "--lr", 0.1, "--warmup-steps", 2, "--decoder-depth", 1)
+LATENTS = ("--input", "latents", "--model", "tiny", "--mask-ratio", 0.5)
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two videos of three chunks, and nobody who says what they show; the last chunks are short."""
+    data_dir = tmp_path_factory.mktemp("videos")
+    write_shard(data_dir, 0, [*chunks_of("a", 45), *chunks_of("b", 41)], split="train")
+    write_captions(data_dir, {"a": "train", "b": "train"}, [])
+    return data_dir
+
+
+def write_columns(data_dir: Path, *, frame: tuple[int, int, int] = (4, 8, 8)) -> Path:
+    """Latents of two videos, segments of 2 s of which have 8 frames."""
+    written = Written(data_dir)
+    write_latents(written, [[Chunk(name, 0, 20, frame=frame) for name in "ab"]], values=noise)
+    write_captions(data_dir, {"a": "train", "b": "train"}, [])
+    return data_dir
+
+
+def noise(chunk: Chunk) -> Any:
+    drawn = torch.randn(chunk.num_frames, *chunk.frame, generator=torch.Generator().manual_seed(1))
+    return drawn.to(torch.float16).numpy()
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return read_lines(RunFolder(out).metrics)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in lines(out)]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    assert losses(found) == losses(expected)
+    ours, theirs = weights(found), weights(expected)
+    assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
+    train: Train, videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = ("--samples-per-chunk", 3, "--repeat", "masks", "--augment.flip", 0.5, "--decoder-mask", "running-cell")
+    flags = (*TINY, *STEPS, *several, "--steps", 8, "--checkpoint-every", 3)
+    assert train("mae", "--shards", videos, "--out", tmp_path / "whole", *flags) == 0
+    printed = capsys.readouterr().out
+    assert "6 chunks of 2 videos of split 'train'; 3 crops of the same frames of each in an epoch" in printed
+    assert "; 1 of a single frame, which is repeated; 2 shorter than 4 x 2 frames, with a smaller stride;" in printed
+
+    def interrupt(self: Progress, line: dict[str, Any]) -> None:
+        if line["step"] == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "show", interrupt)
+        assert train("mae", "--shards", videos, "--out", tmp_path / "broken", *flags) == 130
+    assert train("mae", "--resume", "--out", tmp_path / "broken") == 0
+    assert_same(tmp_path / "broken", tmp_path / "whole")
+    its = lines(tmp_path / "whole")
+    # 18 samples are an epoch; a batch of 4 has 1 / 64 of the rate for one of 256.
+    assert its[-1]["epoch"] == pytest.approx(8 * 4 / 18) and its[1]["lr"] == pytest.approx(0.1 / 64)
+    assert its[-1]["loss"] < its[0]["loss"]
+
+
+def test_a_batch_in_parts_and_another_seed(train: Train, videos: Path, tmp_path: Path) -> None:
+    flags = ("mae", "--shards", videos, *TINY, *STEPS, "--steps", 3, "--precision", "fp32")
+    assert train(*flags, "--out", tmp_path / "whole") == 0
+    assert train(*flags, "--out", tmp_path / "parts", "--microbatch", 3) == 0
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert train(*flags, "--out", tmp_path / "other", "--seed", 1) == 0
+    assert abs(losses(tmp_path / "other")[0] - losses(tmp_path / "whole")[0]) > 1e-4
+
+
+def test_latents_are_reconstructed_without_decoding_and_without_captions(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_dir = write_columns(tmp_path / "data")
+    flags = ("mae", "--shards", data_dir, *LATENTS, "--num-frames", 4, *STEPS, "--crop", "centre")
+    assert train(*flags, "--segment", "2s", "--steps", 4, "--checkpoint-every", 2, "--out", tmp_path / "whole") == 0
+    printed = capsys.readouterr().out
+    assert "--input latents has no use for --crop" in printed
+    assert "4 segments of 8 frames (4 x 8 x 8 float16 at 4 frames a second) in 2 chunks" in printed
+    assert weights(tmp_path / "whole")["video.conv1.weight"].shape == (128, 4, 2, 2, 2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    for path in sorted((tmp_path / "broken" / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(path)
+    assert train("mae", "--resume", "--out", tmp_path / "broken") == 0
+    assert_same(tmp_path / "broken", tmp_path / "whole")
+
+    # Where it ended is where another run begins.
+    begin = ("--init.weights", tmp_path / "whole", "--lr", 1e-9, "--steps", 1)
+    assert train(*flags, "--segment", "2s", "--out", tmp_path / "more", *begin) == 0
+    ours, theirs = weights(tmp_path / "more"), weights(tmp_path / "whole")
+    assert max((value - theirs[name]).abs().max() for name, value in ours.items()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("frame", "flags", "message"),
+    [
+        ((4, 8, 8), ("--segment", "2s", "--num-frames", 16), "--num-frames 16: a segment of 2s has 8 frames"),
+        ((4, 8, 8), ("--segment", "0.3s", "--num-frames", 2), "a segment of '0.3s' is 1.2 frames"),
+        ((4, 6, 8), ("--segment", "2s", "--num-frames", 4), "latents of 6 x 8 cannot be cut into squares of 2"),
+        ((4, 5, 5), ("--segment", "2s", "--num-frames", 4), "latents of 5 x 5 cannot be cut into squares of 2"),
+        ((4, 2, 2), ("--segment", "2s", "--num-frames", 4), "of the 1 cubes of a moment 0 are masked"),
+        ((4, 8, 8), ("--segment", "2s", "--num-frames", 4, "--batch", 5), "--batch is 5, and there are 4 samples"),
+    ],
+)
+def test_latents_that_do_not_suit_the_model_are_named(
+    train: Train,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    frame: tuple[int, int, int],
+    flags: tuple[Any, ...],
+    message: str,
+) -> None:
+    data_dir = write_columns(tmp_path / "data", frame=frame)
+    few = ("--batch", 2, "--steps", 1) if "--batch" not in flags else ("--steps", 1)
+    assert train("mae", "--shards", data_dir, *LATENTS, *few, *flags, "--out", tmp_path / "run") == 2
+    assert message in error_of(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tars_and_splits_that_are_not_there_are_named(
+    train: Train, videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (("--shards", f"{videos}/{{000000..000001}}.tar"), "is a stream of tars, and train mae reads data folders"),
+        (("--shards", videos, "--split", "test"), "has no videos of split 'test'"),
+        (("--shards", videos, "--input", "latents"), "latents"),
+        (("--shards", videos, "--batch", 7), "--batch is 7, and there are 6 samples"),
+    ):
+        assert train("mae", *TINY, "--batch", 2, *flags[:2], *flags[2:], "--out", tmp_path / "run") == 2
+        assert message in error_of(capsys)
+        assert not (tmp_path / "run").exists()

@@ -1,0 +1,101 @@
+"""Settings of `train mae`: defaults that survive a flag beside them, mistakes that are named before anything begins."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from tests.train.test_cli import Train, train
+from train.mae.settings import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
+from train.optim.settings import OptimizerSettings
+from train.settings_files import load_settings, preset_path, save_settings
+
+__all__ = ["train"]
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[MaeSettings]:
+    """What the command would train with."""
+    given: list[MaeSettings] = []
+    monkeypatch.setattr("train.commands.train_mae", lambda settings, resume: given.append(settings))
+    return given
+
+
+def test_a_flag_leaves_the_defaults_beside_it_as_they_are(
+    train: Train, chosen: list[MaeSettings], tmp_path: Path
+) -> None:
+    (tmp_path / "some.yaml").write_text("optimizer: {schedule: linear}\ntowers: {drop_path: 0.1}\n")
+    nested = ("--optimizer.schedule", "linear", "--towers.drop-path", 0.1)
+    assert train("mae", *nested) == 0 and train("mae", "--config", tmp_path / "some.yaml") == 0
+    assert train("mae") == 0
+    for settings in chosen[:2]:
+        assert settings == replace(
+            MaeSettings(),
+            optimizer=MaeOptimizer(schedule="linear"),
+            towers=replace(MaeSettings().towers, drop_path=0.1),
+        )
+        assert settings.optimizer.number("beta2") == 0.95 and settings.optimizer.lr_batch == 256
+        assert settings.towers.kind == "videomae"
+    assert chosen[2] == MaeSettings()
+    save_settings(chosen[0], tmp_path / "settings.yaml")
+    assert load_settings(tmp_path / "settings.yaml", MaeSettings) == chosen[0]
+
+
+def test_the_learning_rate_grows_with_the_batch() -> None:
+    assert MaeOptimizer().lr_scale(1024) == 4 and MaeOptimizer(lr_batch=64).lr_scale(16) == 0.25
+    assert OptimizerSettings().lr_scale(1024) == 1
+    # Numbers that another optimizer does not have are not asked of it.
+    assert MaeOptimizer(name="sgd").number("momentum") == 0.9 and MaeOptimizer(name="lion").number("beta2") == 0.99
+    assert MaeOptimizer(beta2=0.999).number("beta2") == 0.999
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "hint"),
+    [
+        (("--mask-ratio", 1), "--mask-ratio is 1.0", "something is left"),
+        (("--mask-ratio", "nan"), "--mask-ratio is nan", "less than 1"),
+        (("--mask-ratio", 0.004), "of the 196 cubes of a moment 0 are masked", "use 0.0052 or more"),
+        (("--size-px", 16), "of the 1 cubes of a moment 0 are masked", "larger pictures"),
+        (("--size-px", 100), "--size-px is 100", "a multiple of 16"),
+        (("--num-frames", 15), "--num-frames 15 cannot be cut into cubes of 2 frames", "multiple of 2"),
+        (("--towers.tubelet", 3), "--num-frames 16 cannot be cut into cubes of 3 frames", "multiple of 3"),
+        (("--towers.kind", "clip"), "--towers.kind is clip", "leave it out"),
+        (("--towers.patch-dropout", 0.5), "a videomae tower has none", "leave it out"),
+        (("--repeat", "masks"), "--samples-per-chunk is 1", "--samples-per-chunk 2"),
+        (("--decoder-mask", "running-cell", "--decoder-mask-ratio", 0.3), "--decoder-mask-ratio is 0.3", "0.25, 0.5"),
+        (("--decoder-mask-ratio", 0), "--decoder-mask-ratio is 0", "more than 0"),
+        (("--decoder-depth", 0), "--decoder-depth is 0", "from 1 to"),
+        (("--optimizer.lr-batch", 0), "--optimizer.lr-batch is 0", "from 1 to"),
+        (("--best", "val/x", "--evaluate.every", 1, "--evaluate.labels", "shape"), "--best val/x", "shape_knn_top1"),
+    ],
+)
+def test_mistakes_are_named(
+    train: Train, capsys: pytest.CaptureFixture[str], flags: tuple[Any, ...], message: str, hint: str
+) -> None:
+    assert train("mae", *flags) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ") and message in first and second.startswith("hint: ") and hint in second
+
+
+def test_masks_of_every_grid_hide_something_and_leave_something_with_the_ratio_of_the_hint() -> None:
+    assert num_masked_places(0.9, num_places=196) == 176
+    for num_places in range(2, 400):
+        with pytest.raises(UserError) as caught:
+            check_mask(1e-9, num_places=num_places)
+        least = float((caught.value.hint or "").split()[1])
+        check_mask(least, num_places=num_places)
+        check_mask(0.9999999, num_places=num_places)
+
+
+def test_flags_that_the_other_input_is_about_are_said() -> None:
+    latents = MaeSettings(input="latents", segment="2s", crop="centre", samples_per_chunk=2, repeat="masks")
+    assert without_effect(latents) == ["--crop", "--samples-per-chunk", "--repeat"]
+    assert without_effect(MaeSettings(segment="2s", crop="centre")) == ["--segment"]
+    assert without_effect(MaeSettings()) == [] == without_effect(MaeSettings(input="latents"))
+
+
+def test_a_preset_may_be_one_command_s_own() -> None:
+    assert preset_path("tiny", "mae").stem == "tiny-mae" and preset_path("tiny", "classify").stem == "tiny"
+    assert preset_path("mae-latents", "mae").stem == "mae-latents"
