@@ -1,6 +1,7 @@
 """What the commands of `train` do, once their flags are read."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from train.checkpoint import latest_checkpoint
+from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassifySettings
 from train.data.latents.records import FrameShape
 from train.data.loader import TrainingSet
@@ -86,7 +88,11 @@ def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
 
 def train_classify(settings: ClassifySettings, *, resume: bool) -> None:
     """Fine-tunes a video tower on labels, likewise."""
-    _launch(settings, ClassifyTask, effective_clip_settings, resume=resume)
+    run = RunFolder(settings.out)
+    # The data may have labels that it did not have then.
+    has_classes = resume and latest_checkpoint(run.checkpoints) is not None
+    classes = read_run_classes(run) if has_classes else None
+    _launch(settings, partial(ClassifyTask, classes=classes), effective_clip_settings, resume=resume)
 
 
 def train_mae(settings: MaeSettings, *, resume: bool) -> None:

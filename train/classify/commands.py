@@ -7,7 +7,7 @@ from typing import Any
 
 from manifests.errors import UserError
 from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
-from train.classify.classes import ClassList
+from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassEvaluation, ClassifySettings
 from train.commands import choose_device
 from train.data.decoding.clip import Views
@@ -79,22 +79,6 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
     run.write_evaluation(f"classification-{wanted.split}{suffix}", result)
     write_page(run)
     return result
-
-
-def read_run_classes(run: RunFolder) -> ClassList:
-    """The classes that a run was trained on.
-
-    Raises:
-        UserError: it is no run of `train classify`.
-    """
-    try:
-        facts = run.read_facts()
-        return ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{run.facts} names no classes: {run.path} is no run of train classify",
-            hint="other runs are scored by other commands: train eval --help",
-        ) from error
 
 
 def _describe_views(settings: ClassifySettings, views: Views) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
-from train.classify.commands import read_run_classes
+from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassifySettings
 from train.data.batch import Batch
 from train.distributed.world import World

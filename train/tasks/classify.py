@@ -91,9 +91,9 @@ class ClassifyTask:
                 hint="name the data folder that prep made",
             )
         folder = open_data_folder(settings.shards, cache=settings.cache)
-        self._classes = read_classes(
-            folder.path, label=settings.label, splits=(settings.split, settings.evaluate.split)
-        )
+        if self._classes is None:
+            splits = (settings.split, settings.evaluate.split)
+            self._classes = read_classes(folder.path, label=settings.label, splits=splits)
         samples = self.samples(settings.split, world, repeats=settings.repeats)
         if len(np.unique(samples.labels)) < 2:
             name = self.classes.names[int(samples.labels[0])]
@@ -140,7 +140,7 @@ class ClassifyTask:
         settings = self._settings
         if views is not None and len(views) > 1:
             raise UserError(
-                f"{views.num_clips} x {views.num_crops} views (clips x crops) are looks at pictures, and latents are none",
+                f"{views.num_clips} clips x {views.num_crops} crops are looks at pictures, and latents are none",
                 hint="leave --clips and --crops out with --input latents",
             )
         if is_remote(settings.shards):

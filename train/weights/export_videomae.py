@@ -13,7 +13,7 @@ import torch
 
 from manifests.errors import UserError
 from train.classify.classes import ClassList
-from train.classify.commands import read_run_classes
+from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassifySettings
 from train.mae.settings import MaeSettings
 from train.models.dual_encoder import size_of

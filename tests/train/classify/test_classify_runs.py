@@ -168,6 +168,32 @@ def test_one_class_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
         ClassifyTask(settings, door=door, device=torch.device("cpu")).training_set(World())
 
 
+def test_a_resumed_run_keeps_its_classes_whatever_labels_the_data_has_by_then(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_dir, out = tmp_path / "data", tmp_path / "run"
+    for shard_id, (name, split) in enumerate((("a", "train"), ("b", "val"))):
+        write_shard(data_dir, shard_id, chunks_of(name, 20), split=split)
+
+    def write_labels(*of_val: str) -> None:
+        labels = [("a", "p"), ("a", "q"), *(("b", name) for name in of_val)]
+        captions = [
+            Caption(video, place % 2, place % 2 + 1, "x", labels={"label_class": name})
+            for place, (video, name) in enumerate(labels)
+        ]
+        write_captions(data_dir, {"a": "train", "b": "val"}, captions)
+
+    write_labels("p", "q")
+    few = ("--batch", 2, "--warmup-steps", 1, "--steps", 2, "--checkpoint-every", 1)
+    assert train("classify", "--shards", data_dir, *TINY, *few, "--out", out) == 0
+    shutil.rmtree(_latest(out))
+    write_labels("p", "z")
+    assert train("classify", "--resume", "--out", out) == 0
+    assert RunFolder(out).read_facts()["classes"]["names"] == ["p", "q"]
+    assert train("eval", "classification", out) == 0
+    assert "1 of 2 captions of split 'val', 1 of 2 classes (class); 1 of other classes" in capsys.readouterr().out
+
+
 def test_a_run_of_another_task_has_no_classes(
     train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
