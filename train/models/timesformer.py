@@ -4,8 +4,8 @@ Each patch first attends to the patches at its place in all frames, then to the 
 token. The class token takes no part in the first; in the second it is seen in each frame, and what the frames tell it
 is averaged.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a frame, N patches of a clip (T * P, frame by
-frame), L tokens (1 + N), D width, h heads, K width of a head.
+Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a frame, N patches of a clip (T * P, by
+frames), L tokens (1 + N), D width, h heads, K width of a head.
 """
 
 from collections.abc import Sequence

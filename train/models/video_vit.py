@@ -112,6 +112,15 @@ class VideoViT(nn.Module):
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
         """One vector a clip, [B, D]: the class token, before the projection."""
+        x_BLD = self.transformer(self.embed(video_BCTHW))
+        return self.finish(x_BLD[:, 0])
+
+    def tokens(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        """All tokens of normalised clips, [B, L, D]: the class token, then the cubes in the order of their numbers."""
+        return self.finish(self.transformer(self.embed(video_BCTHW)))
+
+    def embed(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        """What the first block is given of normalised clips: tokens with their places, normalised, [B, L, D]."""
         num_clips = len(video_BCTHW)
         cubes_BN = self.conv1.cut(video_BCTHW).flatten(1, 2)
         positions_SPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
@@ -125,9 +134,13 @@ class VideoViT(nn.Module):
         x_BND = embedded_BND + positions_BND.to(embedded_BND.dtype)
         class_D = (self.class_embedding + self.positional_embedding[0]).to(x_BND.dtype)
         x_BLD = torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)
-        x_BLD = self.transformer(self.ln_pre(x_BLD))
-        class_BD: torch.Tensor = self.ln_post(x_BLD[:, 0])
-        return class_BD
+        x_BLD = self.ln_pre(x_BLD)
+        return x_BLD
+
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        """What the last block gave, normalised."""
+        x = self.ln_post(x)
+        return x
 
 
 def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> torch.Tensor:

@@ -62,6 +62,10 @@ class VideoMAEEncoder(nn.Module):
             visible_BK: int64, numbers of the cubes that are seen (as many in each clip), in the order of the tokens;
                 all of them when left out.
         """
+        return self.finish(self.transformer(self.embed(video_BCTHW, visible_BK)))
+
+    def embed(self, video_BCTHW: torch.Tensor, visible_BK: torch.Tensor | None = None) -> torch.Tensor:
+        """What the first block is given: tokens with their places, [B, K, D]; see `forward`."""
         cubes = cubes_of(video_BCTHW, cube_frames=self.size.cube_frames, patch_px=self.size.patch_px)
         if visible_BK is None:
             seen_BK = cubes.flatten(4).flatten(1, 3)
@@ -72,7 +76,11 @@ class VideoMAEEncoder(nn.Module):
             positions_BKD = self.positions_ND[visible_BK]
         embedded_BKD = self.conv1(seen_BK)
         # All that follows is in the precision of that product.
-        x_BKD: torch.Tensor = self.transformer(embedded_BKD + positions_BKD.to(embedded_BKD.dtype))
+        x_BKD: torch.Tensor = embedded_BKD + positions_BKD.to(embedded_BKD.dtype)
+        return x_BKD
+
+    def finish(self, x_BKD: torch.Tensor) -> torch.Tensor:
+        """What the last block gave, normalised where the tower does that."""
         return x_BKD if self.ln_post is None else self.ln_post(x_BKD)
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,146 @@
+"""A block of GPT-2 with cross-attention, and what it keeps from step to step when text is written token by token.
+
+Several texts of one video may stand side by side: V videos have R = V * n rows of text, those of a video one behind the
+other, and its keys and values are computed and kept once.
+
+Shape suffixes: V videos, R rows of text, L tokens of a row, N tokens of a video, D width, H heads, K width of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from train.models.attention import Attend
+from train.models.transformer import LayerNorm, Mlp, SelfAttention, TransformerSize
+
+_STD = 0.02
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of text over the tokens of its video."""
+
+    def __init__(self, width: int, num_heads: int, *, attend: Attend) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attend = attend
+        self.q_proj = nn.Linear(width, width)
+        self.kv_proj = nn.Linear(width, 2 * width)
+        self.out_proj = nn.Linear(width, width)
+
+    def keys_and_values(self, video_VND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What text attends to, each [V, N, H, K]."""
+        k_VNHK, v_VNHK = self.kv_proj(video_VND).unflatten(2, (2, self.num_heads, -1)).unbind(2)
+        return k_VNHK, v_VNHK
+
+    def forward(self, x_RLD: torch.Tensor, k_VNHK: torch.Tensor, v_VNHK: torch.Tensor) -> torch.Tensor:
+        """What the text sees, [R, L, D]."""
+        # All tokens of all rows of a video are queries to the same keys: nothing is repeated row by row.
+        q = self.q_proj(x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
+        seen: torch.Tensor = self.out_proj(self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
+        return seen
+
+
+@dataclass
+class BlockCache:
+    """What a block keeps from step to step.
+
+    Attributes:
+        k_RHLK, v_RHLK: of the text so far, with room for all rows and tokens.
+        video_k_VNHK, video_v_VNHK: of the videos.
+    """
+
+    k_RHLK: torch.Tensor
+    v_RHLK: torch.Tensor
+    video_k_VNHK: torch.Tensor
+    video_v_VNHK: torch.Tensor
+
+
+@dataclass
+class TextCache:
+    """What some blocks keep, by their numbers, of the first `num_tokens` tokens of each row."""
+
+    blocks: dict[int, BlockCache]
+    num_tokens: int = 0
+
+    def keep(self, rows_r: torch.Tensor, videos_v: torch.Tensor | None = None) -> None:
+        """Puts other rows in the places of the rows.
+
+        Args:
+            rows_r: int64, which row each of the new ones goes on from.
+            videos_v: int64, the videos that are left, whose rows these are; all of them when left out.
+        """
+        for block in self.blocks.values():
+            for x in (block.k_RHLK, block.v_RHLK):
+                x[: len(rows_r), :, : self.num_tokens] = x[:, :, : self.num_tokens].index_select(0, rows_r)
+            if videos_v is not None:
+                block.video_k_VNHK, block.video_v_VNHK = (
+                    # As it lies in memory, head by head.
+                    x.transpose(1, 2).index_select(0, videos_v).transpose(1, 2)
+                    for x in (block.video_k_VNHK, block.video_v_VNHK)
+                )
+
+
+class Gpt2Block(nn.Module):
+    """Causal attention, cross-attention and an MLP, each behind a layer norm and a residual."""
+
+    num_branches = 3
+
+    def __init__(self, size: TransformerSize, *, attend: Attend) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(size.width, eps=size.norm_eps)
+        self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
+        self.ln_cross = LayerNorm(size.width, eps=size.norm_eps)
+        self.cross_attn = CrossAttention(size.width, size.num_heads, attend=attend)
+        self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
+        self.mlp = Mlp(size.width, "gelu_tanh")
+        for linear in (self.cross_attn.q_proj, self.cross_attn.kv_proj, self.mlp.c_fc):
+            nn.init.normal_(linear.weight, std=_STD)
+            nn.init.zeros_(linear.bias)
+        nn.init.normal_(self.attn.in_proj_weight, std=_STD)
+        # GPT-2's initialisation: residual branches shrink with the depth.
+        for linear in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
+            nn.init.normal_(linear.weight, std=_STD * (2 * size.depth) ** -0.5)
+            nn.init.zeros_(linear.bias)
+
+    def forward(
+        self, x_RLD: torch.Tensor, video_VND: torch.Tensor, *, branches: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The block's output, [R, L, D]; it has no `branches`, as none are dropped."""
+        x_RLD = x_RLD + self.attn(self.ln_1(x_RLD), causal=True, packing=None)
+        x_RLD = x_RLD + self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
+        changed_RLD: torch.Tensor = x_RLD + self.mlp(self.ln_2(x_RLD))
+        return changed_RLD
+
+    def start(self, video_VND: torch.Tensor, *, num_rows: int, num_tokens: int) -> BlockCache:
+        """A cache for that many rows of at most so many tokens."""
+        k_VNHK, v_VNHK = (
+            # Head by head in memory: a step reads all keys of a head one behind the other.
+            x.transpose(1, 2).contiguous().transpose(1, 2)
+            for x in self.cross_attn.keys_and_values(video_VND)
+        )
+        heads, head_width = k_VNHK.shape[2:]
+        k_RHLK, v_RHLK = (k_VNHK.new_empty(num_rows, heads, num_tokens, head_width) for _ in range(2))
+        return BlockCache(k_RHLK=k_RHLK, v_RHLK=v_RHLK, video_k_VNHK=k_VNHK, video_v_VNHK=v_VNHK)
+
+    def step(self, x_RLD: torch.Tensor, cache: BlockCache, *, begin: int) -> torch.Tensor:
+        """The block's output for the tokens from place `begin` on; those before are in the cache.
+
+        Raises:
+            ValueError: there are several of each row, and they are not the first.
+        """
+        if begin and x_RLD.shape[1] > 1:
+            raise ValueError(f"{x_RLD.shape[1]} tokens a row in a step that is not the first")
+        attention = self.attn
+        num_rows, num_tokens, width = x_RLD.shape
+        end = begin + num_tokens
+        qkv = nn.functional.linear(self.ln_1(x_RLD), attention.in_proj_weight, attention.in_proj_bias)
+        q_RLHK, k_RLHK, v_RLHK = qkv.view(num_rows, num_tokens, 3, attention.num_heads, -1).unbind(2)
+        cache.k_RHLK[:num_rows, :, begin:end] = k_RLHK.transpose(1, 2)
+        cache.v_RHLK[:num_rows, :, begin:end] = v_RLHK.transpose(1, 2)
+        k_RLHK, v_RLHK = (x[:num_rows, :, :end].transpose(1, 2) for x in (cache.k_RHLK, cache.v_RHLK))
+        out_RLHK = attention.attend(q_RLHK, k_RLHK, v_RLHK, causal=begin == 0 and num_tokens > 1)
+        x_RLD = x_RLD + attention.out_proj(out_RLHK.reshape(num_rows, num_tokens, width))
+        x_RLD = x_RLD + self.cross_attn(self.ln_cross(x_RLD), cache.video_k_VNHK, cache.video_v_VNHK)
+        changed_RLD: torch.Tensor = x_RLD + self.mlp(self.ln_2(x_RLD))
+        return changed_RLD
