@@ -19,6 +19,7 @@ TINY = {
         *("--ways", "LatentLoader", "npy memmap", "memcpy"),
     ],
     "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
+    "mae": ["--parts", "model", "--model", "tiny", "--size-px", "32", "--rounds", "1", "--steps", "1"],
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "plan": ["--chunks", "80"],
@@ -33,6 +34,8 @@ NOT_BENCHMARKS = {
     "environment",
     "launch",
     "made_data",
+    "mae_data",
+    "mae_steps",
     "measure",
     "plain_loops",
     "recipe_trial",
@@ -70,6 +73,28 @@ def test_a_way_to_load_latents_that_is_not_installed_leaves_its_row_empty(tmp_pa
     seed, floor = rows_of(32, {MEMCPY: [100.0, 300.0, 200.0]}, [SEEDS[0], MEMCPY])
     assert (seed["segments/s"], seed["/ memcpy"]) == ("not installed", None)
     assert (floor["segments/s"], floor["/ seed"], floor["/ memcpy"]) == (200, None, 1.0)
+
+
+def test_steps_of_a_masked_autoencoder_are_taken_from_chunks_of_any_kind(tmp_path: Path) -> None:
+    import torch
+
+    from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
+    from benchmarks.decode_peers.clip_set import FPS, chunk_path, data_folder
+    from benchmarks.mae import WAYS, data_rows
+    from benchmarks.mae_data import as_data_folder
+    from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
+
+    own = data_folder(tmp_path, OWN)
+    write_shard(own, 0, [video_sample("000", 0, encode_chunk(0, 40, fps=FPS), fps=FPS)], split="train")
+    write_captions(own, {"000": "train"}, [Caption("000", 0, 1, "text")])
+    plain = chunk_path(tmp_path, X264_DEFAULT, 0)
+    plain.parent.mkdir()
+    plain.write_bytes(encode_chunk(0, 40, fps=FPS, open_gop=True))
+    as_data_folder(tmp_path)
+    settings = {"model": "tiny", "size_px": 64, "num_frames": 2, "stride": 2, "batch": 1, "workers": 1, "device": "cpu"}
+    rows = data_rows(tmp_path, settings, device=torch.device("cpu"), num_rounds=1, num_steps=1)
+    assert [(row["chunks"], row["path"]) for row in rows] == list(WAYS)
+    assert rows[0]["speed / first"] == 1.0 and all(row["data / step"] < 1 for row in rows)
 
 
 def test_a_decoder_that_is_not_installed_leaves_its_row_and_its_figures_empty(tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""Masked autoencoders: steps of ViT-B against Hugging Face's, what data costs a step, pixels against latents.
+
+    python -m benchmarks.mae [VIDEOS] [--parts model data latents] [--device cuda|cpu] [--rounds N] [--json FILE]
+
+model: forward and backward pass of VideoMAE (16 frames of 224 px, 1408 of 1568 cubes hidden, decoder of 4 blocks),
+clipmill's MaskedAutoencoder with its targets and its loss beside transformers' VideoMAEForPreTraining with SDPA: the
+same weights, clips and masks; before anything is timed their losses are compared. On a CPU in float32, CPU seconds,
+and memory by torch's own account of what it allocates; on a GPU in bfloat16 autocast, and the allocator's peak. Memory
+is what a pass holds at most besides weights, clips and masks. Targets: at least 1.0 times the speed, at most 1.0 times
+the memory.
+
+data: pieces of 15 s of VIDEOS (without VIDEOS they are made) as plain calls of ffmpeg encode them (x264 default) and
+as `prep chunk` does (own), decoded through the container (plain) or by packets. A step is that of `train mae` (16
+frames, 4 apart, multi-scale crop, flip, masks, optimizer) on batches from the loader and on a batch in memory, in turn.
+`data / step` is the part of a step's time that is gone when the batch is in memory, by wall time, `waits` the part
+during which a step waits for its batch, `data / CPU` the part of its CPU time that goes into loading, `speed / first`
+compares wall times. The first row is the way before, the last the one of `train mae`. Target on a GPU: 5 % with
+packets. On a CPU the model is `tiny`, so that loading counts, and it shares the cores with the loader.
+
+latents: `train mae` on pixels and on latents of as many cubes (28 x 28, as a VAE makes of 224 px), batches from the
+loader: samples a CPU second, on a GPU a second.
+
+The decoder alone, 16 frames 4 apart, against decord and others is in benchmarks/decode.py.
+
+Ways take their turns in every round, in an order that goes round; figures are medians over the rounds, ratios medians
+of the ratios within each round.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
+from benchmarks.decode_peers.clip_set import data_folder
+from benchmarks.mae_data import LATENT_PX, LATENT_SEGMENT, DataSteps, make_folders
+from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, peak_bytes, seconds, take
+from benchmarks.report import Rows, parser_for, print_report
+from prep.ffmpeg import find_ffmpeg
+from train.augment.settings import Augment
+from train.mae.settings import MaeSettings
+
+MB = 1024**2
+MODEL, DATA, LATENTS = "model", "data", "latents"
+# A chunk's encoding, and how frames come out of it.
+WAYS = ((X264_DEFAULT, "plain"), (OWN, "plain"), (OWN, "packets"))
+_CLOSE = 1e-3  # of losses, in bfloat16
+
+
+def data_settings(size_px: int, *, device: torch.device) -> dict[str, Any]:
+    """Settings of `train mae` for the parts that load data."""
+    cores = len(os.sched_getaffinity(0))
+    shared = {"size_px": size_px, "device": device.type, "augment": Augment(flip=0.5)}
+    if device.type == "cuda":
+        return {**shared, "model": "b16", "batch": 64, "workers": cores}
+    return {**shared, "model": "tiny", "batch": 8, "workers": 1}
+
+
+def model_rows(
+    name: str, *, image_px: int, batch: int, device: torch.device, num_rounds: int, num_steps: int
+) -> list[dict[str, Any]]:
+    """A row of each model.
+
+    Raises:
+        RuntimeError: their losses differ.
+    """
+    ours = OurSteps(name, image_px=image_px, decoder_depth=4, device=device)  # type: ignore[arg-type]
+    ways: dict[str, Steps] = {OURS: ours, HF: HfSteps(ours.model, device=device)}
+    clips = torch.randn(batch, 3, NUM_FRAMES, image_px, image_px, device=device)
+    masks = ours.masks(batch, device=device)
+    losses = {way: take(steps, clips, masks) for way, steps in ways.items()}
+    if abs(losses[OURS] - losses[HF]) > _CLOSE * losses[HF]:
+        raise RuntimeError(f"the same weights give other losses: {losses}")
+    memory = {way: peak_bytes(steps, clips, masks) for way, steps in ways.items()}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(num_rounds):
+        for way in sorted(ways, reverse=bool(number % 2)):
+            times[way].append(seconds(ways[way], clips, masks, count=num_steps))
+            _progress(f"model, round {number + 1}, {way}: {times[way][-1]:.3f} s")
+    return [
+        {
+            "way": way,
+            "loss": f"{losses[way]:.6f}",
+            "s a step": round(statistics.median(times[way]), 3),
+            "lowest": min(times[way]),
+            "highest": max(times[way]),
+            "speed / transformers": _ratio(times[HF], times[way]),
+            "peak MB": round(memory[way] / MB),
+            "memory / transformers": memory[way] / memory[HF],
+        }
+        for way in ways
+    ]
+
+
+def data_rows(
+    folder: Path, settings: dict[str, Any], *, device: torch.device, num_rounds: int, num_steps: int
+) -> list[dict[str, Any]]:
+    """A row of each kind of chunks and each path through them."""
+    ways = {}
+    for name, decode in WAYS:
+        chosen = MaeSettings(shards=str(data_folder(folder, name)), decode=decode, **settings)  # type: ignore[arg-type]
+        ways[name, decode] = DataSteps(chosen, device=device)
+    memory: dict[Any, list[tuple[float, float]]] = {way: [] for way in ways}
+    loaded: dict[Any, list[tuple[float, float, float]]] = {way: [] for way in ways}
+    for number in range(num_rounds):
+        turn = number % len(WAYS)
+        for way in WAYS[turn:] + WAYS[:turn]:
+            memory[way].append(ways[way].from_memory(num_steps))
+            loaded[way].append(ways[way].from_loader(num_steps))
+            _progress(f"data, round {number + 1}, {' '.join(way)}: {loaded[way][-1][0]:.3f} s a step")
+    return [
+        {
+            "chunks": name,
+            "path": decode,
+            "s a step": round(statistics.median(step[0] for step in loaded[name, decode]), 3),
+            "s in memory": round(statistics.median(step[0] for step in memory[name, decode]), 3),
+            "data / step": _share(memory[name, decode], loaded[name, decode], 0),
+            "waits": statistics.median(step[2] / step[0] for step in loaded[name, decode]),
+            "data / CPU": _share(memory[name, decode], loaded[name, decode], 1),
+            "speed / first": _ratio([step[0] for step in loaded[WAYS[0]]], [step[0] for step in loaded[name, decode]]),
+        }
+        for name, decode in WAYS
+    ]
+
+
+def latent_rows(
+    folder: Path, settings: dict[str, Any], *, device: torch.device, num_rounds: int, num_steps: int
+) -> list[dict[str, Any]]:
+    """A row for pixels and one for latents."""
+    shards = str(data_folder(folder, OWN))
+    inputs: dict[str, dict[str, Any]] = {
+        "pixels": {"size_px": LATENT_PX},
+        "latents": {"input": "latents", "segment": LATENT_SEGMENT, "augment": Augment()},
+    }
+    chosen = {name: MaeSettings(shards=shards, **(settings | extra)) for name, extra in inputs.items()}
+    ways = {name: DataSteps(one, device=device) for name, one in chosen.items()}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(num_rounds):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            wall_s, cpu_s, _ = ways[name].from_loader(num_steps)
+            rates[name].append(chosen[name].batch / (wall_s if device.type == "cuda" else cpu_s))
+            _progress(f"latents, round {number + 1}, {name}: {rates[name][-1]:.2f} samples/s")
+    return [
+        {
+            "input": name,
+            "samples/s": statistics.median(found),
+            "lowest": min(found),
+            "highest": max(found),
+            "/ pixels": _ratio(found, rates["pixels"]),
+        }
+        for name, found in rates.items()
+    ]
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("videos", type=Path, nargs="?", help="folder of videos; by default some are made")
+    parser.add_argument("--parts", nargs="+", choices=(MODEL, DATA, LATENTS), default=[MODEL, DATA, LATENTS])
+    parser.add_argument("--model", default="b16", help="of the part model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, help="of the part model; 2 on a CPU, 32 on a GPU")
+    parser.add_argument("--size-px", type=int, default=224)
+    parser.add_argument("--pieces", type=int, default=12, help="of 15 s")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="timed in a turn; 2 on a CPU, 10 on a GPU")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    is_cuda = device.type == "cuda"
+    if not is_cuda:
+        torch.set_num_threads(1)
+    race = {
+        "device": device,
+        "num_rounds": arguments.rounds,
+        "num_steps": arguments.steps or (10 if is_cuda else 2),
+    }
+    tables: dict[str, Rows] = {}
+    if MODEL in arguments.parts:
+        batch = arguments.batch or (32 if is_cuda else 2)
+        rows = model_rows(arguments.model, image_px=arguments.size_px, batch=batch, **race)
+        tables[f"{arguments.model}, forward and backward, {batch} clips of 16 x {arguments.size_px} px"] = rows
+    names: list[str] = []
+    if {DATA, LATENTS} & set(arguments.parts):
+        settings = data_settings(arguments.size_px, device=device)
+        with tempfile.TemporaryDirectory() as name:
+            names = make_folders(
+                Path(name),
+                videos=arguments.videos,
+                num_pieces=arguments.pieces,
+                program=find_ffmpeg().path,
+                has_latents=LATENTS in arguments.parts,
+            )
+            what = f"{settings['model']}, batch {settings['batch']}"
+            if DATA in arguments.parts:
+                tables[f"{what}: the data's part of a step"] = data_rows(Path(name), settings, **race)
+            if LATENTS in arguments.parts:
+                tables[f"{what}: pixels and latents"] = latent_rows(Path(name), settings, **race)
+    (title, first), *others = tables.items()
+    where = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({torch.get_num_threads()} thread of torch)"
+    print_report(
+        f"Masked autoencoders, on {where}: {title}",
+        first,
+        notes=[
+            f"torch {torch.__version__}, {arguments.rounds} rounds; pieces: {', '.join(names) or 'none'}.",
+            "targets: 1.0 times transformers' speed or more, 1.0 times its memory or less; data at most 5 % of a step",
+            "on a GPU. The decoder beside decord: benchmarks/decode.py.",
+        ],
+        json_path=arguments.json,
+        further=dict(others),
+    )
+
+
+def _ratio(over: list[float], under: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def _share(memory: list[tuple[float, float]], loaded: list[tuple[float, float, float]], which: int) -> float:
+    return statistics.median(1 - a[which] / b[which] for a, b in zip(memory, loaded, strict=True))
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Steps of `train mae` from data folders: the same pieces of video in chunks of several kinds, and as latents."""
+
+import shutil
+import time
+from collections.abc import Generator, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT, make_set, write_captions
+from benchmarks.decode_peers.clip_set import FPS, chunk_path, data_folder
+from benchmarks.decode_peers.pieces import cut_pieces, make_pieces
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.vit_steps import wait_for
+from manifests.keys import chunk_key
+from manifests.store import read_videos
+from prep.packets import read_chunk
+from shards.commits import Commit, write_commit
+from shards.dataset import set_current_variant
+from shards.format import VIDEO_FIELDS
+from shards.writer import Sample, ShardWriter
+from train.data.batch import Batch, to_device
+from train.data.filling import LoadedBatch
+from train.data.prefetch import prefetch
+from train.distributed.world import World
+from train.mae.settings import MaeSettings
+from train.models.attention import open_attention
+from train.optim.optimizer import make_optimizer
+from train.precision import open_precision
+from train.step import Step
+from train.tasks.mae import MaeTask
+
+LATENT_PX, LATENT_SEGMENT = 224, "5s"
+_VARIANT, _FINGERPRINT = "h264-x264-default-00000000", "00" * 32
+
+
+def make_folders(folder: Path, *, videos: Path | None, num_pieces: int, program: str, has_latents: bool) -> list[str]:
+    """Makes a data folder of each kind, and gives the names of the pieces; `data_folder` has their paths."""
+    pieces, captions = folder / "pieces", folder / "captions.csv"
+    pieces.mkdir()
+    if videos is None:
+        names = make_pieces(pieces, num_pieces=num_pieces, program=program)
+    else:
+        names = cut_pieces(videos, pieces, num_pieces=num_pieces, program=program)
+    write_captions(captions, [(number, 0.0, 1.0) for number in range(len(names))])
+    for name in (OWN, X264_DEFAULT):
+        make_set(name, pieces=pieces, captions=captions, folder=folder, program=program)
+    as_data_folder(folder)
+    if has_latents:
+        words = ("--vae", "tiny", "--size", str(LATENT_PX), "--segment", LATENT_SEGMENT)
+        run_measured(prep_command("latents", *words, "--data", data_folder(folder, OWN), "--engine", "processes"))
+    return names
+
+
+def as_data_folder(folder: Path) -> None:
+    """Puts the files that plain calls of ffmpeg made into a data folder with the manifest of `prep chunk`'s."""
+    data = data_folder(folder, X264_DEFAULT)
+    shutil.copytree(data_folder(folder, OWN) / "manifest", data / "manifest")
+    videos = read_videos(data)
+    directory, split = data / "video" / _VARIANT, videos["split"][0].as_py()
+    with ShardWriter(directory, shard_id=0, extensions=("mp4",), fields=VIDEO_FIELDS) as writer:
+        for video_id in sorted(videos["video_id"].to_pylist()):
+            content = chunk_path(folder, X264_DEFAULT, int(video_id)).read_bytes()
+            facts = vars(read_chunk(content, fps=Fraction(FPS)))
+            fields = {
+                **{"video_id": video_id, "start_ms": 0, "fps_num": FPS, "fps_den": 1, "span_fingerprint": "00"},
+                **{"num_frames": len(facts["packet_frame"]), **facts},
+            }
+            writer.add(Sample(key=chunk_key(video_id, 0), members={"mp4": content}, fields=fields))
+        files = writer.publish(_FINGERPRINT)
+    write_commit(directory, Commit("video", 0, split, _FINGERPRINT, files, ()))
+    set_current_variant(data, "video", _VARIANT)
+
+
+class DataSteps:
+    """Steps of a run: forward, backward, optimizer; on batches from the loader, or on one that is in memory."""
+
+    def __init__(self, settings: MaeSettings, *, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        door = open_attention(settings.attention, device_type=device.type)
+        task = MaeTask(settings, door=door, device=device)
+        self._samples = task.training_set(World())
+        self._precision = open_precision(settings.precision, device_type=device.type)
+        torch.manual_seed(0)
+        self._model = task.build_model(self._samples).to(device).train()
+        self._objective = task.build_objective(self._samples, World()).to(device)
+        self._optimizer = make_optimizer(self._model, self._objective, settings)
+        self._number = 0
+
+    def from_memory(self, count: int) -> tuple[float, float]:
+        """Wall and CPU seconds of a step on a batch that was loaded before."""
+        batches = self._samples.batches(position=0, max_failures=0)
+        batch = to_device(next(batches).batch, self._device)
+        batches.close()
+        self._take(batch)
+
+        def again() -> Iterator[Batch]:
+            while True:
+                yield batch
+
+        wall_s, cpu_s, _ = self._timed(again(), count)
+        return wall_s, cpu_s
+
+    def from_loader(self, count: int) -> tuple[float, float, float]:
+        """Wall and CPU seconds of a step, and the wall seconds of it that it waits for its batch."""
+        batches = prefetch(self._samples.batches(position=0, max_failures=0), self._device)
+        try:
+            # What was loaded ahead before anything was timed is used up first.
+            for _ in range(self._settings.batches_ahead + 2):
+                self._take(next(batches).batch)
+            return self._timed(_only_batches(batches), count)
+        finally:
+            batches.close()
+
+    def _timed(self, batches: Iterator[Batch], count: int) -> tuple[float, float, float]:
+        waited_s = 0.0
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            began_s = time.perf_counter()
+            batch = next(batches)
+            waited_s += time.perf_counter() - began_s
+            self._take(batch)
+        return (time.perf_counter() - wall_s) / count, (time.process_time() - cpu_s) / count, waited_s / count
+
+    def _take(self, batch: Batch) -> None:
+        self._number += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        self._objective.backward(self._model, batch, Step(number=self._number, autocast=self._precision.autocast))
+        self._optimizer.step()
+        wait_for(self._device)
+
+
+def _only_batches(loaded: Generator[LoadedBatch, None, None]) -> Iterator[Batch]:
+    for one in loaded:
+        yield one.batch

@@ -1,0 +1,155 @@
+"""Steps of a masked autoencoder, ours and Hugging Face's: the same weights, the same clips, the same masks."""
+
+import time
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.vit_steps import wait_for
+from train.mae.masks import tube_masks
+from train.mae.targets import normalised_cubes, reconstruction_loss
+from train.models.attention import open_attention
+from train.models.dual_encoder import size_of
+from train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
+from train.models.settings import ModelName, Towers
+from train.weights.converted import IMAGENET_STD
+from train.weights.hf_videomae_format import to_hf_videomae
+
+OURS, HF = "clipmill", "transformers"
+NUM_FRAMES, MASK_RATIO = 16, 0.9
+
+
+class Steps(Protocol):
+    """Forward and backward passes of one model."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Encoder and decoder."""
+        ...
+
+    def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
+        """Mean squared error over the masked cubes."""
+        ...
+
+
+class OurSteps:
+    """Those of `train mae`."""
+
+    def __init__(self, model: ModelName, *, image_px: int, decoder_depth: int, device: torch.device) -> None:
+        towers = Towers(kind="videomae")
+        self._size = size_of(model, towers).video
+        torch.manual_seed(0)
+        self.model = MaskedAutoencoder(
+            self._size,
+            decoder_depth=decoder_depth,
+            image_px=image_px,
+            num_frames=NUM_FRAMES,
+            attend=open_attention("auto", device_type=device.type).attend,
+            towers=towers,
+        ).to(device)
+        self.grid = self.model.video.grid
+
+    def masks(self, num_clips: int, *, device: torch.device) -> torch.Tensor:
+        """Tubes, bool [B, N]."""
+        return tube_masks(torch.arange(num_clips, device=device), self.grid, ratio=MASK_RATIO, seed=0)
+
+    def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
+        """As the objective of `train mae` has it."""
+        num_masked = self.grid.steps * int(MASK_RATIO * self.grid.patches)
+        targets_BMV = normalised_cubes(
+            clips_BCTHW,
+            predicted_cubes(masked_BN, count=num_masked),
+            cube_frames=self._size.cube_frames,
+            patch_px=self._size.patch_px,
+            std=IMAGENET_STD,
+        )
+        with _autocast(clips_BCTHW.device):
+            values_BMV = self.model(clips_BCTHW, masked_BN, num_masked=num_masked)
+        return reconstruction_loss(values_BMV, targets_BMV)
+
+
+class HfSteps:
+    """Those of VideoMAEForPreTraining with SDPA, which computes its targets itself."""
+
+    def __init__(self, ours: MaskedAutoencoder, *, device: torch.device) -> None:
+        from transformers import VideoMAEConfig, VideoMAEForPreTraining
+
+        encoder, decoder = ours.video.size, ours.decoder.transformer
+        width = int(ours.decoder.mask_token.shape[0])
+        config = VideoMAEConfig(
+            image_size=ours.video.grid.rows * encoder.patch_px,
+            patch_size=encoder.patch_px,
+            num_frames=NUM_FRAMES,
+            tubelet_size=encoder.cube_frames,
+            hidden_size=encoder.trunk.width,
+            num_hidden_layers=encoder.trunk.depth,
+            num_attention_heads=encoder.trunk.num_heads,
+            intermediate_size=4 * encoder.trunk.width,
+            decoder_hidden_size=width,
+            decoder_num_hidden_layers=len(decoder.resblocks),
+            decoder_num_attention_heads=encoder.trunk.num_heads // 2,
+            decoder_intermediate_size=4 * width,
+            use_mean_pooling=False,
+        )
+        self.model = VideoMAEForPreTraining._from_config(config, attn_implementation="sdpa").to(device)
+        state, its_names = {}, self.model.state_dict()
+        for name, tensor in to_hf_videomae(ours.state_dict()).items():
+            # Some versions call these biases otherwise in memory than in files.
+            other = name.replace("q_bias", "query.bias").replace("v_bias", "value.bias")
+            state[other if other in its_names else name] = tensor
+        self.model.load_state_dict(state)
+
+    def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
+        """Its own."""
+        with _autocast(clips_BCTHW.device):
+            found: torch.Tensor = self.model(clips_BCTHW.transpose(1, 2), bool_masked_pos=masked_BN).loss
+        return found
+
+
+def take(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> float:
+    """One forward and backward pass; its loss."""
+    steps.model.zero_grad(set_to_none=True)
+    loss = steps.loss(clips_BCTHW, masked_BN)
+    loss.backward()
+    return loss.item()
+
+
+def seconds(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor, *, count: int) -> float:
+    """Mean seconds of `count` passes; CPU time on a CPU."""
+    device = clips_BCTHW.device
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    wait_for(device)
+    began = clock()
+    for _ in range(count):
+        take(steps, clips_BCTHW, masked_BN)
+    wait_for(device)
+    return (clock() - began) / count
+
+
+def peak_bytes(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> int:
+    """The most that a pass holds at a time, its gradients among it, besides weights, clips and masks."""
+    device = clips_BCTHW.device
+    steps.model.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        wait_for(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        take(steps, clips_BCTHW, masked_BN)
+        wait_for(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    # Torch's own account of what it allocates and frees: exact, whatever the C library keeps for later.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        take(steps, clips_BCTHW, masked_BN)
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def _autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
