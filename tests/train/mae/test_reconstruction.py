@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from train.mae.targets import normalised_cubes
 from train.models.cubes import CubeGrid
 from train.models.masked_autoencoder import predicted_cubes
 
-CUBES = {"cube_frames": 2, "patch_px": 4}
+CUBES: Any = {"cube_frames": 2, "patch_px": 4}
 GRID = CubeGrid(2, 3, 4)  # of clips of 4 frames of 12 x 16
 NUM_CUBES = 24
 
