@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from manifests.errors import FailedWork
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
@@ -19,7 +20,9 @@ __all__ = ["train"]
 
 Train = Callable[..., int]
 TINY = ("--model", "tiny", "--size-px", 32, "--num-frames", 4, "--stride", 2, "--mask-ratio", 0.75, "--workers", 1)
-STEPS = ("--batch", 4, "--lr", 0.1, "--warmup-steps", 2, "--decoder-depth", 1)
+STEPS = ("--batch", 4, "--warmup-steps", 2, "--decoder-depth", 1)
+RATE = ("--lr", 0.1)  # times 4 / 256
+FOUR = ("--segment", "2s", "--steps", 4, "--checkpoint-every", 2)
 LATENTS = ("--input", "latents", "--model", "tiny", "--mask-ratio", 0.5)
 
 
@@ -73,19 +76,19 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
     train: Train, videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     several = ("--samples-per-chunk", 3, "--repeat", "masks", "--augment.flip", 0.5, "--decoder-mask", "running-cell")
-    flags = (*TINY, *STEPS, *several, "--steps", 8, "--checkpoint-every", 3)
+    flags = (*TINY, *STEPS, *RATE, *several, "--steps", 8, "--checkpoint-every", 3)
     assert train("mae", "--shards", videos, "--out", tmp_path / "whole", *flags) == 0
     printed = capsys.readouterr().out
     assert "6 chunks of 2 videos of split 'train'; 3 crops of the same frames of each in an epoch" in printed
     assert "; 1 of a single frame, which is repeated; 2 shorter than 4 x 2 frames, with a smaller stride;" in printed
 
-    def interrupt(self: Progress, line: dict[str, Any]) -> None:
+    def kill(self: Progress, line: dict[str, Any]) -> None:
         if line["step"] == 5:
-            raise KeyboardInterrupt
+            raise FailedWork("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "show", interrupt)
-        assert train("mae", "--shards", videos, "--out", tmp_path / "broken", *flags) == 130
+        patch.setattr(Progress, "show", kill)
+        assert train("mae", "--shards", videos, "--out", tmp_path / "broken", *flags) == 1
     assert train("mae", "--resume", "--out", tmp_path / "broken") == 0
     assert_same(tmp_path / "broken", tmp_path / "whole")
     its = lines(tmp_path / "whole")
@@ -95,7 +98,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
 
 
 def test_a_batch_in_parts_and_another_seed(train: Train, videos: Path, tmp_path: Path) -> None:
-    flags = ("mae", "--shards", videos, *TINY, *STEPS, "--steps", 3, "--precision", "fp32")
+    flags = ("mae", "--shards", videos, *TINY, *STEPS, *RATE, "--steps", 3, "--precision", "fp32")
     assert train(*flags, "--out", tmp_path / "whole") == 0
     assert train(*flags, "--out", tmp_path / "parts", "--microbatch", 3) == 0
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
@@ -108,7 +111,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
 ) -> None:
     data_dir = write_columns(tmp_path / "data")
     flags = ("mae", "--shards", data_dir, *LATENTS, "--num-frames", 4, *STEPS, "--crop", "centre")
-    assert train(*flags, "--segment", "2s", "--steps", 4, "--checkpoint-every", 2, "--out", tmp_path / "whole") == 0
+    assert train(*flags, *RATE, *FOUR, "--out", tmp_path / "whole") == 0
     printed = capsys.readouterr().out
     assert "--input latents has no use for --crop" in printed
     assert "4 segments of 8 frames (4 x 8 x 8 float16 at 4 frames a second) in 2 chunks" in printed
@@ -156,11 +159,14 @@ def test_tars_and_splits_that_are_not_there_are_named(
     train: Train, videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, message in (
-        (("--shards", f"{videos}/{{000000..000001}}.tar"), "is a stream of tars, and train mae reads data folders"),
-        (("--shards", videos, "--split", "test"), "has no videos of split 'test'"),
-        (("--shards", videos, "--input", "latents"), "latents"),
+        (
+            ("--shards", f"{videos}/{{000000..000001}}.tar", "--batch", 2),
+            "is a stream of tars, and train mae reads data folders",
+        ),
+        (("--shards", videos, "--batch", 2, "--split", "test"), "has no videos of split 'test'"),
+        (("--shards", videos, "--batch", 2, "--input", "latents"), "latents"),
         (("--shards", videos, "--batch", 7), "--batch is 7, and there are 6 samples"),
     ):
-        assert train("mae", *TINY, "--batch", 2, *flags[:2], *flags[2:], "--out", tmp_path / "run") == 2
+        assert train("mae", *TINY, *flags, "--out", tmp_path / "run") == 2
         assert message in error_of(capsys)
         assert not (tmp_path / "run").exists()
