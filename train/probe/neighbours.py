@@ -2,8 +2,8 @@
 Instance Discrimination", section 3.4).
 
 A class's score is the sum of exp(cosine / temperature) over those of the k nearest clips of the bank that are of it.
-Of clips that are as near, those that come first in the bank are taken. The paper has k = 200 and a temperature of 0.07
-for a bank of 1.3 million; small banks ask for a smaller k.
+Of clips that are as near, those that come first in the bank are taken. The paper has k = 200 and a temperature of 0.07;
+Caron et al. 2021 (DINO, section 3.2) find k = 20 best.
 
 Shape suffixes: N clips, M clips of the bank, D width, K classes, k neighbours, C candidates.
 """
