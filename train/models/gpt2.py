@@ -3,8 +3,8 @@
 The layout is that of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: layer norm before each part, GELU by
 tanh, learned positions, and logits through the transposed token embedding.
 
-Shape suffixes: V videos, R rows of text (V * n, those of a video one behind the other), L tokens of a row, N tokens of a
-video, D width, W words of the vocabulary.
+Shape suffixes: V videos, R rows of text (V * n, those of a video one behind the other), L tokens of a row, N tokens of
+a video, D width, W words of the vocabulary.
 """
 
 from collections.abc import Iterable
@@ -54,15 +54,20 @@ def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context
 
 
 class Gpt2(nn.Module):
-    """Token ids to logits of the next tokens, given what a video's encoder made of it."""
+    """Token ids to logits of the next tokens, given what a video's encoder made of it.
 
-    def __init__(self, size: Gpt2Size, *, attend: Attend) -> None:
+    Args:
+        dropout: share of the embeddings, and of what each part of a block adds, that training leaves out.
+    """
+
+    def __init__(self, size: Gpt2Size, *, attend: Attend, dropout: float = 0.0) -> None:
         super().__init__()
         width = size.trunk.width
         self.size = size
         self.token_embedding = nn.Embedding(size.vocabulary_size, width)
         self.positional_embedding = nn.Parameter(_STD * torch.randn(size.context_length, width))
-        self.transformer = Stack(Gpt2Block(size.trunk, attend=attend) for _ in range(size.trunk.depth))
+        self.transformer = Stack(Gpt2Block(size.trunk, attend=attend, dropout=dropout) for _ in range(size.trunk.depth))
+        self.dropout = nn.Dropout(dropout)
         self.ln_final = LayerNorm(width, eps=size.trunk.norm_eps)
         nn.init.normal_(self.token_embedding.weight, std=_STD)
 
@@ -79,7 +84,7 @@ class Gpt2(nn.Module):
         end = begin + tokens_RL.shape[1]
         if end > self.size.context_length:
             raise ValueError(f"{end} tokens, and the decoder's context has {self.size.context_length}")
-        x_RLD: torch.Tensor = self.token_embedding(tokens_RL) + self.positional_embedding[begin:end]
+        x_RLD: torch.Tensor = self.dropout(self.token_embedding(tokens_RL) + self.positional_embedding[begin:end])
         return x_RLD
 
     def logits(self, x_RLD: torch.Tensor) -> torch.Tensor:

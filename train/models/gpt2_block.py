@@ -82,12 +82,17 @@ class TextCache:
 
 
 class Gpt2Block(nn.Module):
-    """Causal attention, cross-attention and an MLP, each behind a layer norm and a residual."""
+    """Causal attention, cross-attention and an MLP, each behind a layer norm and a residual.
+
+    Args:
+        dropout: share of what each part adds that training leaves out.
+    """
 
     num_branches = 3
 
-    def __init__(self, size: TransformerSize, *, attend: Attend) -> None:
+    def __init__(self, size: TransformerSize, *, attend: Attend, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.ln_1 = LayerNorm(size.width, eps=size.norm_eps)
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend)
         self.ln_cross = LayerNorm(size.width, eps=size.norm_eps)
@@ -107,9 +112,10 @@ class Gpt2Block(nn.Module):
         self, x_RLD: torch.Tensor, video_VND: torch.Tensor, *, branches: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The block's output, [R, L, D]; it has no `branches`, as none are dropped."""
-        x_RLD = x_RLD + self.attn(self.ln_1(x_RLD), causal=True, packing=None)
-        x_RLD = x_RLD + self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
-        changed_RLD: torch.Tensor = x_RLD + self.mlp(self.ln_2(x_RLD))
+        x_RLD = x_RLD + self.dropout(self.attn(self.ln_1(x_RLD), causal=True, packing=None))
+        seen_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
+        x_RLD = x_RLD + self.dropout(seen_RLD)
+        changed_RLD: torch.Tensor = x_RLD + self.dropout(self.mlp(self.ln_2(x_RLD)))
         return changed_RLD
 
     def start(self, video_VND: torch.Tensor, *, num_rows: int, num_tokens: int) -> BlockCache:
