@@ -12,11 +12,15 @@ from train.data.crop import Rectangle, centre_square, square_views
 from train.data.decoding.clip import ClipShape, Views, frame_places
 
 
-def frames(rule: SamplingRule, num_views: int, *, end_us: int = 10_000_000) -> list[list[int]]:
+def frames(
+    rule: SamplingRule, num_views: int, *, end_us: int = 10_000_000, num_frames: int = 4, stride: int = 8
+) -> list[list[int]]:
     chunk = ChunkTimes(start_ms=0, num_frames=300, fps_num=30, fps_den=1)
-    sampling = Sampling(num_frames=4, rule=rule, stride=8)
+    sampling = Sampling(num_frames=num_frames, rule=rule, stride=stride)
     places = frame_places(0, end_us, sampling, [chunk], rng=None, num_views=num_views)
-    return [[place.frame for place in places[begin : begin + 4]] for begin in range(0, len(places), 4)]
+    return [
+        [place.frame for place in places[begin : begin + num_frames]] for begin in range(0, len(places), num_frames)
+    ]
 
 
 def test_one_look_is_in_the_middle_whatever_the_rule() -> None:
@@ -30,6 +34,12 @@ def test_looks_with_a_stride_reach_from_the_begin_of_the_span_to_its_end() -> No
     assert frames("stride", 3) == [[0, 8, 16, 24], [134, 142, 150, 158], [268, 276, 284, 292]]
     # In a span shorter than the window all looks are the same.
     assert len({tuple(one) for one in frames("stride", 3, end_us=900_000)}) == 1
+
+
+def test_five_clips_of_sixteen_frames_begin_at_quarters_of_the_room() -> None:
+    for place, look in enumerate(frames("stride", 5, num_frames=16, stride=4)):
+        begin = (300 - 16 * 4) * place // 4
+        assert look == list(range(begin, begin + 64, 4))
 
 
 def test_looks_at_equal_segments_are_spread_within_each() -> None:
