@@ -72,6 +72,11 @@ _TOGETHER: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     (r"(.+)_mean_ap", "mAP, %", lambda group: group.replace("_to_", " → ")),
     (r"(.+)_ndcg", "nDCG, %", lambda group: group.replace("_to_", " → ")),
     (r"(top\d+|mean_class_accuracy)", "Zero-shot accuracy, %", lambda group: group.replace("_", " ")),
+    *(
+        (rf"(.+)_{method}_{name}", f"{method_title}, {title}, %", lambda group: group.replace("_", " "))
+        for method, method_title in (("knn", "k-NN"), ("linear", "Linear probe"))
+        for name, title in (("top1", "top-1"), ("top5", "top-5"), ("mean_class", "mean class"))
+    ),
 )
 
 

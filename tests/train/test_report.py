@@ -97,6 +97,13 @@ def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
     assert "Evaluations in the loop" in page and "<script" not in page
 
 
+def test_probes_of_several_labels_stand_in_one_chart_by_method() -> None:
+    numbers = {f"val/{label}_{method}_top1": 0.5 for label in ("motion", "main_shape") for method in ("knn", "linear")}
+    curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)])
+    assert [curve.title for curve in curves] == ["k-NN, top-1, % (val)", "Linear probe, top-1, % (val)"]
+    assert [(label, last) for _, label, last in curves[0].legend] == [("motion", "50"), ("main shape", "50")]
+
+
 def test_what_became_of_the_weights_is_told_by_kind(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     change = {"kind": "resized", "name": "video.positions", "origin": HOSTILE, "old": [197, 64], "new": [50, 64]}
