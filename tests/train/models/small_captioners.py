@@ -1,0 +1,78 @@
+"""Captioners of transformers that are small enough for float64 on a CPU, and ours with the same weights."""
+
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel
+
+from tests.train.models.small_towers import spread_out
+from train.models.attention import Attend, attend_with_sdpa
+from train.models.captioner import Captioner
+from train.weights.hf_caption import load_hf
+
+NUM_FRAMES, IMAGE_PX, VOCABULARY = 4, 32, 61
+END, PAD = 60, 59
+
+
+def their_captioner(
+    *, video_width: int = 32, text_width: int = 24, num_frames: int = NUM_FRAMES, seed: int = 0
+) -> VisionEncoderDecoderModel:
+    """transformers' own captioner, float64: three blocks a part, patches of 8 px, every weight filled with noise."""
+    encoder = TimesformerConfig(
+        image_size=IMAGE_PX,
+        patch_size=8,
+        num_frames=num_frames,
+        hidden_size=video_width,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=4 * video_width,
+    )
+    decoder = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=40,
+        n_embd=text_width,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    for part in (config, config.decoder):
+        part.decoder_start_token_id, part.eos_token_id, part.pad_token_id = END, END, PAD
+    torch.manual_seed(seed)
+    theirs = VisionEncoderDecoderModel(config=config).double().eval()
+    spread_out(theirs)
+    return theirs
+
+
+def ours_with_weights_of(
+    theirs: VisionEncoderDecoderModel, folder: Path, *, attend: Attend = attend_with_sdpa
+) -> Captioner:
+    """Our captioner, read from a folder that transformers wrote."""
+    theirs.save_pretrained(folder)
+    return load_hf(folder, attend=attend).double().eval()
+
+
+def clips(num_clips: int, *, num_frames: int = NUM_FRAMES, image_px: int = IMAGE_PX, seed: int = 0) -> torch.Tensor:
+    """Clips [B, 3, T, H, W]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_clips, 3, num_frames, image_px, image_px, generator=generator, dtype=torch.float64)
+
+
+def for_them(video_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Clips as transformers take them, [B, T, C, H, W]."""
+    return video_BCTHW.transpose(1, 2)
+
+
+def targets(*lengths: int, seed: int = 0) -> torch.Tensor:
+    """Captions as targets, int64 [B, L]: so many tokens, an end, -100 behind it."""
+    generator = torch.Generator().manual_seed(seed)
+    targets_BL = torch.full((len(lengths), max(lengths) + 1), -100)
+    for row, length in enumerate(lengths):
+        targets_BL[row, :length] = torch.randint(0, PAD, (length,), generator=generator)
+        targets_BL[row, length] = END
+    return targets_BL

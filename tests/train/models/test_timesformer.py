@@ -1,0 +1,147 @@
+"""TimeSformer against transformers', with the same weights."""
+
+import pytest
+import torch
+from transformers import TimesformerConfig, TimesformerModel
+
+from tests.train.models.small_captioners import clips, for_them
+from tests.train.models.small_towers import gradients, spread_out
+from train.models.attention import Attend, attend_naively, attend_with_sdpa
+from train.models.timesformer import TimeSformer, nearest_places, nearest_times
+from train.models.transformer import TransformerSize, checkpoint_blocks, compile_blocks
+from train.models.video_vit import VideoViTSize
+from train.weights.hf_caption_format import from_hf_caption
+
+FRAMES, PATCHES = 4, 16
+
+
+@pytest.fixture
+def theirs() -> TimesformerModel:
+    config = TimesformerConfig(
+        image_size=32,
+        patch_size=8,
+        num_frames=FRAMES,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+    )
+    torch.manual_seed(0)
+    model = TimesformerModel(config).double().eval()
+    spread_out(model)
+    return model
+
+
+def ours_with(tensors: dict[str, torch.Tensor], *, attend: Attend = attend_with_sdpa, image_px: int = 32) -> TimeSformer:
+    trunk = TransformerSize(width=32, depth=3, num_heads=4, norm_eps=1e-6)
+    size = VideoViTSize(trunk=trunk, patch_px=8)
+    ours = TimeSformer(size, image_px=image_px, num_frames=FRAMES, attend=attend).double().eval()
+    ours.load_state_dict(tensors)
+    return ours
+
+
+def our_weights(theirs: TimesformerModel) -> dict[str, torch.Tensor]:
+    found = from_hf_caption(theirs.state_dict())
+    assert not found.unknown
+    return {name.removeprefix("video."): tensor for name, tensor in found.tensors.items()}
+
+
+def in_their_order(tokens_BLD: torch.Tensor, *, patches: int = PATCHES) -> torch.Tensor:
+    """Theirs are patch by patch, ours frame by frame."""
+    by_frame = tokens_BLD[:, 1:].unflatten(1, (FRAMES, patches))
+    return torch.cat([tokens_BLD[:, :1], by_frame.transpose(1, 2).flatten(1, 2)], dim=1)
+
+
+@pytest.mark.parametrize("attend", [attend_with_sdpa, attend_naively])
+def test_tokens_and_gradients_are_transformers(theirs: TimesformerModel, attend: Attend) -> None:
+    ours = ours_with(our_weights(theirs), attend=attend).train()
+    video = clips(2)
+    expected, found = theirs(for_them(video)).last_hidden_state, in_their_order(ours(video))
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=0)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    their_gradients = from_hf_caption(gradients(theirs, (expected * weights).sum())).tensors
+    our_gradients = gradients(ours, (found * weights).sum())
+    assert len(our_gradients) == len(their_gradients)
+    for name, gradient in our_gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[f"video.{name}"], atol=1e-9, rtol=1e-9, msg=name)
+
+
+def test_pictures_of_another_size_are_transformers_with_the_nearest_places(theirs: TimesformerModel) -> None:
+    weights = our_weights(theirs)
+    weights["positional_embedding"] = nearest_places(weights["positional_embedding"], 36)
+    video = clips(2, image_px=48)
+    found = in_their_order(ours_with(weights, image_px=48)(video), patches=36)
+    torch.testing.assert_close(found, theirs(for_them(video)).last_hidden_state, atol=1e-11, rtol=0)
+
+
+def test_other_numbers_of_frames_have_the_nearest_times_as_transformers(theirs: TimesformerModel) -> None:
+    for num_frames in (3, 8):
+        embeddings = theirs.embeddings
+        # Pictures of zeros: what is left are the places.
+        video = torch.zeros(1, num_frames, 3, 32, 32, dtype=torch.float64)
+        found = embeddings(video)[0, 1:].unflatten(0, (PATCHES, num_frames))
+        without_times = embeddings.position_embeddings[0, 1:] + embeddings.patch_embeddings.projection.bias
+        expected = without_times[:, None] + nearest_times(embeddings.time_embeddings[0], num_frames)
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_places_of_no_square_are_refused() -> None:
+    with pytest.raises(ValueError, match="square"):
+        nearest_places(torch.zeros(17, 4), 12)
+
+
+def test_less_is_kept_for_the_backward_pass_than_of_all_that_is_computed(theirs: TimesformerModel) -> None:
+    ours, video = ours_with(our_weights(theirs)).train(), clips(2)
+    kept, theirs_kept = kept_values(ours, video), kept_values(theirs.train(), for_them(video))
+    assert kept < 0.7 * theirs_kept
+
+
+def kept_values(model: torch.nn.Module, video: torch.Tensor) -> int:
+    """Numbers that a forward pass leaves for the backward pass, parameters not counted."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outcome = model(video)
+    assert outcome is not None
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // 8
+
+
+def test_checkpointed_and_compiled_blocks_give_the_same_gradients(theirs: TimesformerModel) -> None:
+    weights, video = our_weights(theirs), clips(2)
+    found = []
+    for change in (None, checkpoint_blocks, lambda model: compile_blocks(model, backend="aot_eager", fullgraph=True)):
+        ours = ours_with(weights).train()
+        if change is not None:
+            change(ours)
+        found.append(gradients(ours, ours(video).square().sum()))
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            torch.testing.assert_close(other[name], gradient, atol=1e-9, rtol=1e-9, msg=name)
+
+
+def test_a_dropped_part_leaves_its_clip_as_it_was(theirs: TimesformerModel) -> None:
+    block = ours_with(our_weights(theirs)).transformer.resblocks[0]
+    x = torch.randn(2, 1 + FRAMES * PATCHES, 32, dtype=torch.float64)
+    none = torch.zeros(3, 2, 1, 1, dtype=torch.float64)
+    torch.testing.assert_close(block(x, branches=none), x, atol=0, rtol=0)
+    kept = none.clone()
+    kept[:, 1] = 1
+    found = block(x, branches=kept)
+    torch.testing.assert_close(found[0], x[0], atol=0, rtol=0)
+    torch.testing.assert_close(found[1], block(x)[1], atol=1e-12, rtol=0)
+
+
+def test_a_new_block_ignores_time() -> None:
+    torch.manual_seed(0)
+    size = VideoViTSize(trunk=TransformerSize(width=32, depth=2, num_heads=4), patch_px=8)
+    tower = TimeSformer(size, image_px=32, num_frames=FRAMES, attend=attend_with_sdpa).double()
+    video = clips(1)
+    forwards, backwards = tower(video), tower(video.flip(2))
+    torch.testing.assert_close(forwards[:, 0], backwards[:, 0], atol=1e-12, rtol=0)
