@@ -16,6 +16,8 @@ from torch import nn
 
 from manifests.errors import FailedWork
 from manifests.publish import publish_json
+from tests.train.latents.written import Chunk
+from tests.train.mae.test_mae_runs import noise, write_columns
 from tests.train.test_cli import train
 from tests.train.test_report import HOSTILE, Tags
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
@@ -165,6 +167,21 @@ def test_where_nothing_is_held_out_clips_of_training_are_shown_and_the_page_says
     assert "reconstruction: split train, which was trained on" in capsys.readouterr().out
     assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 2
     assert "train, which was trained on, as there is nothing to show of val" in run.page.read_text()
+
+
+def test_latents_are_shown_in_false_colours(train: Train, tmp_path: Path) -> None:
+    data_dir, run = write_columns(tmp_path / "data"), RunFolder(tmp_path / "run")
+    flags = ("--input", "latents", "--model", "tiny", "--mask-ratio", 0.5, "--num-frames", 4, "--segment", "2s")
+    assert train("mae", "--shards", data_dir, *flags, "--steps", 1, "--batch", 2, "--out", run.path) == 0
+    result = json.loads(run.evaluation("reconstruction-train").read_text())
+    assert result["has_few_pixels"] and "False colours" in result["picture_rule"] and result["num_samples"] == 4
+    shown = result["shown"][1]  # of 20 frames, the second 8, of which the middle 4: a second of them, from 2.5 s on
+    assert (shown["key"], shown["begin_s"], shown["end_s"]) == ("a_000000000", 2.5, 3.5)
+    latents = noise(Chunk("a", 0, 20, frame=(4, 8, 8)))[10:14, :3].astype(np.float32).transpose(0, 2, 3, 1)
+    wanted = np.clip((latents + 2) / 4, 0, 1) * 255
+    for frame, uri in zip(wanted, shown["original"], strict=True):
+        assert np.abs(picture_of(uri) - frame).max() <= 0.51
+    assert 'class="frames pixels"' in run.page.read_text()
 
 
 def test_nothing_from_outside_becomes_markup(tmp_path: Path) -> None:
