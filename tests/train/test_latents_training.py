@@ -55,7 +55,10 @@ def write_columns(folder: Path) -> Path:
     written = Written(folder)
     videos = {f"{split}{number}": split for split in ("train", "val") for number in range(8)}
     chunks = [[Chunk(name, start, 24, frame=FRAME) for start in (0, 6000)] for name in videos]
-    captions = [Caption(name, 0.0, float("inf"), f"<pattern> of {name[-1]}") for name in videos]
+    captions = [
+        Caption(name, 0.0, float("inf"), f"<pattern> of {name[-1]}", labels={"label_pattern": name[-1]})
+        for name in videos
+    ]
     write_captions(written.data_dir, videos, captions)
     # A video of val has the pattern of the video of train with the same number.
     write_latents(written, chunks, values=lambda chunk: pattern_and_noise(_as_train(chunk)))

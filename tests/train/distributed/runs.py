@@ -24,6 +24,7 @@ from train.models.attention import open_attention
 from train.models.dual_encoder import DualEncoder
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.objective import Objective
+from train.probe.settings import ProbeEvaluation
 from train.progress import Progress
 from train.run_folder import RunFolder, create_run
 from train.settings import DualEncoderSettings, TrainingSettings
@@ -90,7 +91,7 @@ class ExactMae(MaeTask):
 
 
 def masked(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
-    """Settings of a masked autoencoder on latents, with masks of both kinds and windows that are drawn."""
+    """Settings of a masked autoencoder on latents, with masks of both kinds, windows that are drawn, and probes."""
     base = MaeSettings(
         shards=str(data_dir),
         out=out,
@@ -106,6 +107,8 @@ def masked(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
         mask_ratio=0.75,
         decoder_mask="random",
         decoder_depth=1,
+        evaluate=ProbeEvaluation(every=3, labels=("pattern",), methods=("knn", "linear"), neighbours=6, max_bank=30),
+        best="val/pattern_linear_top1",
     )
     return replace(base, **changes)
 

@@ -103,6 +103,18 @@ def test_evaluations_are_in_the_metrics_and_the_best_checkpoint_stays(runs: Runs
     assert mine == pytest.approx(theirs, abs=1e-10)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_in_parts_or_copies_is_probed_as_a_whole_one(runs: Runs, strategy: str) -> None:
+    lines = {
+        name: read_lines(RunFolder(folder).metrics)
+        for name, folder in (("one", runs.one / "masked"), ("two", runs.two / f"masked-{strategy}"))
+    }
+    for step in (2, 5):
+        numbers = {name: value for name, value in lines["one"][step].items() if name.startswith("val/pattern_")}
+        assert len(numbers) == 6 and numbers["val/pattern_linear_top1"] > 1 / 8
+        assert {name: lines["two"][step][name] for name in numbers} == pytest.approx(numbers, abs=1e-9)
+
+
 def test_failures_of_all_ranks_are_listed_and_budgeted_together(runs: Runs) -> None:
     out = runs.two / "failing"
     lines = read_lines(RunFolder(out).failures)
