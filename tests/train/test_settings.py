@@ -8,6 +8,7 @@ import train.commands
 from manifests.errors import UserError
 from train.classify.settings import ClassifySettings
 from train.cli import main
+from train.mae.settings import MaeSettings
 from train.settings import FREE_ON_RESUME, DualEncoderSettings, require_same, shaping
 from train.settings_files import PRESETS_FOLDER, load_settings, preset_path, save_settings
 
@@ -23,7 +24,9 @@ def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(PRESETS_FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_preset_loads_and_says_on_top_what_it_costs(path: Path) -> None:
     top, *lines = path.read_text().splitlines()
-    load_settings(path, ClassifySettings if any(line.startswith("label:") for line in lines) else DualEncoderSettings)
+    keys = {line.partition(":")[0] for line in lines}
+    kinds = [kind for key, kind in {"label": ClassifySettings, "mask_ratio": MaeSettings}.items() if key in keys]
+    load_settings(path, *(kinds or [DualEncoderSettings]))
     assert top.startswith("# ") and len(top) > 20
 
 
