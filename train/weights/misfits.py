@@ -29,6 +29,9 @@ def hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], her
             f"the weights see {there[_CONV][1]} channels, the model {here[_CONV][1]} (pixels have 3, latents others): "
             "use the --input that the weights are of"
         )
+    cubes = [_cube_frames(shapes) for shapes in (there, here)]
+    if cubes[0] != cubes[1] and {change.name for change in unexplained} == {_CONV}:
+        return f"use --towers.tubelet {cubes[0]}, the frames of a cube that the weights are of"
     depths = [_depth(shapes, "decoder") for shapes in (there, here)]
     if all(depths) and depths[0] != depths[1]:
         return f"use --decoder-depth {depths[0]}, which the weights are of"
@@ -37,6 +40,11 @@ def hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], her
         patterns = " ".join(f"'{part}*'" for part in sorted(parts))
         return f"these are parts for another purpose: to go on without them, --init.allow {patterns}"
     return _ANYHOW
+
+
+def _cube_frames(shapes: Mapping[str, Shape]) -> int:
+    conv = shapes.get(_CONV, ())
+    return conv[2] if len(conv) == 5 else 1
 
 
 def _depth(shapes: Mapping[str, Shape], tower: str) -> int:

@@ -11,7 +11,9 @@ import torch
 import yaml
 
 from tests.train.classify.moving import write_moving
+from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
+from tests.train.tiny_data import Caption, write_captions
 from train.checkpoint import latest_checkpoint, read_weights
 from train.classify.model import VideoClassifier
 from train.models.attention import open_attention
@@ -101,6 +103,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
         (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a tower as VideoMAE's (videomae)"),
         (("--init.weights", first, "--model", "s16"), "the video tower has 4 heads, that of the model has 6"),
         (("--init.weights", first, "--num-frames", 3), "--num-frames 3 cannot be cut into cubes of 2 frames"),
+        (("--init.weights", first, "--towers.tubelet", 4), "use --towers.tubelet 2, the frames of a cube"),
         (("--repeats", 0), "--repeats is 0"),
         (("--input", "latents", "--augment.flip", 0.5), "--augment.flip changes pictures"),
         (("--input", "latents", "--repeats", 2), "--repeats is 2, and latents have no decoding"),
@@ -128,6 +131,35 @@ def test_resuming_and_parts_of_a_batch_change_nothing_of_the_recipe(train: Train
     assert train("classify", "--resume", "--out", broken) == 0
     assert losses(broken) == expected
     assert all(torch.equal(weights(broken)[name], tensor) for name, tensor in ending.items())
+
+
+def test_latents_are_classified_as_their_masked_autoencoder_saw_them(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_dir, first, second = tmp_path / "data", tmp_path / "mae", tmp_path / "classes"
+    captions = [
+        Caption(video, 5.0 * place, 5.0 * place + 4, "x", labels={"label_class": name})
+        for video in ("a", "b", "c")
+        for place, name in enumerate(("rises", "falls", "rests"))
+    ]
+    write_captions(data_dir, {"a": "train", "b": "train", "c": "val"}, captions)
+    write_latents(Written(data_dir), [[Chunk("a", 0, 60), Chunk("b", 0, 60)], [Chunk("c", 0, 60)]])
+    tiny = ("--shards", data_dir, "--input", "latents", "--model", "tiny", "--num-frames", 8, "--batch", 4)
+    assert train("mae", *tiny, "--mask-ratio", 0.5, "--steps", 1, "--out", first) == 0
+    few = (*tiny, "--sampling", "stride", "--warmup-steps", 1, "--steps", 3, "--init.weights", first)
+    mixed = ("--mixup", 0.8, "--cutmix", 1.0, "--evaluate.every", 3, "--microbatch", 3)
+    assert train("classify", *few, *mixed, "--out", second) == 0
+    printed = capsys.readouterr().out
+    assert "54 of 54 tensors" in printed and "6 segments" in printed
+    assert "covers 80% of a segment on average" in printed
+    assert read_lines(RunFolder(second).metrics)[-1].keys() >= {"val/class_top1"}
+    assert train("eval", "classification", second, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_samples"] == 3 and "8 frames of latents of a segment of 5s, in a row" in result["clip"]
+    assert train("eval", "classification", second, "--clips", 5) == 2
+    assert "5 clips x 1 crops are looks at pictures, and latents are none" in capsys.readouterr().err
+    assert train("classify", *words(*few, "--num-frames", 40), "--out", tmp_path / "none") == 2
+    assert "--num-frames 40: a segment of 5s has 20 frames" in capsys.readouterr().err
 
 
 def test_learning_rates_fall_by_layer_and_only_matrices_decay() -> None:
