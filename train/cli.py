@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
+from train.caption.settings import CaptionerSettings
 from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
 from train.mae.settings import MaeSettings
@@ -109,6 +110,34 @@ def mae(
     from train.commands import train_mae
 
     train_mae(settings, resume=resume)
+
+
+@app.command
+def caption(
+    settings: CaptionerSettings = CaptionerSettings(),  # noqa: B008 - frozen
+    *,
+    preset: Annotated[str | None, Parameter(group="Where")] = None,
+    config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
+    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+) -> None:
+    """Trains a captioner: a video tower and a GPT-2 that says what the clip shows.
+
+    Example:
+
+        train caption --shards data --preset tiny --out runs/captions
+
+    Parameters
+    ----------
+    preset
+        Settings by name; flags and --config go before them.
+    config
+        YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
+    resume
+        Go on with the run in --out from its latest checkpoint.
+    """
+    from train.commands import train_caption
+
+    train_caption(settings, resume=resume)
 
 
 @app.command

@@ -7,13 +7,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from manifests.errors import UserError
-from manifests.publish import publish_json
+from manifests.publish import publish_bytes, publish_json
+from train.caption.runs import read_decoder_parts
+from train.caption.settings import CaptionerSettings
 from train.checkpoint import latest_checkpoint
 from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassifySettings
 from train.data.latents.records import FrameShape
 from train.data.loader import TrainingSet
 from train.distributed.launch import open_world
+from train.distributed.settings import ParallelSettings
 from train.distributed.world import World
 from train.loop import check_batch, train
 from train.mae.settings import MaeSettings, without_effect
@@ -25,11 +28,13 @@ from train.run_folder import RunFolder, create_run, read_lines, reopen_run
 from train.settings import ClipSettings, DualEncoderSettings
 from train.surroundings import machine, versions
 from train.tasks import Task
+from train.tasks.caption import CaptionTask
 from train.tasks.classify import ClassifyTask
 from train.tasks.dual_encoder import DualEncoderTask
 from train.tasks.mae import MaeTask
+from train.tasks.stages import check_stages
 from train.tracking.trackers import check_tracking
-from train.weights.effective import effective_clip_settings, effective_settings
+from train.weights.effective import effective_caption_settings, effective_clip_settings, effective_settings
 from train.weights.loading import Loaded
 from train.weights.settings import Init
 from train.weights.sources import Say, Source, fetch_tag, open_weights
@@ -60,6 +65,10 @@ class StartableTask(Task, Protocol):
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this task, once its training set is open."""
+        ...
+
+    def files(self) -> dict[str, bytes]:
+        """What a run keeps beside run.json, by name, so that its weights can be used without the data."""
         ...
 
 
@@ -111,6 +120,15 @@ def train_mae(settings: MaeSettings, *, resume: bool) -> None:
     _launch(settings, MaeTask, effective, resume=resume, at_end=at_end)
 
 
+def train_caption(settings: CaptionerSettings, *, resume: bool) -> None:
+    """Trains a captioner, likewise."""
+    run = RunFolder(settings.out)
+    # The data may have captions that it did not have then, and tokens are made of captions.
+    has_decoder = resume and latest_checkpoint(run.checkpoints) is not None
+    decoder = read_decoder_parts(run) if has_decoder else None
+    _launch(settings, partial(CaptionTask, decoder=decoder), effective_caption_settings, resume=resume)
+
+
 def _launch(
     settings: Settings,
     make_task: MakesTask[Settings],
@@ -136,7 +154,8 @@ def _train(
     device: torch.device,
     at_end: AtEnd[Settings] | None,
 ) -> None:
-    world.share(settings.batch)
+    world = world.cut(settings.parallel.stages)
+    world.replicas.share(settings.batch)
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     precision = open_precision(settings.precision, device_type=device.type)
     progress = Progress(is_quiet=not world.is_first)
@@ -146,7 +165,8 @@ def _train(
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
     settings = effective(settings, source, say=progress.say)
     task = make_task(settings, door=door, device=device)
-    samples = task.training_set(world)
+    check_stages(task, settings.parallel)
+    samples = task.training_set(world.replicas)
     check_batch(settings, samples)
     start = None if source is None else task.start_from(source, samples, say=progress.say)
     # The folder is made last: a mistake in the flags leaves nothing behind.
@@ -154,7 +174,7 @@ def _train(
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     facts = {
         "task": task.name,
-        "processes": f"{world.size}, {settings.parallel.strategy}" if world.size > 1 else "1",
+        "processes": _processes(settings.parallel, world),
         "attention": f"{door.name} ({door.reason})",
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
@@ -166,6 +186,8 @@ def _train(
         "versions": versions(),
     }
     if world.is_first:
+        for name, content in task.files().items():
+            publish_bytes(run.path / name, content)
         publish_json(run.facts, facts)
     with ExitStack() as held:
         world.first(lambda: held.enter_context(run.held()))
@@ -177,6 +199,13 @@ def _train(
     failed = len(read_lines(run.failures))
     remark = f"; {failed} samples failed, all are listed in {run.failures}" if failed else ""
     progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}{remark}")
+
+
+def _processes(parallel: ParallelSettings, world: World) -> str:
+    if world.size == 1:
+        return "1"
+    pipelines = f", {world.replicas.size} x {parallel.stages} stages, {parallel.schedule}" if parallel.stages > 1 else ""
+    return f"{world.size}, {parallel.strategy}{pipelines}"
 
 
 def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.publish import publish_bytes
+from train.caption.settings import CaptionerSettings
 from train.classify.settings import ClassifySettings
 from train.curves import evaluation_curves, training_curves
 from train.evaluation.tables import percent, table_of
@@ -22,6 +23,7 @@ _KINDS: dict[str, type[TrainingSettings]] = {
     "dual-encoder": DualEncoderSettings,
     "classify": ClassifySettings,
     "mae": MaeSettings,
+    "caption": CaptionerSettings,
 }
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 

@@ -61,6 +61,8 @@ class ClassifySettings(ClipSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.towers.kind == "timesformer":
+            raise UserError("--towers.kind is timesformer, and train caption alone has it", hint="use clip or videomae")
         if self.input == "pixels":
             check_picture(self.model, size_px=self.size_px)
         else:

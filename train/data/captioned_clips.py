@@ -4,6 +4,7 @@ Shape suffixes: K captions of a visit, L tokens.
 """
 
 import hashlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,12 @@ class CaptionedClips(VideoCaptions):
     evaluation has the first ones. Places of captions that a clip lacks hold no tokens.
 
     Args:
+        make_tokenizer: gives the tokenizer, and may look at the captions for it.
         max_tokens: L, the end of a caption included; longer ones are cut, and counted.
         captions: which captions there are, and how likely a visit shows each.
+
+    Attributes:
+        tokenizer: of the targets.
 
     Raises:
         UserError: there is no such data, or nothing that can be shown.
@@ -40,7 +45,7 @@ class CaptionedClips(VideoCaptions):
         *,
         split: str,
         shape: ClipShape,
-        tokenizer: CaptionTokenizer,
+        make_tokenizer: Callable[[Iterable[str]], CaptionTokenizer],
         max_tokens: int,
         per_visit: int,
         loading: LoaderSettings,
@@ -48,7 +53,7 @@ class CaptionedClips(VideoCaptions):
         captions: CaptionSettings = ALL_CAPTIONS,
         tars: TarBytes | None = None,
     ) -> None:
-        self._tokenizer, self._max_tokens, self._per_visit = tokenizer, max_tokens, per_visit
+        self._max_tokens, self._per_visit = max_tokens, per_visit
         super().__init__(
             data_dir,
             split=split,
@@ -59,12 +64,13 @@ class CaptionedClips(VideoCaptions):
             captions=captions,
             tars=tars,
         )
-        self._num_cut = tokenizer.num_longer(self.all_texts(), max_tokens=max_tokens)
+        self.tokenizer = make_tokenizer(self.all_texts())
+        self._num_cut = self.tokenizer.num_longer(self.all_texts(), max_tokens=max_tokens)
 
     @property
     def fingerprint(self) -> str:
         """Hash of what decides which sample stands where, and what its captions are in tokens."""
-        return hashlib.sha256(super().fingerprint.encode() + self._tokenizer.as_json()).hexdigest()
+        return hashlib.sha256(super().fingerprint.encode() + self.tokenizer.as_json()).hexdigest()
 
     def describe(self) -> str:
         """One line: captions that are used, and those that are not, by reason; and those that are cut."""
@@ -82,7 +88,7 @@ class CaptionedClips(VideoCaptions):
         places = self._drawn(visit)
         targets_KL = np.full((self._per_visit, self._max_tokens), NO_TOKEN, np.int64)
         for row, place in enumerate(places):
-            targets_KL[row] = self._tokenizer.targets(self.text_at(place), max_tokens=self._max_tokens)
+            targets_KL[row] = self.tokenizer.targets(self.text_at(place), max_tokens=self._max_tokens)
         return Sample(
             position=visit.position,
             key=self.key(visit.sample),

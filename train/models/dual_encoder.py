@@ -12,7 +12,8 @@ from train.models.transformer import NORM_EPS, TransformerSize, checkpoint_block
 from train.models.video_vit import VideoViT, VideoViTSize
 
 _PLAIN = Towers()
-_NORM_EPS: dict[Kind, float] = {"videomae": 1e-12}  # of the published configurations; else CLIP's
+# Of the published configurations; else CLIP's.
+_NORM_EPS: dict[Kind, float] = {"videomae": 1e-12, "timesformer": 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ from manifests.errors import UserError
 
 ModelName = Literal["tiny", "s16", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]
-Kind = Literal["clip", "videomae"]
+Kind = Literal["clip", "videomae", "timesformer"]
 
 # Side of a patch, which the side of a picture must be a multiple of.
 PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b16": 16, "l16": 16, "l14": 14, "l14-336": 14}
 # A name that stands for one size of pictures.
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
-_TUBELETS: dict[Kind, int] = {"clip": 1, "videomae": 2}
+_TUBELETS: dict[Kind, int] = {"clip": 1, "videomae": 2, "timesformer": 1}
 # What a tower of the kind videomae does not have, and the value that says so.
 _OF_CLIP_ALONE = {"temporal": "zero", "embedding_width": None, "patch_dropout": 0.0}
 _WIDEST = 65_536
@@ -24,7 +24,7 @@ class Towers:
     """What the towers are made of beyond their size, what is left out in training, and what saves memory."""
 
     kind: Kind | None = None
-    """Of the video tower (docs/models.md); when left out what the weights of --init are, else clip."""
+    """Of the video tower (docs/models.md); when left out what the weights of --init are, else the task's own."""
     tubelet: int | None = None
     """Frames of a cube, which becomes one token; when left out 1 for clip (a patch of one frame), 2 for videomae."""
     temporal: Literal["zero", "random"] = "zero"

@@ -78,6 +78,10 @@ class ClassifyTask:
         """For run.json."""
         return {"classes": self.classes.as_json()}
 
+    def files(self) -> dict[str, bytes]:
+        """None."""
+        return {}
+
     def training_set(self, world: World) -> Samples:
         """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
 

@@ -148,6 +148,10 @@ class DualEncoderTask:
         """Nothing more."""
         return {}
 
+    def files(self) -> dict[str, bytes]:
+        """None."""
+        return {}
+
     def build_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
         model = self._towers(samples)

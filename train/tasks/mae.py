@@ -60,6 +60,10 @@ class MaeTask:
         """Nothing more."""
         return {}
 
+    def files(self) -> dict[str, bytes]:
+        """None."""
+        return {}
+
     def training_set(self, world: World) -> Samples:
         """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.
 

@@ -23,9 +23,19 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # ImageNet's, which VideoMAE uses.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+# What TimeSformer's published weights were trained with.
+_TIMESFORMER_MEAN, _TIMESFORMER_STD = (0.45, 0.45, 0.45), (0.225, 0.225, 0.225)
 # What a tower's inputs are normalised by where nobody says another.
-MEANS: dict[Kind, tuple[float, float, float]] = {"clip": CLIP_MEAN, "videomae": IMAGENET_MEAN}
-STDS: dict[Kind, tuple[float, float, float]] = {"clip": CLIP_STD, "videomae": IMAGENET_STD}
+MEANS: dict[Kind, tuple[float, float, float]] = {
+    "clip": CLIP_MEAN,
+    "videomae": IMAGENET_MEAN,
+    "timesformer": _TIMESFORMER_MEAN,
+}
+STDS: dict[Kind, tuple[float, float, float]] = {
+    "clip": CLIP_STD,
+    "videomae": IMAGENET_STD,
+    "timesformer": _TIMESFORMER_STD,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from manifests.errors import UserError
+from train.caption.settings import CaptionerSettings
 from train.models.dual_encoder import size_of
 from train.models.settings import Towers, kind_of
 from train.models.transformer import NORM_EPS
@@ -22,7 +23,11 @@ Clips = TypeVar("Clips", bound=ClipSettings)
 
 # Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
-_KINDS = {"clip": "a tower as CLIP's (clip)", "videomae": "a tower as VideoMAE's (videomae)"}
+_KINDS = {
+    "clip": "a tower as CLIP's (clip)",
+    "videomae": "a tower as VideoMAE's (videomae)",
+    "timesformer": "a TimeSformer (timesformer)",
+}
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
@@ -64,7 +69,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     if source.kind is not None and towers.kind not in (None, source.kind):
         raise UserError(
             f"{source.title}: the weights are of {_KINDS[source.kind]}, and the model has {_KINDS[towers.kind]}",
-            hint="use weights of the same kind; train classify has towers of both (leave --towers.kind out)",
+            hint="use weights of the same kind, or leave --towers.kind out",
         )
     towers = replace(
         towers,
@@ -88,6 +93,12 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     return replace(settings, towers=towers, init=init)
 
 
+def effective_caption_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
+    """The same for a captioner, whose tower is a TimeSformer where neither the settings nor the weights say another."""
+    kind = settings.towers.kind or (None if source is None else source.kind) or "timesformer"
+    return effective_clip_settings(replace(settings, towers=replace(settings.towers, kind=kind)), source, say=say)
+
+
 def _of_clip(towers: Towers) -> Towers:
     if towers.kind not in (None, "clip"):
         raise UserError(
@@ -97,7 +108,7 @@ def _of_clip(towers: Towers) -> Towers:
 
 
 def _with_normalisation(settings: Clips) -> Clips:
-    """The settings with ImageNet's normalisation where the tower is VideoMAE's and nobody said another."""
+    """The settings with the normalisation of the tower's kind where nobody said another."""
     kind, init = kind_of(settings.towers), settings.init
     if kind == "clip":
         return settings

@@ -40,7 +40,7 @@ def opened(data_dir: Path, tokenizer: CaptionTokenizer, *, per_visit: int, **cap
         data_dir,
         split="train",
         shape=ClipShape(sampling=Sampling(num_frames=1), size_px=16),
-        tokenizer=tokenizer,
+        make_tokenizer=lambda _: tokenizer,
         max_tokens=24,
         per_visit=per_visit,
         loading=LoaderSettings(batch=1, num_threads=1, num_ahead=4, seed=0),

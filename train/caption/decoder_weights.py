@@ -1,0 +1,112 @@
+"""The decoder and its tokens: those of a folder, those of a name that they are downloaded under, or new ones."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from manifests.errors import UserError
+from train.caption.settings import DecoderSettings
+from train.caption.tokenizer import CaptionTokenizer, read_tokenizer, train_tokenizer
+from train.models.gpt2 import Gpt2Size, gpt2_size
+from train.weights.hf_caption import read_caption_folder
+from train.weights.sources import Say
+
+_FILES = ["config.json", "model.safetensors", "tokenizer.json", "vocab.json", "merges.txt"]
+# What a GPT-2 that has read nothing but text lacks.
+CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderParts:
+    """What a captioner's decoder is made of.
+
+    Attributes:
+        tensors: its weights by a captioner's names; empty where they are new.
+    """
+
+    tokenizer: CaptionTokenizer
+    size: Gpt2Size
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.vocabulary_size > self.size.vocabulary_size:
+            raise UserError(
+                f"the tokenizer has {self.tokenizer.vocabulary_size:,} tokens, and the decoder "
+                f"{self.size.vocabulary_size:,}: they do not belong together",
+                hint="name the tokenizer of the decoder, or leave --decoder.tokenizer out",
+            )
+
+
+def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -> DecoderParts:
+    """The decoder that the settings mean.
+
+    Args:
+        texts: captions, of which a tokenizer is made where none is named.
+
+    Raises:
+        UserError: a folder is missing, damaged, or of another model; tokenizer and decoder do not fit; the heads cannot
+            share the width; captions may be longer than the decoder's context.
+    """
+    folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
+    named = Path(settings.tokenizer) if settings.tokenizer is not None else folder
+    if named is not None:
+        tokenizer = read_tokenizer(named)
+    else:
+        tokenizer = train_tokenizer(texts, vocabulary_size=settings.vocabulary)
+    if folder is None:
+        return DecoderParts(tokenizer=tokenizer, size=_new_size(settings, tokenizer))
+    found = read_caption_folder(folder)
+    if found.config.decoder is None:
+        raise UserError(f"{folder} has no GPT-2 (--decoder.weights)", hint="name a folder that has one")
+    if settings.max_tokens > found.config.decoder.context_length:
+        raise UserError(
+            f"--decoder.max-tokens is {settings.max_tokens}, and the decoder of {folder} has a context of "
+            f"{found.config.decoder.context_length}",
+            hint="use fewer",
+        )
+    tensors = {name: one for name, one in found.converted.tensors.items() if name.startswith("decoder.")}
+    return DecoderParts(tokenizer=tokenizer, size=found.config.decoder, tensors=tensors)
+
+
+def decoder_folder(wanted: str, *, say: Say) -> Path:
+    """The folder of `--decoder.weights`: one that there is, or else what Hugging Face has under that name.
+
+    Raises:
+        UserError: there is neither.
+    """
+    folder = Path(wanted)
+    if folder.is_dir():
+        return folder
+    if wanted.startswith((".", "/", "~")) or wanted.count("/") > 1:
+        raise UserError(f"there is no folder {wanted} (--decoder.weights)", hint="name one with GPT-2's files")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    say(f"decoder: {wanted} from Hugging Face's cache, or else downloaded")
+    try:
+        return Path(snapshot_download(wanted, allow_patterns=_FILES))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise UserError(
+            f"there is no folder {wanted}, and nothing of that name in Hugging Face's cache or to be had: "
+            f"{str(error).splitlines()[0]}",
+            hint="is there a network? On a machine with one, fill the cache; or name a folder with GPT-2's files",
+        ) from error
+
+
+def _new_size(settings: DecoderSettings, tokenizer: CaptionTokenizer) -> Gpt2Size:
+    """The size of a decoder with new weights, for the tokens that there are and captions of the length wanted."""
+    size = gpt2_size(settings.name, vocabulary_size=tokenizer.vocabulary_size, context_length=settings.max_tokens)
+    trunk = replace(
+        size.trunk,
+        width=settings.width or size.trunk.width,
+        depth=settings.depth or size.trunk.depth,
+        num_heads=settings.heads or size.trunk.num_heads,
+    )
+    if trunk.width % trunk.num_heads:
+        raise UserError(
+            f"--decoder.width is {trunk.width}, which {trunk.num_heads} heads cannot share",
+            hint=f"use a multiple of {trunk.num_heads}, or other --decoder.heads",
+        )
+    return replace(size, trunk=trunk)

@@ -1,0 +1,175 @@
+"""Captioning: what a decoder says of a clip that a video tower sees.
+
+Shape suffixes: B batch, C channels, T frames, H and W pixels.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.augment.draws import draw
+from train.augment.pictures import to_model_input
+from train.caption.building import build_captioner, copy_decoder, freeze
+from train.caption.decoder_weights import DecoderParts, open_decoder
+from train.caption.objective import CaptionLoss
+from train.caption.runs import decoder_facts
+from train.caption.settings import CaptionerSettings
+from train.caption.start import start_of_captioner
+from train.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
+from train.data.batch import Batch
+from train.data.captioned_clips import CaptionedClips
+from train.data.decoding.clip import Views
+from train.data.remote.folder import open_data_folder
+from train.data.streams.tars import names_tars
+from train.distributed.world import World
+from train.models.attention import AttentionDoor
+from train.models.captioner import Captioner
+from train.models.settings import kind_of
+from train.models.transformer import blocks_of, compile_blocks
+from train.objective import Objective
+from train.tasks.clips import clip_shape, loader_settings
+from train.weights.converted import MEANS, STDS
+from train.weights.loading import Loaded, copy_into
+from train.weights.sources import Say, Source
+
+
+class CaptionTask:
+    """The task of `train caption`.
+
+    Args:
+        decoder: of a run that there is; else the one that the settings name.
+    """
+
+    name = "caption"
+    columns: tuple[str, ...] = ("video",)
+
+    def __init__(
+        self,
+        settings: CaptionerSettings,
+        *,
+        door: AttentionDoor,
+        device: torch.device,
+        decoder: DecoderParts | None = None,
+        say: Say = print,
+    ) -> None:
+        self._settings, self._door, self._device, self._say = settings, door, device, say
+        self._decoder = decoder
+        self._start: Loaded | None = None
+        self._held_out: CaptionedClips | None = None
+
+    @property
+    def decoder(self) -> DecoderParts:
+        """What says captions, and what they are in tokens."""
+        assert self._decoder is not None  # given, or made by training_set
+        return self._decoder
+
+    def facts(self) -> dict[str, Any]:
+        """For run.json."""
+        return {"decoder": decoder_facts(self.decoder.size)}
+
+    def files(self) -> dict[str, bytes]:
+        """The tokenizer, without which a run's weights say nothing."""
+        return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
+
+    def training_set(self, world: World) -> CaptionedClips:
+        """This rank's part of the clips and captions of the split that the settings name.
+
+        Raises:
+            UserError: there are none, or the decoder that is named cannot be had.
+        """
+        settings = self._settings
+        samples = self.samples(settings.split, world)
+        if settings.evaluate.every:
+            # Made now, so that a mistake in its settings ends the run before it begins.
+            self._held_out = self.samples(settings.evaluate.split, world)
+        return samples
+
+    def samples(self, split: str, world: World) -> CaptionedClips:
+        """This rank's part of the clips and captions of any split.
+
+        Raises:
+            UserError: there are none, or the decoder that is named cannot be had.
+        """
+        settings = self._settings
+        if names_tars(settings.shards):
+            raise UserError(
+                f"{settings.shards} is a stream of tars, and train caption reads data folders",
+                hint="name the data folder that prep made",
+            )
+        folder = open_data_folder(settings.shards, cache=settings.cache)
+        return CaptionedClips(
+            folder.path,
+            split=split,
+            shape=clip_shape(settings, views=Views()),
+            make_tokenizer=self._tokenizer,
+            max_tokens=settings.decoder.max_tokens,
+            per_visit=settings.captions_per_visit,
+            loading=loader_settings(settings, world, device=self._device),
+            decode=settings.decode,
+            captions=settings.captions,
+            tars=folder.tars,
+        )
+
+    def start_from(self, source: Source, samples: CaptionedClips, *, say: Say) -> Loaded:
+        """Has `build_model` give models these weights, once they fit.
+
+        Raises:
+            UserError: they do not, and nothing explains why.
+        """
+        with torch.device("meta"):
+            model = self._captioner()
+        self._start = start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
+        return self._start
+
+    def build_model(self, samples: CaptionedClips | None = None) -> Captioner:
+        """A captioner for the task's tokens."""
+        model = self._captioner()
+        copy_decoder(model, self.decoder)
+        if self._start is not None:
+            copy_into(model, self._start)
+        freeze(model, self._settings.freeze)
+        if self._settings.compile:
+            compile_blocks(model)
+        return model
+
+    def build_objective(self, samples: CaptionedClips, world: World) -> Objective:
+        """Cross-entropy of tokens."""
+        inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
+        end_id = self.decoder.tokenizer.end_id
+        return CaptionLoss(inputs, end_id=end_id, label_smoothing=self._settings.label_smoothing)
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of tower and decoder."""
+        return blocks_of(model)
+
+    def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
+        """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        settings, init = self._settings, self._settings.init
+        kind = kind_of(settings.towers)
+        drawn = None
+        if is_training:
+            drawn = draw(batch["position"][rows].numpy(), settings.augment, seed=settings.seed)
+        return to_model_input(
+            batch["video"][rows],
+            batch["colour"][rows],
+            size_px=settings.size_px,
+            mean=init.pixel_mean or MEANS[kind],
+            std=init.pixel_std or STDS[kind],
+            draw=drawn,
+        )
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        """Nothing yet."""
+        return {}
+
+    def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
+        if self._decoder is None:
+            self._decoder = open_decoder(self._settings.decoder, texts, say=self._say)
+        return self._decoder.tokenizer
+
+    def _captioner(self) -> Captioner:
+        return build_captioner(self._settings, self.decoder.size, attend=self._door.attend)
