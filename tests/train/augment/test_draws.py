@@ -76,4 +76,4 @@ def test_nothing_is_changed_by_default() -> None:
 )
 def test_a_setting_that_means_nothing_is_named(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"--augment.{name.replace('_', '-')} is {value}"):
-        Augment(**{name: value})
+        Augment(**{name: value})  # type: ignore[arg-type]

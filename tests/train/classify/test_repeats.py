@@ -43,7 +43,12 @@ def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_wa
 ) -> None:
     decoded: list[Any] = []
     decode = ChunkSet.decode
-    monkeypatch.setattr(ChunkSet, "decode", lambda self, read: decoded.append(1) or decode(self, read))
+
+    def counted(chunks: ChunkSet, read: Any) -> Any:
+        decoded.append(read)
+        return decode(chunks, read)
+
+    monkeypatch.setattr(ChunkSet, "decode", counted)
     samples = labelled(moving, repeats=3)
     assert samples.num_samples == 3 * NUM_CLIPS and samples.num_clips == NUM_CLIPS
     assert "36 of 37 captions" in samples.describe() and "3 samples of each in an epoch" in samples.describe()
