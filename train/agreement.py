@@ -15,7 +15,7 @@ from manifests.errors import ClipmillError, FailedWork
 from manifests.publish import publish_json
 from train.data.batch import Batch
 from train.data.failures import FailedSample, TooManyFailures
-from train.data.filling import LoadedBatch
+from train.data.filling import LoadedBatch, without_pictures
 from train.data.place import Place
 from train.distributed.world import World
 from train.run_folder import RunFolder, append_lines, keep_lines
@@ -24,7 +24,7 @@ from train.step import Step
 
 @dataclass(frozen=True)
 class AgreedBatch:
-    """This rank's batch, and what all ranks know.
+    """This rank's batch, and what all ranks know. Of a pipeline's stages only the first has the pictures.
 
     Attributes:
         stops: whether a rank was told to stop, so that this step is not taken.
@@ -69,13 +69,15 @@ class FailureLog:
         """
         began_s = time.perf_counter()
         loaded, error = None, None
+        failed: tuple[FailedSample, ...] = ()
         try:
-            loaded = next(batches)
-            failed = loaded.failed
+            if self._world.stages.is_first:
+                loaded = next(batches)
+                failed = loaded.failed
         except TooManyFailures as too_many:
             failed = too_many.failed
         except ClipmillError as own:
-            failed, error = (), own
+            error = own
         waited_s = time.perf_counter() - began_s
         # A few numbers each step, and more only where something is amiss.
         own_14 = torch.tensor([[len(failed), float(stops), float(error is not None), waited_s]], dtype=torch.float64)
@@ -85,8 +87,16 @@ class FailureLog:
             self._record([one for of_rank in self._world.gather_objects(failed) for one in of_rank])
         if num_errors:
             raise next(one for one in self._world.gather_objects(error) if one is not None)
+        return AgreedBatch(self._on_all_stages(loaded), stops=num_stops > 0, waited_s=said_R4[:, 3].max().item())
+
+    def _on_all_stages(self, loaded: LoadedBatch | None) -> LoadedBatch:
+        """The first stage's batch on all stages of a pipeline, but for the pictures."""
+        stages = self._world.stages
+        if stages.size > 1:
+            small = stages.first(lambda: None if loaded is None else without_pictures(loaded))
+            loaded = loaded or small
         assert loaded is not None  # or a failure too many or an error would have been raised
-        return AgreedBatch(loaded, stops=num_stops > 0, waited_s=said_R4[:, 3].max().item())
+        return loaded
 
     def _record(self, failed: list[FailedSample]) -> None:
         self.num_failed += len(failed)
@@ -99,7 +109,7 @@ class FailureLog:
             )
 
 
-def require_finite(what: str, value: float, batch: Batch, *, step: Step, run: RunFolder) -> None:
+def require_finite(what: str, value: float, batch: Batch, *, step: Step, world: World, run: RunFolder) -> None:
     """Stops all ranks where a number that they share is none, and names the samples of all in bad_batch.json.
 
     Raises:
@@ -112,7 +122,7 @@ def require_finite(what: str, value: float, batch: Batch, *, step: Step, run: Ru
     if "caption_id" in batch:
         own["caption_ids"] = batch["caption_id"].tolist()
     ranks = step.world.gather_objects(own)
-    if step.world.is_first:
+    if world.is_first:
         publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
     raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
 

@@ -204,7 +204,9 @@ def _train(
 def _processes(parallel: ParallelSettings, world: World) -> str:
     if world.size == 1:
         return "1"
-    pipelines = f", {world.replicas.size} x {parallel.stages} stages, {parallel.schedule}" if parallel.stages > 1 else ""
+    pipelines = (
+        f", {world.replicas.size} x {parallel.stages} stages, {parallel.schedule}" if parallel.stages > 1 else ""
+    )
     return f"{world.size}, {parallel.strategy}{pipelines}"
 
 

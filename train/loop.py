@@ -85,15 +85,16 @@ def train(
             step = Step(
                 number=state.step + 1,
                 epoch=_epoch(state, samples),
-                world=world,
+                world=world.replicas,
+                stage=world.stages.rank,
                 seed=settings.seed,
                 microbatch=settings.microbatch,
                 autocast=state.precision.autocast,
                 scale=state.precision.scale,
                 synced=partial(synced, state.trained),
             )
-            with explained(settings, world, device=device):
-                line = _take(step, state, agreed.loaded, settings, run=run, throughput=throughput)
+            with explained(settings, world.replicas, device=device):
+                line = _take(step, state, agreed.loaded, settings, run=run, world=world, throughput=throughput)
             speed = throughput.numbers(
                 step_s=time.perf_counter() - began_s, waited_s=agreed.waited_s, num_samples=settings.batch
             )
@@ -123,20 +124,27 @@ def _take(
     settings: TrainingSettings,
     *,
     run: RunFolder,
+    world: World,
     throughput: Throughput,
 ) -> dict[str, Any]:
     """One step of the optimizer: from a batch to new weights; the step's numbers."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.model.zero_grad(set_to_none=True)
     state.objective.zero_grad(set_to_none=True)
-    with throughput.counting(state.trained) if throughput.flops_per_step is None else nullcontext():
+    with throughput.counting(state.counted) if throughput.flops_per_step is None else nullcontext():
         numbers = state.objective.backward(state.trained, loaded.batch, step)
-    require_finite("loss", numbers["loss"], loaded.batch, step=step, run=run)
+    require_finite("loss", numbers["loss"], loaded.batch, step=step, world=world, run=run)
     average_gradients(list(state.objective.parameters()), step.world)
     loss_scale = state.precision.loss_scale
-    grad_norm = clip_gradients(state.parameters(), max_norm=settings.max_grad_norm, loss_scale=loss_scale)
+    grad_norm = clip_gradients(
+        state.parameters(),
+        max_norm=settings.max_grad_norm,
+        loss_scale=loss_scale,
+        stages=world.stages,
+        repeated=state.repeated(),
+    )
     if state.precision.accepts(grad_norm):
-        require_finite("norm of the gradients", grad_norm, loaded.batch, step=step, run=run)
+        require_finite("norm of the gradients", grad_norm, loaded.batch, step=step, world=world, run=run)
         state.optimizer.step()
         if state.zero is not None:
             state.zero.exchange()
@@ -162,7 +170,7 @@ def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: Wo
     if not every or (state.step % every and state.step < settings.steps):
         return {}
     with state.evaluated() as model, state.precision.autocast():
-        found = task.evaluate(model, world)
+        found = task.evaluate(model, world.replicas)
     if best is not None and best not in found:
         raise UserError(f"--best {best} is no number of the evaluation", hint=f"it gives: {', '.join(found)}")
     return found

@@ -14,6 +14,7 @@ from train.checkpoint import Facts, check_fits, fill, read_facts, read_table
 from train.data.loader import TrainingSet
 from train.data.place import LoaderState, Place, together
 from train.distributed.parallel import spread, whole
+from train.distributed.pipeline import Pipeline
 from train.distributed.storage import dtype_of
 from train.distributed.world import World
 from train.distributed.zero import ZeroOptimizer
@@ -24,6 +25,7 @@ from train.optim.optimizer import make_optimizer
 from train.precision import Precision, open_precision
 from train.settings import TrainingSettings, require_same, shaping
 from train.tasks import Task
+from train.tasks.stages import own_part
 
 
 @dataclass
@@ -32,7 +34,7 @@ class State:
 
     Attributes:
         model: as the task built it; with FSDP its parameters are DTensors.
-        trained: what stands for it in a training step (train.distributed.parallel).
+        trained: what stands for it in a training step (train.distributed.parallel, train.distributed.pipeline).
         zero: sends what this rank's optimizer made; None where every rank's makes everything.
         place: where this rank's batches end.
     """
@@ -50,6 +52,15 @@ class State:
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, the objective's last."""
         return [*self.model.parameters(), *self.objective.parameters()]
+
+    @property
+    def counted(self) -> nn.Module:
+        """What is called in a training step with all that it computes."""
+        return self.model if isinstance(self.trained, Pipeline) else self.trained
+
+    def repeated(self) -> list[nn.Parameter]:
+        """Parameters that an earlier stage of a pipeline has too."""
+        return self.trained.repeated if isinstance(self.trained, Pipeline) else []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that is kept in tensors, by the names of checkpoints. Not copies."""
@@ -77,7 +88,8 @@ class State:
         return Facts(
             task=task.name,
             step=self.step,
-            loader=world.gather_objects(own),
+            # The stages of a replica stand at the same place.
+            loader=world.replicas.gather_objects(own),
             settings=shaping(settings),
             precision=self.precision.state_dict(),
             numbers=numbers,
@@ -99,7 +111,7 @@ class State:
         table = read_table(path)
         wanted = {name: one for name, one in self.tensors().items() if not name.startswith("optimizer.")}
         for prefix in ("model.", "ema.", "objective."):
-            check_fits(path, table, _starting(wanted, prefix), prefix=prefix)
+            check_fits(path, table, _on_all_stages(_starting(wanted, prefix), world.stages), prefix=prefix)
         optimized = self._optimizer_tensors(table)
         fill(path, table, wanted | _flat(optimized), world=world)
         self._load_optimizer(optimized)
@@ -160,25 +172,30 @@ def new_state(
 ) -> State:
     """A run before its first step; the seed alone decides its weights."""
     torch.manual_seed(settings.seed)
-    model = task.build_model(samples).to(device)
-    objective = task.build_objective(samples, world).to(device)
+    # A stage, too, is cut out of the whole: so it begins with the weights that it has there.
+    model = own_part(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
+    objective = task.build_objective(samples, world.replicas).to(device)
     precision = open_precision(settings.precision, device_type=device.type)
-    trained = spread(
-        model,
-        strategy=settings.parallel.strategy,
-        units=task.units(model),
-        world=world,
-        device=device,
-        products=precision.products,
-    )
+    trained: nn.Module
+    if world.stages.size > 1:
+        trained = Pipeline(model, settings=settings.parallel, world=world, device=device)
+    else:
+        trained = spread(
+            model,
+            strategy=settings.parallel.strategy,
+            units=task.units(model),
+            world=world,
+            device=device,
+            products=precision.products,
+        )
     optimizer = make_optimizer(model, objective, settings)
-    is_zero = settings.parallel.strategy == "zero1" and world.size > 1
+    is_zero = settings.parallel.strategy == "zero1" and world.replicas.size > 1
     return State(
         model=model,
         trained=trained,
         objective=objective,
         optimizer=optimizer,
-        zero=ZeroOptimizer(optimizer, world) if is_zero else None,
+        zero=ZeroOptimizer(optimizer, world.replicas) if is_zero else None,
         precision=precision,
         ema=Ema(model, decay=settings.optimizer.ema) if settings.optimizer.ema else None,
     )
@@ -190,6 +207,15 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
         if not isinstance(one, torch.Tensor):
             raise TypeError(f"{name} is no tensor: checkpoints take tensors only")
     return found
+
+
+def _on_all_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
+    """Those of this rank and of the other stages, without their values."""
+    if stages.size == 1:
+        return tensors
+    sizes = {name: list(one.shape) for name, one in tensors.items()}
+    of_all = {name: size for of_stage in stages.gather_objects(sizes) for name, size in of_stage.items()}
+    return {name: torch.empty(size, device="meta") for name, size in of_all.items()}
 
 
 def _starting(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -17,6 +17,8 @@ class Step:
 
     Attributes:
         number: 1, 2, ...
+        world: those that share the batch.
+        stage: of a pipeline.
         epoch: visits of the whole set that are over before this step, a float; 0 where the set has no end.
         microbatch: samples of this rank that go through the model at once; None for all of them.
         autocast: makes a context in which a model computes in the run's precision.
@@ -28,6 +30,7 @@ class Step:
     number: int
     epoch: float = 0.0
     world: World = ONE_PROCESS
+    stage: int = 0
     seed: int = 0
     microbatch: int | None = None
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -36,11 +39,13 @@ class Step:
 
     @contextmanager
     def random(self, part: int) -> Iterator[None]:
-        """Sets torch's generators for microbatch `part`: a function of seed, step, rank and part alone.
+        """Sets torch's generators for microbatch `part`: a function of seed, step, rank, part and stage alone.
 
         So a microbatch can be computed twice with the same dropout, and no generator needs a place in a checkpoint.
         """
-        torch.manual_seed(seed_of(self.seed, self.number, self.world.rank, part))
+        # The first stage draws what one process draws.
+        of_stage = (self.stage,) if self.stage else ()
+        torch.manual_seed(seed_of(self.seed, self.number, self.world.rank, part, *of_stage))
         yield
 
 

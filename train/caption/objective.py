@@ -41,7 +41,7 @@ class CaptionLoss(Objective):
         if isinstance(model, Pipeline):
             total = model.backward(self._pipelined(batch, targets_BKL, num_tokens=num_tokens), step)
             return {"loss": step.world.sum(total).item(), "num_tokens": float(num_tokens)}
-        total = torch.zeros((), device=targets_BKL.device)
+        total = torch.zeros((), dtype=torch.float64, device=targets_BKL.device)
         for part, begin in enumerate(range(0, num_samples, size)):
             rows = slice(begin, min(begin + size, num_samples))
             with step.synced(rows.stop == num_samples), step.random(part):

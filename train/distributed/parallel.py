@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from train.distributed.buckets import buckets
 from train.distributed.settings import Strategy
 from train.distributed.world import World
 
@@ -90,12 +91,10 @@ def whole(model: nn.Module) -> Iterator[None]:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Averages gradients over ranks in one exchange: those that no wrapper averages, few and small."""
+    """Averages gradients over ranks, where no wrapper does it: together, after the backward pass."""
     if world.size == 1:
         return
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    if not gradients:
-        return
-    flat = world.sum(torch.cat([one.flatten() for one in gradients])) / world.size
-    for gradient, averaged in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-        gradient.copy_(averaged.view_as(gradient))
+    for bucket in buckets([one.grad for one in parameters if one.grad is not None]):
+        flat = world.sum(torch.cat([one.flatten() for one in bucket])) / world.size
+        for gradient, averaged in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+            gradient.copy_(averaged.view_as(gradient))

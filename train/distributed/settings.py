@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from manifests.errors import UserError
+from train.distributed.partition import check_rule
+
 Strategy = Literal["ddp", "zero1", "fsdp"]
+Schedule = Literal["1f1b", "gpipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,3 +16,19 @@ class ParallelSettings:
 
     strategy: Strategy = "ddp"
     """ddp: all of it; zero1: a part of the optimizer's state; fsdp: a part of weights, gradients and state."""
+    stages: int = 1
+    """Processes that the layers of a model lie on, as a pipeline; more processes make more such pipelines."""
+    schedule: Schedule = "1f1b"
+    """Order of a pipeline's microbatches; gpipe: all forward, then all back; 1f1b: back as soon as can be."""
+    partition: str = "parameters"
+    """Layers of each stage, by: parameters, uniform, type:KIND (as type:block), or their numbers (as 5,9)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stages <= 4096:
+            raise UserError(f"--parallel.stages is {self.stages}", hint="it must be from 1 to 4,096")
+        check_rule(self.partition)
+        if self.stages > 1 and self.strategy == "fsdp":
+            raise UserError(
+                f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
+                hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
+            )

@@ -5,7 +5,7 @@ the backend of their device: gloo on CPUs, NCCL on GPUs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,16 +23,54 @@ class World:
     Attributes:
         rank: 0 ... size - 1.
         local_rank: the same within this machine; the number of its GPU.
+        group: through which these ranks talk; None for all ranks that were launched.
+        parts: `replicas` and `stages`, where the ranks make pipelines.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    parts: "tuple[World, World] | None" = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes what is written once."""
         return self.rank == 0
+
+    @property
+    def replicas(self) -> "World":
+        """Those of this rank's stage, one a replica: whom batches are shared among, and gradients averaged."""
+        return self if self.parts is None else self.parts[0]
+
+    @property
+    def stages(self) -> "World":
+        """Those of this rank's replica, one a stage; this one alone where there are no pipelines."""
+        return World() if self.parts is None else self.parts[1]
+
+    def cut(self, num_stages: int) -> "World":
+        """The same ranks, making pipelines of so many stages; all ranks call it.
+
+        Raises:
+            UserError: the ranks cannot be divided into such pipelines.
+        """
+        if num_stages == 1:
+            return self
+        if self.size % num_stages:
+            processes = f"{self.size} processes" if self.size > 1 else "1 process"
+            raise UserError(
+                f"--parallel.stages is {num_stages}, and {processes} cannot be divided into pipelines of that length",
+                hint=f"launch a multiple of {num_stages} processes, as torchrun --nproc-per-node {num_stages} does",
+            )
+        num_replicas = self.size // num_stages
+        replica, stage = divmod(self.rank, num_stages)
+        ranks = range(self.size)
+        # Every rank takes part in making every group.
+        of_stage = [dist.new_group(list(ranks[at::num_stages])) for at in range(num_stages)]
+        of_replica = [dist.new_group(list(ranks[at : at + num_stages])) for at in ranks[::num_stages]]
+        replicas = World(rank=replica, size=num_replicas, local_rank=self.local_rank, group=of_stage[stage])
+        stages = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=of_replica[replica])
+        return replace(self, parts=(replicas, stages))
 
     def share(self, batch: int) -> int:
         """This rank's samples of a batch.
@@ -54,14 +92,14 @@ class World:
         if self.size == 1:
             return rows
         gathered = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, rows)
+        dist.all_gather_into_tensor(gathered, rows, group=self.group)
         return gathered
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, elementwise, without gradient."""
         summed = values.detach().clone()
         if self.size > 1:
-            dist.all_reduce(summed)
+            dist.all_reduce(summed, group=self.group)
         return summed
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -69,7 +107,7 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def first(self, work: Callable[[], Outcome]) -> Outcome:
@@ -78,15 +116,23 @@ class World:
         Raises:
             ClipmillError: `work` raised it; every rank raises the same.
         """
+        return self.one(0, work)
+
+    def one(self, rank: int, work: Callable[[], Outcome]) -> Outcome:
+        """What `work` gives on a rank, where alone it is called, on all ranks.
+
+        Raises:
+            ClipmillError: `work` raised it; every rank raises the same.
+        """
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, None]
-        if self.is_first:
+        if self.rank == rank:
             try:
                 outcome[0] = work()
             except ClipmillError as error:
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, group=self.group, group_src=rank)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]

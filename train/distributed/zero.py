@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from train.distributed.buckets import buckets
 from train.distributed.world import World
-
-_BUCKET_BYTES = 64 << 20
 
 
 class ZeroOptimizer:
@@ -37,9 +36,9 @@ class ZeroOptimizer:
     def exchange(self) -> None:
         """Every rank gets what the others' optimizers made of their parameters."""
         for rank, parameters in enumerate(self._of_rank):
-            for bucket in _buckets(parameters):
+            for bucket in buckets(parameters):
                 flat = torch.cat([one.flatten() for one in bucket])
-                dist.broadcast(flat, src=rank)
+                dist.broadcast(flat, group=self._world.group, group_src=rank)
                 if rank != self._world.rank:
                     for one, values in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                         one.copy_(values.view_as(one))
@@ -53,17 +52,3 @@ def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
         ranks[index] = loads.index(min(loads))
         loads[ranks[index]] += sizes[index]
     return ranks
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Runs of parameters of one type, each small enough that its copy does not weigh."""
-    buckets: list[list[nn.Parameter]] = []
-    size_bytes = 0
-    for one in parameters:
-        added_bytes = one.numel() * one.element_size()
-        if not buckets or size_bytes + added_bytes > _BUCKET_BYTES or buckets[-1][0].dtype != one.dtype:
-            buckets.append([])
-            size_bytes = 0
-        buckets[-1].append(one)
-        size_bytes += added_bytes
-    return buckets

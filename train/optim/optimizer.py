@@ -1,12 +1,13 @@
 """The run's optimizer, made from settings, and its learning rates at a step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from train.distributed.sharded import local_part, norms
+from train.distributed.world import World
 from train.objective import Objective
 from train.optim.groups import parameter_groups
 from train.optim.lamb import Lamb
@@ -17,6 +18,7 @@ from train.settings import TrainingSettings
 
 # Where torch's AdamW takes a step in one pass over memory: a seventh of the time on a CPU.
 _FUSED = {"cpu", "cuda"}
+ONE_STAGE = World()
 
 
 def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
@@ -65,22 +67,41 @@ def set_learning_rates(
     return lr
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float, loss_scale: float = 1.0) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    *,
+    max_norm: float,
+    loss_scale: float = 1.0,
+    stages: World = ONE_STAGE,
+    repeated: Collection[nn.Parameter] = (),
+) -> float:
     """Divides gradients by `loss_scale`, then shortens them together to `max_norm` where they are longer.
 
     Parameters may be whole or sharded (DTensor); every rank must call it, and gets the same norm.
+
+    Args:
+        stages: the ranks that have the other parameters of the model, where it is cut into a pipeline.
+        repeated: those of this rank's that another stage has too, and counts.
 
     Returns:
         The norm of all gradients together, before they were shortened; not finite where one of them is not, and the
         gradients are then of no use.
     """
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    if not gradients:
+    parameters = list(parameters)
+    not_counted = {id(one) for one in repeated}
+    # Counted ones first, so that their norms are a slice.
+    trained = sorted((one for one in parameters if one.grad is not None), key=lambda one: id(one) in not_counted)
+    gradients = [one.grad for one in trained if one.grad is not None]
+    if not gradients and stages.size == 1:
         return 0.0
     parts = [local_part(one) for one in gradients]
-    norm = norms(parts, like=gradients).square().sum().sqrt().item() / loss_scale
+    num_counted = sum(id(one) not in not_counted for one in trained)
+    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    if gradients:
+        square = norms(parts, like=gradients)[:num_counted].square().sum()
+    norm = stages.sum(square).sqrt().item() / loss_scale
     # As torch.nn.utils.clip_grad_norm_ does.
     factor = min(1.0, max_norm / (norm + 1e-6)) / loss_scale
-    if factor != 1:
+    if factor != 1 and parts:
         torch._foreach_mul_(parts, factor)
     return norm

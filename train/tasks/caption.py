@@ -15,6 +15,7 @@ from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.caption.building import build_captioner, copy_decoder, freeze
 from train.caption.decoder_weights import DecoderParts, open_decoder
+from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
 from train.caption.runs import decoder_facts
 from train.caption.settings import CaptionerSettings
@@ -25,6 +26,7 @@ from train.data.captioned_clips import CaptionedClips
 from train.data.decoding.clip import Views
 from train.data.remote.folder import open_data_folder
 from train.data.streams.tars import names_tars
+from train.distributed.partition import LayerCost
 from train.distributed.world import World
 from train.models.attention import AttentionDoor
 from train.models.captioner import Captioner
@@ -145,6 +147,14 @@ class CaptionTask:
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of tower and decoder."""
         return blocks_of(model)
+
+    def layers(self, model: Captioner) -> list[LayerCost]:
+        """What a pipeline is cut between."""
+        return layers_of(model)
+
+    def part(self, model: Captioner, layers: range) -> nn.Module:
+        """Some layers of a captioner, for a stage of a pipeline."""
+        return part_of(model, layers)
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
         """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
