@@ -87,6 +87,9 @@ class Converted:
 def kind_of_tensors(names: Iterable[str]) -> Kind | None:
     """The kind of the video tower among tensors or parameters of our names; None where there is none."""
     kind: Kind | None = None
+    names = list(names)
+    if any(name.startswith("video.") and ".time_attn." in name for name in names):
+        return "timesformer"
     for name in names:
         if name == "video.conv1.bias" or (name.startswith("video.") and name.endswith(".attn.q_bias")):
             return "videomae"

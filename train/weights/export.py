@@ -7,9 +7,11 @@ from typing import Literal
 from manifests.errors import UserError
 from train.checkpoint import latest_checkpoint, read_weights
 from train.run_folder import open_run
+from train.tasks.caption import CaptionTask
 from train.tasks.classify import ClassifyTask
 from train.tasks.dual_encoder import DualEncoderTask
 from train.tasks.mae import MaeTask
+from train.weights.export_caption import exported_captioner
 from train.weights.export_clip import FrameEmbedding, exported_clip
 from train.weights.export_videomae import exported_autoencoder, exported_classifier
 from train.weights.exported import publish_folder
@@ -48,12 +50,14 @@ def export_run(
         exported = exported_clip(run, weights, checkpoint=path, form=form, frame_embedding=frame_embedding)
     elif task == MaeTask.name:
         exported = exported_autoencoder(run, weights, form=form)
+    elif task == CaptionTask.name:
+        exported = exported_captioner(run, weights, form=form)
     elif task == ClassifyTask.name:
         exported = exported_classifier(run, weights, form=form)
     else:
         raise UserError(
             f"{run.path} is a run of train {task}, which no format has a place for",
-            hint="name a run of train dual-encoder, mae or classify",
+            hint="name a run of train dual-encoder, mae, classify or caption",
         )
     publish_folder(out, exported.write)
     for remark in exported.remarks:

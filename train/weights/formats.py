@@ -8,6 +8,7 @@ import torch
 from manifests.errors import UserError
 from train.weights.avion_format import AVION_FACTS, LAVILA_FACTS, from_avion, from_lavila
 from train.weights.converted import CLIP_MEAN, CLIP_STD, Converted, Facts, Tensors
+from train.weights.hf_caption_format import from_hf_caption
 from train.weights.hf_format import from_hf
 from train.weights.hf_videomae_format import from_hf_videomae
 from train.weights.open_clip_format import from_open_clip
@@ -16,6 +17,7 @@ from train.weights.videomae_format import VIDEOMAE_FACTS, from_videomae
 
 _OPENAI_FACTS = Facts(activation="quick_gelu", video_eps=1e-5, text_eps=1e-5, mean=CLIP_MEAN, std=CLIP_STD, remarks=())
 _NOTHING_KNOWN = Facts()
+_TIMESFORMER_EPS = 1e-6
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 # Sizes of the model, which OpenAI's archives hold and open_clip's files do not.
 _OPENAI_SIZES = frozenset({"input_resolution", "context_length", "vocab_size"})
@@ -55,6 +57,12 @@ FORMATS = {
             convert=from_hf_videomae,
             facts=replace(VIDEOMAE_FACTS, video_eps=HF_EPS),
         ),
+        Format(
+            name="hf_timesformer",
+            title="Hugging Face's TimeSformer, or a captioner of it",
+            convert=from_hf_caption,
+            facts=Facts(activation="gelu", video_eps=_TIMESFORMER_EPS),
+        ),
     )
 }
 
@@ -82,6 +90,8 @@ def detect_format(names: Iterable[str]) -> Format:
 
     if has("vision_model.", "text_model."):
         return FORMATS["hf"]
+    if has("timesformer.", "encoder.embeddings.time_embeddings", "embeddings.time_embeddings"):
+        return FORMATS["hf_timesformer"]
     if has("videomae.", "decoder.decoder_layers.") or (has("embeddings.patch_embeddings.") and not has(*_CLASS_TOKENS)):
         return FORMATS["hf_videomae"]
     if has("encoder.patch_embed.", "encoder.blocks.") or (has("patch_embed.", "blocks.") and not has(*_CLASS_TOKENS)):
@@ -101,6 +111,7 @@ def detect_format(names: Iterable[str]) -> Format:
         return FORMATS["openai" if known >= _OPENAI_SIZES else "open_clip"]
     first = ", ".join(sorted(known)[:3])
     raise UserError(
-        f"these are not the weights of a CLIP or VideoMAE of any known format; the first tensors: {first or 'none'}",
+        "these are not the weights of a CLIP, VideoMAE or TimeSformer of any known format; the first tensors: "
+        f"{first or 'none'}",
         hint=f"known are {', '.join(FORMATS)}; name one with --init.format to see what fits",
     )

@@ -9,6 +9,8 @@ from train.models.gpt2 import Gpt2Size
 from train.models.settings import Activation
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
+from train.weights.configs import colours
+from train.weights.converted import Facts
 
 # What the models here compute, whatever the configuration: another value of these would be another model.
 _TIMESFORMER_NEEDED: dict[str, tuple[Any, ...]] = {
@@ -157,6 +159,25 @@ def caption_config_of(config: Mapping[str, Any], *, source: str) -> CaptionConfi
     raise UserError(
         f"{source} is a {kind}, which a captioner cannot be made of",
         hint="use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
+    )
+
+
+def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> Facts:
+    """Facts from the config.json and preprocessor_config.json of a TimeSformer, or of a captioner of one.
+
+    Raises:
+        UserError: see `caption_config_of`; or there is no TimeSformer in it.
+    """
+    video = caption_config_of(config, source=source).video
+    if video is None:
+        raise UserError(f"{source} has no video tower", hint="--init.weights name a tower, --decoder.weights a GPT-2")
+    trunk = video.size.trunk
+    return Facts(
+        activation=trunk.activation,
+        video_eps=trunk.norm_eps,
+        mean=colours(preprocess.get("image_mean")),
+        std=colours(preprocess.get("image_std")),
+        video_heads=trunk.num_heads,
     )
 
 

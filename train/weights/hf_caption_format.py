@@ -13,6 +13,8 @@ decoder.positional_embedding                decoder.transformer.wpe.weight
 decoder.transformer.resblocks.N.*           decoder.transformer.h.N.*           (matrices transposed)
 decoder.ln_final.*                          decoder.transformer.ln_f.*
 
+A TimesformerForVideoClassification has `classifier.*` beside, which is `head.*` here.
+
 A TimesformerModel alone has its names without `encoder.`, a TimesformerForVideoClassification with `timesformer.`
 instead; a GPT2LMHeadModel has its names without `decoder.`, a GPT2Model without `decoder.transformer.`.
 """
@@ -37,6 +39,8 @@ _SINGLE = {
     "decoder.positional_embedding": "decoder.transformer.wpe.weight",
     "decoder.ln_final.weight": "decoder.transformer.ln_f.weight",
     "decoder.ln_final.bias": "decoder.transformer.ln_f.bias",
+    "head.weight": "classifier.weight",
+    "head.bias": "classifier.bias",
 }
 _VIDEO_BLOCK = {
     "ln_time": "temporal_layernorm",

@@ -1,5 +1,6 @@
 """Weights of a run of this project: its latest checkpoint, and what its settings say of them."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
     if (log_scale := read_log_scale(path)) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
     init = settings["init"]
-    size = size_of(settings["model"], Towers(**settings["towers"]))
+    towers: dict[str, Any] = settings["towers"]
+    common = {field.name for field in fields(Towers)}
+    size = size_of(settings["model"], Towers(**{name: value for name, value in towers.items() if name in common}))
     kind = kind_of_tensors(tensors) or "clip"
     facts = Facts(
         activation=size.video.trunk.activation,
@@ -52,7 +55,7 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
         text_eps=NORM_EPS,
         mean=_triple(init["pixel_mean"]) or MEANS[kind],
         std=_triple(init["pixel_std"]) or STDS[kind],
-        video_heads=size.video.trunk.num_heads,
+        video_heads=towers.get("heads") or size.video.trunk.num_heads,
         text_heads=size.text.trunk.num_heads,
         picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
     )

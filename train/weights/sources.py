@@ -14,6 +14,7 @@ from train.weights.converted import Converted, Facts, kind_of_tensors
 from train.weights.extras import EXTRAS_FILE, read_extras
 from train.weights.files import read_tensors
 from train.weights.formats import FORMATS, detect_format, without_prefixes
+from train.weights.hf_caption_configs import facts_of_hf_caption
 from train.weights.runs import is_run, read_run
 from train.weights.settings import Init
 from train.weights.videomae_configs import facts_of_hf_videomae, facts_of_videomae_v2
@@ -144,6 +145,8 @@ def _facts_in(folder: Path) -> Facts | None:
         return facts_of_hf_videomae(config, preprocess, source=str(folder))
     if isinstance(config.get("model_config"), dict) and str(config.get("model_type")).startswith("VideoMAEv2"):
         return facts_of_videomae_v2(config, preprocess, source=str(folder))
+    if config.get("model_type") in ("timesformer", "vision-encoder-decoder", "gpt2"):
+        return facts_of_hf_caption(config, preprocess, source=str(folder))
     return facts_of_hf(config, preprocess, source=str(folder))
 
 
