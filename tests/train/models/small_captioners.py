@@ -44,9 +44,10 @@ def their_captioner(
     for part in (config, config.decoder):
         part.decoder_start_token_id, part.eos_token_id, part.pad_token_id = END, END, PAD
     torch.manual_seed(seed)
-    theirs = VisionEncoderDecoderModel(config=config).double().eval()
+    theirs = VisionEncoderDecoderModel(config=config).eval()
+    # In float32, which ours is read in.
     spread_out(theirs)
-    return theirs
+    return theirs.double()
 
 
 def ours_with_weights_of(

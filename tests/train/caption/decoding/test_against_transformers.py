@@ -1,0 +1,179 @@
+"""Captions token by token against transformers' `generate`, with the same random weights."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import VisionEncoderDecoderModel
+
+from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
+from train.caption.decoding.decode import write_captions
+from train.caption.decoding.settings import DecodingSettings
+from train.models.captioner import Captioner
+from train.models.captioner_stages import CaptionerPart, all_stages
+from train.models.gpt2_block import TextCache
+
+NUM_CLIPS, MAX_TOKENS = 6, 12
+
+
+@pytest.fixture(scope="module", params=["short", "long", "endless"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[VisionEncoderDecoderModel, Captioner]:
+    """Captioners whose captions change from word to word, and end soon, some of them late, or never."""
+    theirs = their_captioner(seed=3)
+    places, matrices, likely = {"short": (8, 3, 0.5), "long": (5, 2, 0.3), "endless": (5, 2, 0.0)}[request.param]
+    with torch.no_grad():
+        decoder = theirs.decoder.transformer
+        decoder.wpe.weight *= places
+        for parameter in decoder.h.parameters():
+            if parameter.ndim == 2:
+                parameter *= matrices
+        # What the last layer norm adds to all states makes a token likely.
+        decoder.wte.weight[END] += likely * decoder.ln_f.bias.sign()
+        for parameter in decoder.parameters():
+            parameter.copy_(parameter.float().double())
+    return theirs, ours_with_weights_of(theirs, tmp_path_factory.mktemp("weights"))
+
+
+def generated(theirs: VisionEncoderDecoderModel, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What transformers write after the prompt, ends where they filled up, [B, L]."""
+    found = theirs.generate(
+        for_them(clips(NUM_CLIPS)),
+        decoder_input_ids=prompt,
+        decoder_attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=MAX_TOKENS,
+        **options,
+    )
+    assert isinstance(found, torch.Tensor)
+    return torch.where(found == PAD, END, found)[:, prompt.shape[1] :]
+
+
+def prompts(num_tokens: int) -> torch.Tensor:
+    """The end, then some tokens."""
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(0, PAD, (NUM_CLIPS, num_tokens), generator=generator)
+    prompt[:, 0] = END
+    return prompt
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for ends behind the longest."""
+    length = max(found.shape[1], expected.shape[1])
+    found, expected = (torch.nn.functional.pad(x, (0, length - x.shape[1]), value=END) for x in (found, expected))
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("prompt_length", [1, 4])
+@pytest.mark.parametrize("min_tokens", [0, 5])
+def test_greedy_captions(
+    both: tuple[VisionEncoderDecoderModel, Captioner], prompt_length: int, min_tokens: int
+) -> None:
+    theirs, ours = both
+    prompt = prompts(prompt_length)
+    expected = generated(theirs, prompt, min_new_tokens=min_tokens)
+    settings = DecodingSettings(max_tokens=MAX_TOKENS, min_tokens=min_tokens)
+    written = write_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt)
+    assert_same(written.tokens_VL, expected)
+    # They are worth comparing.
+    assert len(expected.unique()) > 3
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize(("num_beams", "prompt_length", "min_tokens"), [(2, 1, 0), (5, 3, 3)])
+def test_captions_of_a_beam_search(
+    both: tuple[VisionEncoderDecoderModel, Captioner],
+    num_beams: int,
+    prompt_length: int,
+    min_tokens: int,
+    length_penalty: float,
+    early_stopping: bool,
+) -> None:
+    theirs, ours = both
+    prompt = prompts(prompt_length)
+    expected = generated(
+        theirs,
+        prompt,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        min_new_tokens=min_tokens,
+    )
+    settings = DecodingSettings(
+        method="beam",
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        max_tokens=MAX_TOKENS,
+        min_tokens=min_tokens,
+    )
+    written = write_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt)
+    assert_same(written.tokens_VL, expected)
+
+
+def test_the_score_of_a_beam_is_that_of_its_tokens(
+    both: tuple[VisionEncoderDecoderModel, Captioner], tmp_path: Path
+) -> None:
+    _, ours = both
+    settings = DecodingSettings(method="beam", num_beams=3, length_penalty=0.7, max_tokens=MAX_TOKENS)
+    written = write_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS))
+    assert written.scores_V is not None
+    for row, tokens in enumerate(written.tokens_VL.tolist()):
+        length = tokens.index(END) + 1 if END in tokens else len(tokens)
+        given = torch.tensor([[END, *tokens[: length - 1]]])
+        log_probabilities = ours(clips(NUM_CLIPS)[row : row + 1], given)[0].log_softmax(-1)
+        total = log_probabilities[torch.arange(length), tokens[:length]].sum() / length**0.7
+        assert written.scores_V[row].item() == pytest.approx(total.item(), rel=1e-5)
+
+
+class InParts:
+    """A captioner cut into parts, as the processes of a pipeline have them."""
+
+    def __init__(self, captioner: Captioner, *cuts: int) -> None:
+        borders = (0, *cuts, len(all_stages(captioner)))
+        self.parts = [CaptionerPart(deepcopy(captioner), begin=begin, end=end) for begin, end in pairwise(borders)]
+        self.of_text = [part for part in self.parts if part.has("text_block") or part.is_last]
+
+    def start(self, video: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> "CachesOfParts":
+        for part in self.parts:
+            video = part.encode(video)
+        return CachesOfParts(
+            [part.start(video, num_tokens=num_tokens, rows_per_video=rows_per_video) for part in self.of_text]
+        )
+
+    def step(self, tokens: torch.Tensor, caches: "CachesOfParts") -> torch.Tensor:
+        for part, cache in zip(self.of_text, caches.caches, strict=True):
+            tokens = part.step(tokens, cache)
+        return tokens
+
+
+@dataclass
+class CachesOfParts:
+    caches: list[TextCache]
+
+    def keep(self, rows_r: torch.Tensor, videos_v: torch.Tensor | None = None) -> None:
+        for cache in self.caches:
+            cache.keep(rows_r, videos_v)
+
+
+@pytest.mark.parametrize("cuts", [(5,), (2, 7), (6, 8)])
+def test_parts_of_a_captioner_write_what_the_whole_writes(
+    both: tuple[VisionEncoderDecoderModel, Captioner], cuts: tuple[int, ...]
+) -> None:
+    _, ours = both
+    for settings in (
+        DecodingSettings(max_tokens=MAX_TOKENS),
+        DecodingSettings(method="beam", num_beams=3, max_tokens=MAX_TOKENS),
+        DecodingSettings(method="sample", top_p=0.9, max_tokens=MAX_TOKENS),
+    ):
+        whole, parts = (
+            write_captions(writer, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS)).tokens_VL
+            for writer in (ours, InParts(ours, *cuts))
+        )
+        assert parts.tolist() == whole.tolist()

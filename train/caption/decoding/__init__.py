@@ -1,0 +1,1 @@
+"""Captions out of a captioner, token by token."""
