@@ -115,6 +115,11 @@ class CaptionerPart(nn.Module):
         return any(stage.kind == kind for stage in self.stages)
 
     @property
+    def has_text(self) -> bool:
+        """It has a stage of the decoder: it takes part in writing."""
+        return any(not stage.kind.startswith("video_") for stage in self.stages)
+
+    @property
     def is_first(self) -> bool:
         """It is given clips."""
         return self.has("video_embedding")

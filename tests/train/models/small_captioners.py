@@ -1,6 +1,7 @@
 """Captioners of transformers that are small enough for float64 on a CPU, and ours with the same weights."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel
@@ -14,9 +15,7 @@ NUM_FRAMES, IMAGE_PX, VOCABULARY = 4, 32, 61
 END, PAD = 60, 59
 
 
-def their_captioner(
-    *, video_width: int = 32, text_width: int = 24, num_frames: int = NUM_FRAMES, seed: int = 0
-) -> VisionEncoderDecoderModel:
+def their_captioner(*, video_width: int = 32, text_width: int = 24, num_frames: int = NUM_FRAMES, seed: int = 0) -> Any:
     """transformers' own captioner, float64: three blocks a part, patches of 8 px, every weight filled with noise."""
     encoder = TimesformerConfig(
         image_size=IMAGE_PX,
@@ -50,9 +49,7 @@ def their_captioner(
     return theirs.double()
 
 
-def ours_with_weights_of(
-    theirs: VisionEncoderDecoderModel, folder: Path, *, attend: Attend = attend_with_sdpa
-) -> Captioner:
+def ours_with_weights_of(theirs: Any, folder: Path, *, attend: Attend = attend_with_sdpa) -> Captioner:
     """Our captioner, read from a folder that transformers wrote."""
     theirs.save_pretrained(folder)
     return load_hf(folder, attend=attend).double().eval()

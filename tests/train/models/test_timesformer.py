@@ -32,7 +32,9 @@ def theirs() -> TimesformerModel:
     return model
 
 
-def ours_with(tensors: dict[str, torch.Tensor], *, attend: Attend = attend_with_sdpa, image_px: int = 32) -> TimeSformer:
+def ours_with(
+    tensors: dict[str, torch.Tensor], *, attend: Attend = attend_with_sdpa, image_px: int = 32
+) -> TimeSformer:
     trunk = TransformerSize(width=32, depth=3, num_heads=4, norm_eps=1e-6)
     size = VideoViTSize(trunk=trunk, patch_px=8)
     ours = TimeSformer(size, image_px=image_px, num_frames=FRAMES, attend=attend).double().eval()
@@ -81,7 +83,9 @@ def test_other_numbers_of_frames_have_the_nearest_times_as_transformers(theirs: 
         # Pictures of zeros: what is left are the places.
         video = torch.zeros(1, num_frames, 3, 32, 32, dtype=torch.float64)
         found = embeddings(video)[0, 1:].unflatten(0, (PATCHES, num_frames))
-        without_times = embeddings.position_embeddings[0, 1:] + embeddings.patch_embeddings.projection.bias
+        bias = embeddings.patch_embeddings.projection.bias
+        assert bias is not None
+        without_times = embeddings.position_embeddings[0, 1:] + bias
         expected = without_times[:, None] + nearest_times(embeddings.time_embeddings[0], num_frames)
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
