@@ -15,7 +15,9 @@ from train.data.batch import Batch
 from train.data.chunk_clips import ChunkClips
 from train.data.chunk_set import ChunkSet
 from train.data.clips import Sampling
+from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import ClipShape
+from train.data.decoding.reading import ChunkBytes
 from train.data.loader import LoaderSettings
 
 # (video, begin in ms, number of the first frame, frames): two longer than 16 x 4 frames, one as long, two shorter.
@@ -92,9 +94,14 @@ def test_training_shows_a_window_at_another_place_each_time(videos: Path) -> Non
 def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
     videos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded: list[int] = []
+    decoded: list[str] = []
     decode = ChunkSet.decode
-    monkeypatch.setattr(ChunkSet, "decode", lambda self, read: decoded.append(1) or decode(self, read))
+
+    def noted(self: ChunkSet, content: ChunkBytes) -> ChunkFrames:
+        decoded.append(content.key)
+        return decode(self, content)
+
+    monkeypatch.setattr(ChunkSet, "decode", noted)
     samples = chunk_clips(videos, per_chunk=3)
     assert samples.num_samples == len(samples) == 15 and samples.num_clips == 5
     assert "3 clips of each in an epoch" in samples.describe()
@@ -119,8 +126,8 @@ def test_repeated_masks_show_the_same_frames_cut_out_in_different_ways(videos: P
     pictures = np.concatenate([loaded.batch["video"].numpy().copy() for loaded in taken])
     first, second, third = pictures.reshape(5, 3, -1).swapaxes(0, 1)
     assert sum((first != second).any(1) | (second != third).any(1)) >= 4
-    fingerprints = {chunk_clips(videos, **how).fingerprint for how in ({}, {"per_chunk": 3})}
-    assert len(fingerprints | {whole.fingerprint}) == 3
+    others = {chunk_clips(videos, per_chunk=per_chunk).fingerprint for per_chunk in (1, 3)}
+    assert len(others | {whole.fingerprint}) == 3
 
 
 def test_ranks_together_show_what_one_shows_and_a_run_goes_on_within_a_chunk(videos: Path) -> None:
