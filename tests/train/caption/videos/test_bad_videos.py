@@ -1,0 +1,182 @@
+"""Files that are damaged for real: what is good is captioned, the rest is named, and the others go on."""
+
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from manifests.errors import UserError
+from prep.synthetic.frame_code import read_frame_number
+from prep.synthetic.frame_numbers import write_frame_number_video
+from train.caption.videos.captioning import CaptionedWindow, VideoEnd, caption_videos
+from train.caption.videos.clips import WindowClip
+from train.caption.videos.files import find_videos, shown_name
+from train.data.clips import US_PER_S, Sampling
+
+SIZE_PX = 64
+
+
+def write(path: Path, *, num_frames: int = 60, codec: str = "libx264", gop: int = 10) -> bytes:
+    write_frame_number_video(
+        path, num_frames=num_frames, fps=Fraction(10), width=SIZE_PX, height=SIZE_PX, codec=codec, gop=gop
+    )
+    return path.read_bytes()
+
+
+def remuxed(content: Path, target: Path, **options: str) -> bytes:
+    with av.open(str(content)) as source, av.open(str(target), "w", options=options) as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                container.mux(packet)
+    return target.read_bytes()
+
+
+def said(clips: list[WindowClip]) -> list[str]:
+    """The number of the first picture of each clip."""
+    return [str(read_frame_number(clip.video[0][: SIZE_PX**2].reshape(SIZE_PX, SIZE_PX))) for clip in clips]
+
+
+def captions(*videos: Path, batch: int = 4) -> tuple[dict[str, list[str]], dict[str, str | None]]:
+    """The captions of each video, and how it ended."""
+    found: dict[str, list[str]] = {video.name: [] for video in videos}
+    ends: dict[str, str | None] = {}
+    events = caption_videos(
+        videos, said, sampling=Sampling(num_frames=2), size_px=SIZE_PX, length_us=US_PER_S, batch=batch
+    )
+    for event in events:
+        if isinstance(event, VideoEnd):
+            ends[event.video.name] = event.failure
+        else:
+            assert event.video.name not in ends
+            found[event.video.name].append(event.caption)
+    return found, ends
+
+
+WHOLE = ["2", "12", "22", "32", "42", "52"]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 100])
+def test_what_is_no_video_is_named_and_the_others_are_done(tmp_path: Path, batch: int) -> None:
+    good, last = tmp_path / "a.mp4", tmp_path / "z.mkv"
+    content = write(good)
+    write(last, num_frames=10)
+    bad = {
+        "empty.mp4": b"",
+        "text.mp4": b"this is no video " * 100,
+        "noise.mp4": random.Random(0).randbytes(5000),
+        "half.mp4": content[: len(content) // 2],  # its index, at the end, is gone
+        "list.m3u8": b"#EXTM3U\n#EXTINF:1,\n" + str(good).encode() + b"\n",
+    }
+    for name, its in bad.items():
+        (tmp_path / name).write_bytes(its)
+    (tmp_path / "folder.mp4").mkdir()
+    videos = [good, *(tmp_path / name for name in bad), tmp_path / "folder.mp4", tmp_path / "gone.mp4", last]
+    found, ends = captions(*videos, batch=batch)
+    assert found["a.mp4"] == WHOLE and found["z.mkv"] == ["2"]
+    assert {name for name, failure in ends.items() if failure is None} == {"a.mp4", "z.mkv"}
+    assert list(ends) == [video.name for video in videos]
+    assert ends["empty.mp4"] == "the file is empty"
+    assert ends["gone.mp4"] == "there is no such file"
+    assert ends["folder.mp4"] == "it is no file"
+    assert "cannot be opened as a video" in (ends["list.m3u8"] or "")
+
+
+def test_a_sound_file_holds_no_video(tmp_path: Path) -> None:
+    path = tmp_path / "sound.mkv"
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream("pcm_s16le", rate=8000)
+        samples = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), format="s16", layout="mono")
+        samples.sample_rate = 8000
+        container.mux(sound.encode(samples))
+        container.mux(sound.encode(None))
+    _, ends = captions(path)
+    assert ends["sound.mkv"] == "it holds audio and no video stream"
+
+
+@pytest.mark.parametrize("name", ["cut.mp4", "cut.mkv"])
+def test_whole_windows_before_a_cut_are_good(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "whole.mp4")
+    options = {"movflags": "+faststart"} if name.endswith("mp4") else {}
+    content = remuxed(tmp_path / "whole.mp4", tmp_path / name, **options)
+    pictures = content.index(b"mdat") if name.endswith("mp4") else 0
+    (tmp_path / name).write_bytes(content[: pictures + (len(content) - pictures) * 6 // 10])
+    found, ends = captions(tmp_path / name)
+    assert 2 <= len(found[name]) <= 4
+    assert found[name] == WHOLE[: len(found[name])]
+    assert "it is cut off: its header promises 6.0" in (ends[name] or "")
+
+
+def test_a_stream_that_is_cut_ends_earlier(tmp_path: Path) -> None:
+    """A transport stream says nowhere how long it is."""
+    write(tmp_path / "whole.mp4")
+    content = remuxed(tmp_path / "whole.mp4", tmp_path / "cut.ts")
+    (tmp_path / "cut.ts").write_bytes(content[: len(content) * 6 // 10 // 188 * 188])
+    found, _ = captions(tmp_path / "cut.ts")
+    assert 2 <= len(found["cut.ts"]) <= 4
+    assert found["cut.ts"][:-1] == WHOLE[: len(found["cut.ts"]) - 1]
+
+
+def test_a_recording_that_begins_between_key_frames_is_read_from_the_next_one(tmp_path: Path) -> None:
+    write(tmp_path / "whole.mp4", gop=20)
+    content = remuxed(tmp_path / "whole.mp4", tmp_path / "late.ts")
+    (tmp_path / "late.ts").write_bytes(content[len(content) // 6 // 188 * 188 :])
+    found, ends = captions(tmp_path / "late.ts")
+    assert ends["late.ts"] is None
+    assert found["late.ts"][0] == "20" and int(found["late.ts"][-1]) > 50
+
+
+def test_changed_bytes_are_found(tmp_path: Path) -> None:
+    content = bytearray(write(tmp_path / "changed.mp4", num_frames=200, gop=50))
+    rng = random.Random(0)
+    begin, end = content.index(b"mdat"), content.index(b"moov")
+    for _ in range(40):
+        content[rng.randrange(begin + (end - begin) // 3, end)] ^= 0xFF
+    (tmp_path / "changed.mp4").write_bytes(content)
+    found, ends = captions(tmp_path / "changed.mp4")
+    assert ends["changed.mp4"] is not None
+    assert found["changed.mp4"] == [str(number * 10 + 2) for number in range(len(found["changed.mp4"]))]
+    assert 0 < len(found["changed.mp4"]) < 20
+
+
+def test_folders_are_searched_by_suffix_and_files_come_once(tmp_path: Path) -> None:
+    for name in ("b.MP4", "a.mkv", "notes.txt", ".hidden.mp4", "deeper/c.webm", ".cache/d.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "again.mp4").symlink_to(tmp_path / "a.mkv")
+    found = find_videos([tmp_path / "notes.txt", tmp_path, tmp_path / "b.MP4"])
+    assert [video.relative_to(tmp_path).as_posix() for video in found] == [
+        "notes.txt",
+        "a.mkv",
+        "b.MP4",
+        "deeper/c.webm",
+    ]
+    with pytest.raises(UserError, match=r"there is no .*gone"):
+        find_videos([tmp_path / "gone"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no videos"):
+        find_videos([tmp_path / "empty"])
+
+
+def test_names_of_any_bytes_can_be_written() -> None:
+    assert shown_name(Path("plain ü.mp4")) == "plain ü.mp4"
+    assert shown_name(Path("a\x1b[31m\n\udcff.mp4")) == "a\ufffd[31m\ufffd\ufffd.mp4"
+
+
+def test_captions_become_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "v.mp4", num_frames=5)
+    events = caption_videos(
+        [tmp_path / "v.mp4"],
+        lambda clips: ["a\x1b[31m\r\ncat <b>\u2028 and\tdog \x00"] * len(clips),
+        sampling=Sampling(num_frames=2),
+        size_px=SIZE_PX,
+        length_us=US_PER_S,
+        batch=1,
+    )
+    [window, end] = list(events)
+    assert isinstance(window, CaptionedWindow) and end == VideoEnd(tmp_path / "v.mp4")
+    assert window.caption == "a [31m cat <b> and dog"

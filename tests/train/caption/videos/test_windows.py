@@ -1,0 +1,30 @@
+import pytest
+
+from manifests.errors import UserError
+from train.caption.videos.windows import length_us, windows_of
+
+
+@pytest.mark.parametrize(
+    ("video_us", "ends"),
+    [
+        (100, [100]),  # a whole window
+        (300, [100, 200, 300]),
+        (301, [100, 200, 301]),  # too short for one of its own
+        (324, [100, 200, 324]),
+        (325, [100, 200, 300, 325]),
+        (399, [100, 200, 300, 399]),
+        (7, [7]),  # shorter than a window, and nothing to join
+        (0, []),
+    ],
+)
+def test_windows_lie_one_behind_the_other(video_us: int, ends: list[int]) -> None:
+    windows = list(windows_of(video_us, length_us=100))
+    assert [window.end_us for window in windows] == ends
+    assert [window.begin_us for window in windows] == [0, *ends][: len(ends)]
+
+
+def test_lengths_have_units() -> None:
+    assert [length_us(length) for length in ("10s", "2.5s", "500ms")] == [10_000_000, 2_500_000, 500_000]
+    for wrong in ("10", "10m", "s", "-1s", "1e3s", "0s", "99ms", "3601s", "١s"):
+        with pytest.raises(UserError, match="--len"):
+            length_us(wrong)
