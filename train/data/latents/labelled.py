@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from train.classify.classes import ClassList
 from train.data.latents.labels import SegmentLabels
 from train.data.latents.loader import LatentLoader
-from train.data.latents.records import FrameShape
 
 
 class LabelledLatents(LatentLoader):
@@ -48,21 +47,6 @@ class LabelledLatents(LatentLoader):
             classes=(classes, *also),
         )
         self.split = split
-
-    @property
-    def variant_name(self) -> str:
-        """The variant that the samples are made of."""
-        return self.samples.variant_name
-
-    @property
-    def frame_shape(self) -> FrameShape:
-        """Channels, height, width and rate that all latents have."""
-        return self.samples.records.shape
-
-    @property
-    def segment_frames(self) -> int:
-        """Frames of a segment."""
-        return self.samples.segments.num_frames
 
     @property
     def all_labels(self) -> NDArray[np.int64]:
