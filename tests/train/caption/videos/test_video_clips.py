@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -26,7 +27,9 @@ SIZE_PX = 64
 UNIFORM = Sampling(num_frames=4)
 
 
-def video(folder: Path, name: str = "v.mp4", *, num_frames: int = 35, width: int = 96, height: int = 96, **how) -> Path:
+def video(
+    folder: Path, name: str = "v.mp4", *, num_frames: int = 35, width: int = 96, height: int = 96, **how: Any
+) -> Path:
     path = folder / name
     write_frame_number_video(path, num_frames=num_frames, fps=FPS, width=width, height=height, **how)
     return path
@@ -68,7 +71,7 @@ def due(clip: WindowClip, times_s: NDArray[np.float64], sampling: Sampling = UNI
         ("turned-back.mp4", {"rotation_degrees": 270}),
     ],
 )
-def test_windows_show_the_frames_on_screen(tmp_path: Path, name: str, how: dict) -> None:
+def test_windows_show_the_frames_on_screen(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
     found = clips(video(tmp_path, name, **how))
     timing = {key: how[key] for key in ("variable_rate", "start_offset_s") if key in how}
     times_s = frame_times_s(35, fps=FPS, **timing)

@@ -1,0 +1,109 @@
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from train.caption.videos.captioning import CaptionedWindow
+from train.caption.videos.writers import WRITERS, Format, format_of, srt_time, subtitle_names
+
+CAPTIONS = [
+    'a cat, a "dog"; and a bird\'s nest',
+    '=HYPERLINK("http://example.org")',
+    "+1",
+    "@sum",
+    "-2 degrees",
+    "",
+    "<b>bold</b> {\\an8}top 1 --> 2",
+    "两只猫在睡觉 🐈",
+    "7",
+    "<script>alert(1)</script>",
+]
+
+
+def windows(captions: list[str] = CAPTIONS) -> list[CaptionedWindow]:
+    return [
+        CaptionedWindow(Path("a, b/v.mp4"), number * 2_500_000, (number + 1) * 2_500_000, caption, 99)
+        for number, caption in enumerate(captions)
+    ]
+
+
+def written(path: Path, form: Format, captions: list[str] = CAPTIONS) -> str:
+    with WRITERS[form](path) as write:
+        for window in windows(captions):
+            write(window)
+    with path.open(encoding="utf-8", newline="") as file:
+        return file.read()
+
+
+def test_csv_reads_back_and_holds_no_formula(tmp_path: Path) -> None:
+    written(tmp_path / "c.csv", "csv")
+    with (tmp_path / "c.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["video", "begin_s", "end_s", "caption"]
+    assert [row["caption"].removeprefix("'") for row in rows] == CAPTIONS
+    assert not any(row["caption"].startswith(("=", "+", "-", "@")) for row in rows)
+    assert sum(row["caption"].startswith("'") for row in rows) == 4
+    assert (rows[1]["video"], rows[1]["begin_s"], rows[1]["end_s"]) == ("a, b/v.mp4", "2.500", "5.000")
+
+
+def test_a_video_by_the_name_of_a_formula_is_none(tmp_path: Path) -> None:
+    with WRITERS["csv"](tmp_path / "c.csv") as write:
+        write(CaptionedWindow(Path("=cmd|' /C calc'!A0.mp4"), 0, 1, "a", 1))
+    assert "\n'=cmd" in (tmp_path / "c.csv").read_text()
+
+
+@pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], []])
+def test_json_reads_back(tmp_path: Path, captions: list[str]) -> None:
+    found = json.loads(written(tmp_path / "c.json", "json", captions))
+    assert [one["caption"] for one in found] == captions
+    assert [(one["begin_s"], one["end_s"]) for one in found] == [(2.5 * n, 2.5 * n + 2.5) for n in range(len(captions))]
+
+
+def test_srt_is_valid(tmp_path: Path) -> None:
+    text = written(tmp_path / "c.srt", "srt")
+    assert "\n" not in text.replace("\r\n", "")
+    blocks = text.removesuffix("\r\n\r\n").split("\r\n\r\n")
+    assert len(blocks) == len(CAPTIONS) - 1  # nothing is said of the one without a caption
+    last_end = ""
+    for number, block in enumerate(blocks, start=1):
+        head, times, caption = block.split("\r\n")  # no blank lines, and one line a caption
+        assert head == str(number)
+        match = re.fullmatch(r"(\d\d:\d\d:\d\d,\d{3}) --> (\d\d:\d\d:\d\d,\d{3})", times)
+        assert match is not None and last_end <= match[1] < match[2]
+        last_end = match[2]
+        assert not re.search(r"<[/a-z]|\{\\|-->", caption)
+    shown = [block.split("\r\n")[2].replace("\u2060", "") for block in blocks]
+    assert shown == [caption for caption in CAPTIONS if caption]
+
+
+def test_times_of_subtitles() -> None:
+    assert srt_time(0) == "00:00:00,000"
+    assert srt_time(3_661_001_499) == "01:01:01,001"
+    assert srt_time(59_999_600) == "00:01:00,000"
+    assert srt_time(100 * 3600 * 10**6) == "100:00:00,000"
+
+
+@pytest.mark.parametrize("form", ["csv", "json", "srt"])
+def test_what_breaks_off_leaves_the_old_file(tmp_path: Path, form: Format) -> None:
+    path = tmp_path / f"c.{form}"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), WRITERS[form](path) as write:
+        write(windows()[0])
+        raise RuntimeError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_formats_are_named_by_suffix() -> None:
+    assert format_of(Path("a.CSV"), None) == "csv"
+    assert format_of(Path("folder"), "srt") == "srt"
+    with pytest.raises(UserError, match="does not say"):
+        format_of(Path("captions.txt"), None)
+
+
+def test_subtitles_are_called_as_their_videos() -> None:
+    names = subtitle_names([Path(name) for name in ("a/x.mp4", "b/y.mp4", "b/x.avi", "c/Y.mp4", "z.mkv", "c/z.mkv")])
+    assert names == ["x.mp4.srt", "y.mp4-1.srt", "x.avi.srt", "Y.mp4-2.srt", "z.mkv-1.srt", "z.mkv-2.srt"]
+    assert subtitle_names([Path("one.mp4")]) == ["one.srt"]
