@@ -13,7 +13,7 @@ from torch import nn
 from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
-from train.caption.building import build_captioner, copy_decoder, freeze
+from train.caption.building import build_captioner, copy_decoder, freeze, tower_size
 from train.caption.decoder_weights import DecoderParts, open_decoder
 from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
@@ -58,6 +58,7 @@ class CaptionTask:
         decoder: DecoderParts | None = None,
         say: Say = print,
     ) -> None:
+        tower_size(settings)  # a mistake in it ends the run before it begins
         self._settings, self._door, self._device, self._say = settings, door, device, say
         self._decoder = decoder
         self._start: Loaded | None = None

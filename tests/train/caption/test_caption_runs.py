@@ -1,0 +1,180 @@
+"""`train caption` from outside: towers of three kinds, decoders of folders, resuming, and what transformers open."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.test_cli import train
+from train.caption.runs import read_decoder_parts
+from train.checkpoint import latest_checkpoint, read_weights
+from train.run_folder import RunFolder, read_lines
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 4 --lr 1e-3 --warmup-steps 2 --device cpu"
+DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
+TINY = (*SMALL.split(), *DECODER.split())
+
+
+@pytest.fixture(scope="module")
+def run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps, with a checkpoint after the third."""
+    from tests.train.weights.test_export import run_train
+
+    out = tmp_path_factory.mktemp("captions") / "run"
+    flags = ("--steps", 6, "--checkpoint-every", 3, "--captions-per-visit", 2, "--decoder.dropout", 0.1)
+    assert run_train("caption", "--shards", data_dir, "--out", out, *TINY, *flags) == 0
+    return out
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def facts(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "run.json").read_bytes())
+    return found
+
+
+def message_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def test_a_run_learns_and_a_resumed_one_ends_the_same(train: Train, run: Path, data_dir: Path, tmp_path: Path) -> None:
+    assert losses(run)[-1] < losses(run)[0]
+    again = tmp_path / "again"
+    flags = ("--captions-per-visit", 2, "--decoder.dropout", 0.1, "--checkpoint-every", 3, "--microbatch", 4)
+    assert train("caption", "--shards", data_dir, "--out", again, *TINY, *flags, "--steps", 6) == 0
+    # As if it had been killed after the third step.
+    import shutil
+
+    shutil.rmtree(latest_checkpoint(RunFolder(again).checkpoints) or again)
+    (again / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(one)}\n" for one in read_lines(again / "metrics.jsonl")[:3])
+    )
+    assert train("caption", "--out", again, "--resume") == 0
+    assert losses(again) == losses(run)
+    assert all(torch.equal(one, weights(run)[name]) for name, one in weights(again).items())
+
+
+def test_parts_of_a_batch_give_the_same_losses(train: Train, run: Path, data_dir: Path, tmp_path: Path) -> None:
+    for name, microbatch in (("whole", 4), ("parts", 2)):
+        flags = ("--steps", 3, "--microbatch", microbatch, "--captions-per-visit", 2)
+        assert train("caption", "--shards", data_dir, "--out", tmp_path / name, *TINY, *flags) == 0
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(
+    train: Train, run: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, VisionEncoderDecoderModel
+
+    folder, back = tmp_path / "folder", tmp_path / "back"
+    assert train("export", run, "--format", "hf", "--out", folder) == 0
+    theirs = VisionEncoderDecoderModel.from_pretrained(folder)
+    ours = read_decoder_parts(RunFolder(run))
+    tokens = AutoTokenizer.from_pretrained(folder)
+    assert tokens("the middle of a")["input_ids"] == ours.tokenizer.ids("the middle of a")
+    assert theirs.config.decoder_start_token_id == ours.tokenizer.end_id
+    # The whole as a start, and its decoder with the tokens of the same folder.
+    decoder = ("--decoder.weights", folder, "--decoder.max-tokens", 12, "--init.weights", folder)
+    still = (*SMALL.replace("--lr 1e-3", "--lr 1e-12").split(), "--steps", 1)
+    assert train("caption", "--shards", data_dir, "--out", back, *still, *decoder) == 0
+    assert facts(back)["decoder"] == facts(run)["decoder"]
+    for name, one in weights(back).items():
+        torch.testing.assert_close(one, weights(run)[name], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("task", ["dual-encoder", "mae", "caption"])
+def test_a_tower_of_any_run_sees_for_a_captioner(
+    train: Train, run: Path, data_dir: Path, tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = run
+    if task != "caption":
+        source = tmp_path / "source"
+        flags = ("--mask-ratio", 0.5, "--sampling", "uniform") if task == "mae" else ()
+        assert train(task, "--shards", data_dir, "--out", source, *SMALL.split(), *flags, "--steps", 1) == 0
+    frozen = ("--freeze", "encoder", "--steps", 2, "--init.weights", source)
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "run", *TINY, *frozen) == 0
+    before, after = weights(source), weights(tmp_path / "run")
+    tower = [name for name in after if name.startswith("video.")]
+    assert len(tower) > 20 and all(torch.equal(after[name], before[name]) for name in tower)
+    if task == "caption":
+        assert not torch.equal(after["decoder.ln_final.weight"], before["decoder.ln_final.weight"])
+    kinds = {"dual-encoder": "clip", "mae": "videomae", "caption": "timesformer"}
+    assert f"kind: {kinds[task]}" in (tmp_path / "run" / "settings.yaml").read_text()
+
+
+def test_a_decoder_that_has_only_read_gets_new_cross_attention(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from train.caption.tokenizer import train_tokenizer
+
+    folder, out = tmp_path / "gpt2", tmp_path / "run"
+    tokenizer = train_tokenizer(["a caption", "another"], vocabulary_size=270)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=tokenizer.vocabulary_size, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    theirs = GPT2LMHeadModel(config)
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer.as_json())
+    decoder = ("--decoder.weights", folder, "--decoder.max-tokens", 8, "--freeze", "decoder-except-cross-attention")
+    assert train("caption", "--shards", data_dir, "--out", out, *SMALL.split(), *decoder, "--steps", 2) == 0
+    found = weights(out)
+    assert torch.equal(found["decoder.token_embedding.weight"], theirs.transformer.wte.weight)
+    assert torch.equal(
+        found["decoder.transformer.resblocks.1.mlp.c_fc.weight"], theirs.transformer.h[1].mlp.c_fc.weight.T
+    )
+    assert any(".cross_attn." in name for name in found)
+    # Tokens that the decoder does not know.
+    config.vocab_size = tokenizer.vocabulary_size - 1
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2
+    assert "they do not belong together" in message_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--decoder.weights", "/nowhere/gpt2"), "there is no folder /nowhere/gpt2"),
+        (("--decoder.weights", "."), "there is no tokenizer in ."),
+        (("--decoder.tokenizer", "/nowhere"), "there is no tokenizer in /nowhere"),
+        (("--decoder.heads", "3"), "--decoder.width is 128, which 3 heads cannot share"),
+        (("--towers.heads", "3"), "--towers.width is 128, which 3 heads cannot share"),
+        (("--towers.patch-px", "9"), "--size-px is 32"),
+        (("--freeze", "encoder", "decoder"), "leaves nothing to train"),
+        (("--captions.min-relevancy", "0.5"), "a captioner must not say"),
+        (("--evaluate.every", "1", "--evaluate.split", "test"), "no videos of split 'test'"),
+        (("--input", "latents"), "--input"),
+        (("--captions-per-visit", "0"), "--captions-per-visit is 0"),
+    ],
+)
+def test_what_cannot_be_is_said_and_leaves_nothing_behind(
+    train: Train,
+    data_dir: Path,
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = dict(zip(TINY[::2], TINY[1::2], strict=True))
+    if "--decoder.weights" in flags:
+        given = {name: value for name, value in given.items() if name not in ("--decoder.depth",)}
+    words = [word for pair in given.items() for word in pair]
+    assert train("caption", "--shards", data_dir, "--out", "run", *words, *flags, "--steps", 1) == 2
+    assert message in message_of(capsys)
+    assert not (tmp_path / "run").exists()
