@@ -1,0 +1,67 @@
+"""What a captioner says of clips, and how likely it thinks what people said.
+
+Shape suffixes: B batch, K captions of a clip, L tokens.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from train.caption.decoding.decode import write_captions
+from train.caption.decoding.settings import DecodingSettings
+from train.caption.objective import shifted, summed_loss, without_padding
+from train.caption.tokenizer import NO_TOKEN, CaptionTokenizer
+from train.data.batch import Batch, to_device
+from train.data.failures import FailedSample
+from train.data.filling import LoadedBatch
+
+
+@dataclass
+class Said:
+    """Of this rank's clips.
+
+    Attributes:
+        captions: by the number of the clip.
+        summed_loss: cross-entropy of the first captions of each clip, summed over `num_tokens` tokens.
+    """
+
+    captions: dict[int, str] = field(default_factory=dict)
+    summed_loss: float = 0.0
+    num_tokens: int = 0
+    failed: list[FailedSample] = field(default_factory=list)
+
+
+@torch.no_grad()  # not inference_mode: what a model keeps of a pass must serve training too
+def captions_of(
+    model: nn.Module,
+    batches: Iterable[LoadedBatch],
+    *,
+    inputs: Callable[[Batch], torch.Tensor],
+    tokenizer: CaptionTokenizer,
+    decoding: DecodingSettings,
+    device: torch.device,
+) -> Said:
+    """Has a captioner, which is in evaluation mode, say one caption of each clip.
+
+    Args:
+        inputs: clips [B, C, T, H, W] of a batch.
+        decoding: how captions are found.
+    """
+    said = Said()
+    for loaded in batches:
+        said.failed += loaded.failed
+        if not loaded.batch:
+            continue
+        batch = to_device(loaded.batch, device)
+        clips_BCTHW = inputs(batch)
+        targets_BKL = without_padding(batch["targets"])
+        logits = model(clips_BCTHW, shifted(targets_BKL, end_id=tokenizer.end_id))
+        said.summed_loss += summed_loss(logits, targets_BKL).item()
+        said.num_tokens += int((targets_BKL != NO_TOKEN).sum())
+        numbers = batch["clip_id"].tolist()
+        written = write_captions(model, clips_BCTHW, decoding, end_id=tokenizer.end_id, samples=numbers)  # type: ignore[arg-type]
+        texts = (tokenizer.text(row) for row in written.tokens_VL.tolist())
+        said.captions |= dict(zip(numbers, texts, strict=True))
+    return said
