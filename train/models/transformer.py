@@ -208,8 +208,12 @@ def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[fl
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """All blocks of a model's stacks: the parts that are sharded, checkpointed and compiled one by one."""
-    return [block for module in model.modules() if isinstance(module, Stack) for block in module.resblocks]
+    """All blocks of a model's stacks: the parts that are sharded, checkpointed and compiled one by one.
+
+    Blocks whose parameters are elsewhere, as those of a pipeline's other stages, are left out.
+    """
+    stacks = (module for module in model.modules() if isinstance(module, Stack))
+    return [block for stack in stacks for block in stack.resblocks if next(block.parameters(), None) is not None]
 
 
 def checkpoint_blocks(model: nn.Module) -> None:

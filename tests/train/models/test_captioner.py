@@ -33,7 +33,7 @@ from train.models.captioner_stages import (
     stages_of,
 )
 from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Size
-from train.models.transformer import TransformerSize, checkpoint_blocks
+from train.models.transformer import TransformerSize, blocks_of, checkpoint_blocks
 from train.models.video_vit import VideoViT, VideoViTSize
 from train.models.videomae import VideoMAEEncoder
 from train.weights.hf_caption import load_hf, save_hf
@@ -195,6 +195,7 @@ def test_parts_are_made_without_memory_for_the_rest() -> None:
     assert [name for name, _ in part.named_parameters()] == [
         name for name in names if set(owners_of(name)) & {Stage("text_block", 1), Stage("head")}
     ]
+    assert len(blocks_of(part)) == 1
     with pytest.raises(ValueError, match="stages"):
         CaptionerPart(captioner, begin=3, end=3)
 

@@ -1,0 +1,157 @@
+"""Folders of transformers: a whole captioner, a TimeSformer, a GPT-2; and those that a captioner cannot be made of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    TimesformerConfig,
+    TimesformerForVideoClassification,
+    TimesformerModel,
+)
+
+from manifests.errors import UserError
+from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
+from train.models.attention import attend_with_sdpa
+from train.models.captioner import Captioner
+from train.models.gpt2 import Gpt2, Gpt2Size
+from train.models.transformer import TransformerSize
+from train.models.video_vit import VideoViT, VideoViTSize
+from train.weights.hf_caption import load_hf, read_caption_folder, save_hf
+from train.weights.hf_caption_format import to_hf_caption
+
+TIMESFORMER: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_frames": 4,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+GPT2: dict[str, Any] = {"vocab_size": 61, "n_positions": 40, "n_embd": 24, "n_layer": 2, "n_head": 4}
+
+
+@pytest.mark.parametrize("kind", [TimesformerModel, TimesformerForVideoClassification])
+def test_a_timesformer_alone(tmp_path: Path, kind: Any) -> None:
+    torch.manual_seed(0)
+    theirs = kind(TimesformerConfig(**TIMESFORMER))
+    theirs.save_pretrained(tmp_path)
+    found = read_caption_folder(tmp_path)
+    assert found.config.decoder is None and found.config.video is not None
+    assert (found.config.video.image_px, found.config.video.num_frames) == (32, 4)
+    assert not found.converted.unknown
+    ours = ours_with_weights_of(their_captioner(), tmp_path / "whole")
+    names = {name for name in ours.state_dict() if name.startswith("video.") and ".resblocks.2." not in name}
+    assert found.converted.tensors.keys() == names
+
+
+@pytest.mark.parametrize("kind", [GPT2LMHeadModel, GPT2Model])
+@pytest.mark.parametrize("has_cross_attention", [False, True])
+def test_a_gpt2_alone_has_all_but_cross_attention_where_it_was_made_without(
+    tmp_path: Path, kind: Any, has_cross_attention: bool
+) -> None:
+    torch.manual_seed(0)
+    kind(GPT2Config(**GPT2, add_cross_attention=has_cross_attention)).save_pretrained(tmp_path)
+    found = read_caption_folder(tmp_path)
+    size = found.config.decoder
+    assert found.config.video is None and size is not None
+    assert (size.vocabulary_size, size.context_length, size.trunk.depth) == (61, 40, 2)
+    assert not found.converted.unknown
+    names = {f"decoder.{name}" for name in Gpt2(size, attend=attend_with_sdpa).state_dict()}
+    is_new = {name for name in names if ".cross_attn." in name or ".ln_cross." in name}
+    assert found.converted.tensors.keys() == (names if has_cross_attention else names - is_new)
+
+
+def test_masks_of_old_versions_are_no_weights(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    GPT2LMHeadModel(GPT2Config(**GPT2)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 40, 40)
+    state["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = read_caption_folder(tmp_path).converted
+    assert not found.unknown and len(found.ignored) == 2
+
+
+def test_transformers_writes_the_same_captions_from_our_folder(tmp_path: Path) -> None:
+    from transformers import VisionEncoderDecoderModel
+
+    theirs = their_captioner(seed=3)
+    ours = ours_with_weights_of(theirs, tmp_path / "theirs")
+    save_hf(ours, tmp_path / "ours", end_id=END, pad_id=PAD)
+    again: Any = VisionEncoderDecoderModel.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    video = for_them(clips(2))
+    expected = theirs.generate(video, max_new_tokens=6, do_sample=False)
+    # What begins, ends and fills up stands in the folder.
+    assert again.eval().generate(video, max_new_tokens=6, do_sample=False).tolist() == expected.tolist()
+
+
+def test_other_clips_have_the_nearest_places(tmp_path: Path) -> None:
+    their_captioner().save_pretrained(tmp_path)
+    ours = load_hf(tmp_path, attend=attend_with_sdpa, num_frames=6, image_px=48).double()
+    tokens = torch.tensor([[END, 3]])
+    assert ours(clips(1, num_frames=6, image_px=48), tokens).shape == (1, 2, 61)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        ("encoder", {"attention_type": "joint_space_time"}, "attention_type is 'joint_space_time'"),
+        ("encoder", {"intermediate_size": 100}, "intermediate_size is 100"),
+        ("encoder", {"qkv_bias": False}, "qkv_bias is False"),
+        ("encoder", {"image_size": [32, 48]}, r"image_size is \[32, 48\]"),
+        ("encoder", {"model_type": "vit"}, "vision-encoder-decoder of vit and gpt2"),
+        ("decoder", {"activation_function": "relu"}, "activation_function is 'relu'"),
+        ("decoder", {"n_inner": 7}, "n_inner is 7"),
+        (None, {"model_type": "bert"}, "is a bert"),
+    ],
+)
+def test_models_that_compute_something_else_are_refused(
+    tmp_path: Path, part: str | None, change: dict[str, Any], says: str
+) -> None:
+    their_captioner().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    (config if part is None else config[part]).update(change)
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=says):
+        read_caption_folder(tmp_path)
+
+
+def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no .*config\.json"):
+        load_hf(tmp_path, attend=attend_with_sdpa)
+    GPT2LMHeadModel(GPT2Config(**GPT2)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no encoder"):
+        load_hf(tmp_path, attend=attend_with_sdpa)
+    their_captioner().save_pretrained(tmp_path / "whole")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    config["decoder"]["n_layer"] = 4
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=r"missing decoder\.transformer\.resblocks\.3\..* and others; left over nothing"
+    ):
+        load_hf(tmp_path / "whole", attend=attend_with_sdpa)
+    (tmp_path / "whole" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="there are no weights"):
+        load_hf(tmp_path / "whole", attend=attend_with_sdpa)
+
+
+def test_another_encoder_has_no_place_there(tmp_path: Path) -> None:
+    trunk = TransformerSize(width=32, depth=1, num_heads=4)
+    tower = VideoViT(
+        VideoViTSize(trunk=trunk, patch_px=8), image_px=32, num_frames=4, embedding_width=None, attend=attend_with_sdpa
+    )
+    captioner = Captioner(tower, Gpt2(Gpt2Size(trunk=trunk, vocabulary_size=61), attend=attend_with_sdpa))
+    with pytest.raises(UserError, match="VideoViT"):
+        save_hf(captioner, tmp_path / "out", end_id=60)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="nothing like"):
+        to_hf_caption({"video.ln_pre.weight": torch.ones(1)})
