@@ -233,7 +233,7 @@ def _require(name: str, value: float, holds: bool, rule: str) -> None:
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
 FREE_ON_RESUME = frozenset(
     {
-        *("shards", "cache", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "track"),
+        *("shards", "cache", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "decoding", "track"),
         *("device", "attention", "compile", "parallel", "microbatch", "workers", "batches_ahead", "max_failures"),
     }
 )

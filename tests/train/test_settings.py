@@ -6,6 +6,7 @@ import pytest
 
 import train.commands
 from manifests.errors import UserError
+from train.caption.settings import CaptionerSettings
 from train.classify.settings import ClassifySettings
 from train.cli import main
 from train.mae.settings import MaeSettings
@@ -81,7 +82,7 @@ def test_an_unknown_preset_names_those_there_are() -> None:
 
 
 def test_what_shapes_the_weights_may_not_change_on_resume() -> None:
-    assert {field.name for field in fields(DualEncoderSettings)} >= FREE_ON_RESUME
+    assert {field.name for task in (DualEncoderSettings, CaptionerSettings) for field in fields(task)} >= FREE_ON_RESUME
     old = DualEncoderSettings()
     changes: dict[str, Any] = {"workers": 9, "out": Path("elsewhere"), "lr": 0.5, "steps": 3}
     shaped = shaping(replace(old, **changes))

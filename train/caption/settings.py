@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.caption.decoding.settings import DecodingSettings
 from train.data.caption_settings import CaptionSettings
 from train.evaluation.settings import EvaluationSettings
 from train.models.settings import PATCH_PX, Towers
@@ -16,6 +17,7 @@ Frozen = Literal["encoder", "decoder", "decoder-except-cross-attention"]
 
 _CAPTIONS = Parameter(group="Captions")
 _DECODER = Parameter(group="Decoder")
+_DECODING = Parameter(group="Decoding")
 _TOWERS = Parameter(group="Towers")
 _TRAINING = Parameter(group="Training", negative_iterable=(), consume_multiple=True)
 _EVALUATION = Parameter(group="Evaluation")
@@ -107,6 +109,7 @@ class CaptionEvaluation(EvaluationSettings):
 
 _ENCODER = CaptionTowers()
 _GPT2 = DecoderSettings()
+_GREEDY = DecodingSettings()
 _NO_EVALUATION = CaptionEvaluation()
 _ALL_CAPTIONS = CaptionSettings()
 
@@ -130,6 +133,8 @@ class CaptionerSettings(ClipSettings):
     """Part of a target that is spread over the vocabulary."""
     freeze: Annotated[tuple[Frozen, ...], _TRAINING] = ()
     """Parts that keep the weights that they start from."""
+    decoding: Annotated[DecodingSettings, _DECODING] = _GREEDY
+    """How captions are written, in the evaluation in the loop and where nothing else is said."""
     evaluate: Annotated[CaptionEvaluation, _EVALUATION] = _NO_EVALUATION
     """Evaluation while the model is trained."""
 
