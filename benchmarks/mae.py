@@ -38,7 +38,7 @@ import torch
 from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT
 from benchmarks.decode_peers.clip_set import data_folder
 from benchmarks.mae_data import LATENT_PX, LATENT_SEGMENT, DataSteps, make_folders
-from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, peak_bytes, seconds, take
+from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, peak_bytes_of_pass, seconds, take
 from benchmarks.report import Rows, parser_for, print_report
 from prep.ffmpeg import find_ffmpeg
 from train.augment.settings import Augment
@@ -75,7 +75,7 @@ def model_rows(
     losses = {way: take(steps, clips, masks) for way, steps in ways.items()}
     if abs(losses[OURS] - losses[HF]) > _CLOSE * losses[HF]:
         raise RuntimeError(f"the same weights give other losses: {losses}")
-    memory = {way: peak_bytes(steps, clips, masks) for way, steps in ways.items()}
+    memory = {way: peak_bytes_of_pass(steps, clips, masks) for way, steps in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(num_rounds):
         for way in sorted(ways, reverse=bool(number % 2)):

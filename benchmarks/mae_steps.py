@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.allocated import peak_bytes
 from benchmarks.vit_steps import wait_for
 from train.mae.masks import tube_masks
 from train.mae.targets import normalised_cubes, reconstruction_loss
@@ -128,27 +128,10 @@ def seconds(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor, *,
     return (clock() - began) / count
 
 
-def peak_bytes(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> int:
+def peak_bytes_of_pass(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> int:
     """The most that a pass holds at a time, its gradients among it, besides weights, clips and masks."""
-    device = clips_BCTHW.device
     steps.model.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        wait_for(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        take(steps, clips_BCTHW, masked_BN)
-        wait_for(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    # Torch's own account of what it allocates and frees: exact, whatever the C library keeps for later.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        take(steps, clips_BCTHW, masked_BN)
-    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return peak_bytes(lambda: take(steps, clips_BCTHW, masked_BN), device=clips_BCTHW.device)
 
 
 def _autocast(device: torch.device) -> torch.autocast:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 TINY = {
+    "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--ways", "prep chunk", "bare ffmpeg"],
     "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--ways", "clipmill", "libavcodec"],
     "encoding": ["--rounds", "1", "--cases", "tiny"],
@@ -31,6 +32,8 @@ TINY = {
 }
 NOT_BENCHMARKS = {
     "__init__",
+    "allocated",
+    "caption_steps",
     "environment",
     "launch",
     "made_data",

@@ -7,6 +7,9 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+# Numbers below which they are kept after all: to compute again costs some tenths of a millisecond at least.
+SMALL = 2**18
+
 Linear = nn.Linear | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -19,14 +22,16 @@ def linear_of(layer: Linear, prepare: Callable[..., torch.Tensor], *inputs: torc
     Args:
         layer: a linear layer, or its weight and bias.
         prepare: draws nothing at random.
+        inputs: the last is the largest.
     """
 
     def product(*inputs: torch.Tensor) -> torch.Tensor:
         prepared = prepare(*inputs)
         return layer(prepared) if isinstance(layer, nn.Linear) else linear(prepared, *layer)
 
+    is_small = inputs[-1].numel() < SMALL
     # What torch.compile keeps is its own choice.
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if is_small or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return product(*inputs)
     out: torch.Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

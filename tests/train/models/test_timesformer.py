@@ -15,6 +15,12 @@ from train.weights.hf_caption_format import from_hf_caption
 FRAMES, PATCHES = 4, 16
 
 
+@pytest.fixture(autouse=True)
+def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed again for large clips is for these."""
+    monkeypatch.setattr("train.models.recomputed.SMALL", 0)
+
+
 @pytest.fixture
 def theirs() -> TimesformerModel:
     config = TimesformerConfig(

@@ -1,0 +1,192 @@
+"""Captioners: divided attention and decoding beside transformers'.
+
+    python -m benchmarks.caption [--parts encoder decoding] [--device cuda|cpu] [--rounds N] [--json FILE]
+
+encoder: forward and backward pass of TimeSformer-B (8 frames of 224 px, 1569 tokens), clipmill's through the one door
+of attention beside transformers' TimesformerModel, which computes attention eagerly: the same weights and clips; before
+anything is timed their losses are compared. `checkpointed` computes each block twice
+(--towers.activation-checkpointing). On a CPU in float32, CPU seconds, and memory by torch's own account of what it
+allocates; on a GPU in bfloat16 autocast, and the allocator's peak. Memory is what a pass holds at most besides weights
+and clips. Targets: at least 1.2 times the speed on a CPU and 1.5 times on a GPU, at most 0.7 times the memory.
+
+decoding: captions of 30 tokens by GPT-2 (124 M parameters) of clips that are encoded already, beside transformers'
+`generate` with its cache, the same weights; the logits of both are compared first, and the tokens are counted where
+they are the same. Target: at least 1.0 times the tokens a second of greedy decoding.
+
+Ways take their turns in every round, in an order that goes round; figures are medians over the rounds, ratios medians
+of the ratios within each round.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.allocated import peak_bytes
+from benchmarks.caption_steps import Shape, captioners, generate, take, timed, write
+from benchmarks.report import Rows, parser_for, print_report
+from train.caption.decoding.settings import DecodingSettings
+from train.models.captioner import Captioner
+from train.models.transformer import Stack
+
+MB = 1024**2
+ENCODER, DECODING = "encoder", "decoding"
+OURS, CHECKPOINTED, HF = "clipmill", "clipmill, checkpointed", "transformers"
+SHAPES = {
+    "base": Shape(width=768, depth=12, num_heads=12, decoder="gpt2", image_px=224),
+    "tiny": Shape(width=128, depth=2, num_heads=2, decoder="tiny", image_px=32),
+}
+BATCH = {"cuda": 16, "cpu": 2}
+CAPTIONS = {"cuda": 32, "cpu": 4}
+METHODS = {
+    "greedy": DecodingSettings(),
+    "beam search, 4 beams": DecodingSettings(method="beam", num_beams=4),
+}
+_CLOSE = 1e-2  # of losses, in bfloat16
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", nargs="+", choices=[ENCODER, DECODING], default=[ENCODER, DECODING])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shape", choices=[*SHAPES], default="base")
+    parser.add_argument("--batch", type=int, help="clips of a pass of the encoder: 2 on a CPU, 16 on a GPU")
+    parser.add_argument("--captions", type=int, help="captions of a batch: 4 on a CPU, 32 on a GPU")
+    arguments = parser.parse_args()
+    device, shape = torch.device(arguments.device), SHAPES[arguments.shape]
+    ours, theirs = captioners(shape, device=device)
+    batch = arguments.batch or BATCH[device.type]
+    num_captions = arguments.captions or CAPTIONS[device.type]
+    tables: dict[str, Rows] = {}
+    if ENCODER in arguments.parts:
+        clips = torch.randn(batch, 3, shape.num_frames, shape.image_px, shape.image_px, device=device)
+        title = f"TimeSformer, {shape.depth} blocks of {shape.width}, forward and backward pass of {batch} clips"
+        tables[title] = encoder_rows(ours, theirs, clips, num_rounds=arguments.rounds)
+    if DECODING in arguments.parts:
+        num_tokens = 1 + shape.num_frames * (shape.image_px // shape.patch_px) ** 2
+        states = torch.randn(num_captions, num_tokens, shape.width, device=device)
+        title = f"decoding by {shape.decoder}, {num_captions} captions of {METHODS['greedy'].max_tokens} tokens"
+        tables[title] = decoding_rows(ours, theirs, states, num_rounds=arguments.rounds)
+    (title, rows), *further = tables.items()
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
+    print_report(
+        f"{title}, on {where}",
+        rows,
+        notes=[
+            f"torch {torch.__version__}.",
+            "targets: encoder 1.2 times the speed on a CPU, 1.5 times on a GPU, at most 0.7 times the memory;",
+            "greedy decoding at least 1.0 times the tokens a second",
+        ],
+        json_path=arguments.json,
+        further=dict(further),
+    )
+
+
+def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
+    """A row of each way to train the encoder.
+
+    Raises:
+        RuntimeError: their losses differ.
+    """
+    device = clips.device
+    tower = ours.video.train()
+    theirs.encoder.train()
+
+    def pass_of_ours(*, checkpoints: bool) -> float:
+        assert isinstance(tower.transformer, Stack)
+        tower.transformer.checkpointing = checkpoints
+        return take(tower, tower, clips)
+
+    ways: dict[str, Callable[[], float]] = {
+        OURS: lambda: pass_of_ours(checkpoints=False),
+        CHECKPOINTED: lambda: pass_of_ours(checkpoints=True),
+        HF: lambda: take(lambda x: theirs.encoder(x.transpose(1, 2)).last_hidden_state, theirs.encoder, clips),
+    }
+    losses = {way: work() for way, work in ways.items()}
+    if any(abs(loss - losses[HF]) > _CLOSE * losses[HF] for loss in losses.values()):
+        raise RuntimeError(f"the same weights give other losses: {losses}")
+    memory = {}
+    for way, work in ways.items():
+        tower.zero_grad(set_to_none=True)
+        theirs.zero_grad(set_to_none=True)
+        memory[way] = peak_bytes(work, device=device)
+    times = in_turn(ways, device=device, num_rounds=num_rounds, title=ENCODER)
+    return [
+        {
+            "way": way,
+            "s a pass": statistics.median(times[way]),
+            "lowest": min(times[way]),
+            "highest": max(times[way]),
+            "speed / transformers": ratio(times[HF], times[way]),
+            "peak MB": round(memory[way] / MB),
+            "memory / transformers": memory[way] / memory[HF],
+        }
+        for way in ways
+    ]
+
+
+def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
+    """A row of each method and way.
+
+    Raises:
+        RuntimeError: their logits differ.
+    """
+    ours.eval()
+    theirs.eval()
+    device = states.device
+    tokens = torch.arange(len(states) * 5, device=device).view(len(states), 5)
+    with torch.no_grad():
+        expected = theirs.decoder(input_ids=tokens, encoder_hidden_states=states).logits
+        if (ours.decoder(tokens, states) - expected).abs().max() > _CLOSE * expected.abs().max():
+            raise RuntimeError("the same weights give other logits")
+    rows = []
+    for method, settings in METHODS.items():
+        ways: dict[str, Callable[[], torch.Tensor]] = {
+            OURS: lambda settings=settings: write(ours, states, settings),  # type: ignore[misc]
+            HF: lambda settings=settings: generate(theirs, states, settings),  # type: ignore[misc]
+        }
+        written = {way: work() for way, work in ways.items()}
+        length = min(one.shape[1] for one in written.values())
+        same = (written[OURS][:, :length] == written[HF][:, :length]).float().mean().item()
+        times = in_turn(ways, device=device, num_rounds=num_rounds, title=f"{DECODING}, {method}")
+        count = len(states) * settings.max_tokens
+        rows += [
+            {
+                "method": method,
+                "way": way,
+                "tokens/s": round(count / statistics.median(times[way]), 1),
+                "lowest": round(count / max(times[way]), 1),
+                "highest": round(count / min(times[way]), 1),
+                "speed / transformers": ratio(times[HF], times[way]),
+                "same tokens": f"{same:.0%}",
+            }
+            for way in ways
+        ]
+    return rows
+
+
+def in_turn(
+    ways: dict[str, Callable[[], Any]], *, device: torch.device, num_rounds: int, title: str
+) -> dict[str, list[float]]:
+    """Seconds of each way, one a round."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    names = list(ways)
+    for number in range(num_rounds):
+        turn = number % len(names)
+        for way in names[turn:] + names[:turn]:
+            times[way].append(timed(ways[way], device=device))
+            print(f"{title}, round {number + 1}, {way}: {times[way][-1]:.3f} s", file=sys.stderr, flush=True)
+    return times
+
+
+def ratio(theirs: list[float], ours: list[float]) -> float:
+    """Median of the ratios within each round."""
+    return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
+
+
+if __name__ == "__main__":
+    main()

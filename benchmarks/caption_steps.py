@@ -1,0 +1,124 @@
+"""Captioners, ours and transformers', with the same weights: passes of the encoder, captions token by token."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.vit_steps import wait_for
+from train.caption.decoding.decode import write_captions
+from train.caption.decoding.settings import DecodingSettings
+from train.models.attention import open_attention
+from train.models.captioner import Captioner
+from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name
+from train.models.gpt2_block import TextCache
+from train.models.timesformer import NORM_EPS, TimeSformer
+from train.models.transformer import TransformerSize
+from train.models.video_vit import VideoViTSize
+from train.weights.hf_caption_configs import TimeSformerShape, hf_caption_config
+from train.weights.hf_caption_format import to_hf_caption
+
+END = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a captioner."""
+
+    width: int
+    depth: int
+    num_heads: int
+    decoder: Gpt2Name
+    image_px: int
+    num_frames: int = 8
+    patch_px: int = 16
+
+    @property
+    def tower(self) -> TimeSformerShape:
+        """Of the encoder."""
+        trunk = TransformerSize(width=self.width, depth=self.depth, num_heads=self.num_heads, norm_eps=NORM_EPS)
+        size = VideoViTSize(trunk=trunk, patch_px=self.patch_px)
+        return TimeSformerShape(size=size, image_px=self.image_px, num_frames=self.num_frames)
+
+
+def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
+    """Ours and theirs; transformers' attends eagerly in its encoder, which has no other way, and by SDPA in GPT-2."""
+    from transformers import VisionEncoderDecoderConfig, VisionEncoderDecoderModel
+
+    torch.manual_seed(0)
+    attend = open_attention("auto", device_type=device.type).attend
+    tower, text = shape.tower, GPT2_SIZES[shape.decoder]
+    ours = Captioner(
+        TimeSformer(tower.size, image_px=tower.image_px, num_frames=tower.num_frames, attend=attend),
+        Gpt2(text, attend=attend),
+    )
+    for name, parameter in ours.named_parameters():
+        if name.endswith("time_proj.weight"):
+            nn.init.normal_(parameter, std=0.02)  # new ones are zeros
+    config = hf_caption_config(tower, text, end_id=END, pad_id=END, dropout=0.0)
+    theirs = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_dict(config))
+    missing, left_over = theirs.load_state_dict(to_hf_caption(ours.state_dict()), strict=False)
+    if left_over or missing not in ([], ["decoder.lm_head.weight"]):
+        raise RuntimeError(f"the weights do not fit: missing {missing}, left over {left_over}")
+    theirs.tie_weights()
+    return ours.to(device), theirs.to(device)
+
+
+def take(encode: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, clips: torch.Tensor) -> float:
+    """One forward and backward pass of an encoder; its loss."""
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(clips.device.type, dtype=torch.bfloat16, enabled=clips.is_cuda):
+        tokens = encode(clips)
+    loss = tokens.float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def timed(work: Callable[[], object], *, device: torch.device) -> float:
+    """Seconds; CPU time on a CPU."""
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    wait_for(device)
+    began = clock()
+    work()
+    wait_for(device)
+    return clock() - began
+
+
+class FromStates:
+    """Writes captions of what an encoder made of clips: the decoder alone."""
+
+    def __init__(self, decoder: Gpt2) -> None:
+        self._decoder = decoder
+
+    def start(self, states: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
+        """As `Gpt2.start`."""
+        return self._decoder.start(states, num_tokens=num_tokens, rows_per_video=rows_per_video)
+
+    def step(self, tokens: torch.Tensor, cache: TextCache) -> torch.Tensor:
+        """As `Gpt2.step`."""
+        return self._decoder.step(tokens, cache)
+
+
+def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> torch.Tensor:
+    """Tokens by our decoding, as many as may be."""
+    settings = replace(settings, min_tokens=settings.max_tokens - 1)
+    samples = range(len(states))
+    return write_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
+
+
+@torch.no_grad()
+def generate(theirs: Any, states: torch.Tensor, settings: DecodingSettings) -> torch.Tensor:
+    """Tokens by transformers' `generate`."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    found: torch.Tensor = theirs.generate(
+        encoder_outputs=BaseModelOutput(last_hidden_state=states),
+        do_sample=False,
+        num_beams=settings.num_beams or 1,
+        max_new_tokens=settings.max_tokens,
+        min_new_tokens=settings.max_tokens - 1,
+    )
+    return found[:, 1:]
