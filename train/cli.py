@@ -9,7 +9,9 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
+from train.caption.decoding.settings import DecodingSettings
 from train.caption.settings import CaptionerSettings
+from train.caption.videos.formats import Format
 from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
 from train.mae.settings import MaeSettings
@@ -138,6 +140,47 @@ def caption(
     from train.commands import train_caption
 
     train_caption(settings, resume=resume)
+
+
+@app.command
+def caption_video(
+    run: Path,
+    videos: Annotated[list[Path], Parameter(negative="")],
+    /,
+    *,
+    len: str = "10s",
+    out: Path | None = None,
+    form: Annotated[Format | None, Parameter(name="--format")] = None,
+    batch: int = 16,
+    decoding: Annotated[DecodingSettings | None, Parameter(group="Decoding")] = None,
+) -> None:
+    """Captions video files, a window at a time; folders are searched for videos.
+
+    Examples:
+
+        train caption-video runs/captions holiday.mp4
+        train caption-video runs/captions films --len 5s --out captions.csv
+
+    Parameters
+    ----------
+    run
+        Folder that train caption --out made.
+    videos
+        Video files, or folders of them.
+    len
+        Length of a window; a rest shorter than a quarter of it joins the last one.
+    out
+        File to write; lines on standard output when left out. Subtitles of several videos are files in this folder.
+    form
+        csv, json or srt; by the suffix of --out when left out.
+    batch
+        Windows that are captioned at once.
+    decoding
+        How captions are written; as the run says when left out.
+    """
+    from train.caption.videos.commands import caption_files
+
+    caption_files(run, videos, length=len, out=out, wanted=form, batch=batch, decoding=decoding)
 
 
 @app.command

@@ -1,6 +1,7 @@
 """Windows of videos through a captioner, in batches that go on from one video to the next."""
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,10 @@ class VideoEnd:
     failure: str | None = None
 
 
+Clip = tuple[Path, WindowClip]
+Group = list[Clip | VideoEnd]
+
+
 def caption_videos(
     videos: Iterable[Path],
     caption: CaptionClips,
@@ -47,20 +52,37 @@ def caption_videos(
         batch: windows that are captioned at once.
     """
     clips = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
-    waiting: list[tuple[Path, WindowClip] | VideoEnd] = []
+    for group in _ahead(_groups(clips, batch=batch)):
+        yield from _captioned(group, caption)
+
+
+def _ahead(groups: Iterator[Group]) -> Iterator[Group]:
+    """The next group is decoded while the model works on this one."""
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+    try:
+        coming = pool.submit(next, groups, None)
+        while (group := coming.result()) is not None:
+            coming = pool.submit(next, groups, None)
+            yield group
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
+    """So many clips in a row, with the ends of videos between them."""
+    group: Group = []
     num_clips = 0
     for one in clips:
-        waiting.append(one)
-        num_clips += isinstance(one, tuple)
+        group.append(one)
+        num_clips += not isinstance(one, VideoEnd)
         if num_clips == batch or not num_clips:
-            yield from _captioned(waiting, caption)
-            waiting, num_clips = [], 0
-    yield from _captioned(waiting, caption)
+            yield group
+            group, num_clips = [], 0
+    if group:
+        yield group
 
 
-def _clips(
-    videos: Iterable[Path], *, sampling: Sampling, size_px: int, length_us: int
-) -> Iterator[tuple[Path, WindowClip] | VideoEnd]:
+def _clips(videos: Iterable[Path], *, sampling: Sampling, size_px: int, length_us: int) -> Iterator[Clip | VideoEnd]:
     for video in videos:
         failure = None
         try:
@@ -71,12 +93,10 @@ def _clips(
         yield VideoEnd(video, failure)
 
 
-def _captioned(
-    waiting: list[tuple[Path, WindowClip] | VideoEnd], caption: CaptionClips
-) -> Iterator[CaptionedWindow | VideoEnd]:
-    clips = [one[1] for one in waiting if isinstance(one, tuple)]
+def _captioned(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow | VideoEnd]:
+    clips = [one[1] for one in group if not isinstance(one, VideoEnd)]
     captions = iter(caption(clips) if clips else [])
-    for one in waiting:
+    for one in group:
         if isinstance(one, VideoEnd):
             yield one
         else:

@@ -173,7 +173,7 @@ def _video_stream(container: "InputContainer") -> "VideoStream":
         if not stream.disposition & av.stream.Disposition.attached_pic:
             return stream
     kinds = sorted({str(stream.type) for stream in container.streams})
-    raise VideoFailed(f"it holds {', '.join(kinds) or 'nothing'} and no video stream")
+    raise VideoFailed("it holds no video stream" + (f", only {', '.join(kinds)}" if kinds else ""))
 
 
 def _promises(container: "InputContainer") -> bool:

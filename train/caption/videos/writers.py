@@ -12,16 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 from manifests.errors import UserError
 from manifests.publish import published
 from train.caption.videos.captioning import CaptionedWindow
 from train.caption.videos.files import shown_name
+from train.caption.videos.formats import FORMATS, Format
 from train.data.clips import US_PER_S
 
-Format = Literal["csv", "json", "srt"]
-FORMATS: tuple[Format, ...] = ("csv", "json", "srt")
 COLUMNS = ("video", "begin_s", "end_s", "caption")
 
 Write = Callable[[CaptionedWindow], None]

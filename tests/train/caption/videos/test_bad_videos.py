@@ -95,7 +95,7 @@ def test_a_sound_file_holds_no_video(tmp_path: Path) -> None:
         container.mux(sound.encode(samples))
         container.mux(sound.encode(None))
     _, ends = captions(path)
-    assert ends["sound.mkv"] == "it holds audio and no video stream"
+    assert ends["sound.mkv"] == "it holds no video stream, only audio"
 
 
 @pytest.mark.parametrize("name", ["cut.mp4", "cut.mkv"])

@@ -7,7 +7,8 @@ import pytest
 
 from manifests.errors import UserError
 from train.caption.videos.captioning import CaptionedWindow
-from train.caption.videos.writers import WRITERS, Format, format_of, srt_time, subtitle_names
+from train.caption.videos.formats import Format
+from train.caption.videos.writers import WRITERS, format_of, srt_time, subtitle_names
 
 CAPTIONS = [
     'a cat, a "dog"; and a bird\'s nest',

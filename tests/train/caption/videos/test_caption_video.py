@@ -1,0 +1,106 @@
+"""`train caption-video` from outside, on a captioner that has learned a little."""
+
+import csv
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from prep.synthetic.frame_numbers import write_frame_number_video
+from tests.train.test_cli import train
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two videos, of 3 and of 5 seconds, beside something else."""
+    folder = tmp_path_factory.mktemp("films")
+    for name, num_frames in (("a.mp4", 30), ("deep/b.mkv", 50)):
+        write_frame_number_video(folder / name, num_frames=num_frames, fps=Fraction(10), width=64, height=48)
+    (folder / "notes.txt").write_text("no video")
+    return folder
+
+
+def test_lines_are_printed_for_each_window(
+    train: Train, captioner_run: Path, films: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("caption-video", captioner_run, films, "--len", "2s") == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    times = ["0.00-2.00 s", "2.00-3.00 s", "0.00-2.00 s", "2.00-4.00 s", "4.00-5.00 s"]
+    assert [(row[0], row[1]) for row in rows] == [
+        (str(films / name), time) for name, time in zip(["a.mp4"] * 2 + ["deep/b.mkv"] * 3, times, strict=True)
+    ]
+    assert all(row[2] == " ".join(row[2].split()) for row in rows)
+
+
+def test_a_file_has_the_same_whatever_the_batch_and_the_format(
+    train: Train, captioner_run: Path, films: Path, tmp_path: Path
+) -> None:
+    common = ("caption-video", captioner_run, films, "--len", "1s")
+    assert train(*common, "--out", tmp_path / "new/c.csv", "--batch", 1) == 0
+    assert train(*common, "--out", tmp_path / "c.json", "--batch", 5) == 0
+    with (tmp_path / "new/c.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    objects = json.loads((tmp_path / "c.json").read_bytes())
+    assert len(rows) == len(objects) == 8
+    assert [row["caption"] for row in rows] == [one["caption"] for one in objects]
+    assert [float(row["end_s"]) for row in rows] == [one["end_s"] for one in objects]
+
+
+def test_subtitles_of_several_videos_are_files_in_a_folder(
+    train: Train, captioner_run: Path, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draws = ("--decoding.method", "sample", "--decoding.min-tokens", 2)
+    common = ("caption-video", captioner_run, films, "--len", "1s", *draws)
+    assert train(*common, "--out", tmp_path / "srt", "--format", "srt") == 0
+    assert sorted(path.name for path in (tmp_path / "srt").iterdir()) == ["a.srt", "b.srt"]
+    assert train("caption-video", captioner_run, films / "a.mp4", *common[3:], "--out", tmp_path / "a.srt") == 0
+    assert (tmp_path / "a.srt").read_bytes() == (tmp_path / "srt/a.srt").read_bytes()
+    assert train(*common, "--out", tmp_path / "all.srt") == 2
+    assert "name a folder" in capsys.readouterr().err
+
+
+def test_a_damaged_video_is_named_and_the_others_are_written(
+    train: Train, captioner_run: Path, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.mp4").write_bytes((films / "a.mp4").read_bytes()[:2000])
+    for out in ("c.json", "srt"):
+        flags = ("--out", tmp_path / out, "--format", Path(out).suffix[1:] or "srt")
+        assert train("caption-video", captioner_run, tmp_path / "bad.mp4", films / "a.mp4", *flags) == 1
+        error = capsys.readouterr().err
+        assert f"{tmp_path / 'bad.mp4'}: it holds no video stream" in error
+        assert "failed: 1 of 2 videos could not be read to their ends" in error
+    assert [one["video"] for one in json.loads((tmp_path / "c.json").read_bytes())] == [str(films / "a.mp4")]
+    assert [path.name for path in (tmp_path / "srt").iterdir()] == ["a.srt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["{films}/none.mp4"], "there is no "),
+        (["{films}", "--len", "10"], '--len "10" is not a length'),
+        (["{films}", "--batch", "0"], "--batch is 0"),
+        (["{films}", "--out", "c.txt"], "does not say in which format"),
+        (["{films}", "--format", "csv"], "--format csv is of a file"),
+        (["{films}", "--out", "{films}", "--format", "csv"], "is a folder"),
+        (["{films}", "--out", "{films}/notes.txt/c.csv"], "cannot be made"),
+        (["{films}", "--decoding.top-k", "3"], "--decoding.top-k 3 does nothing"),
+    ],
+)
+def test_mistakes_are_named(
+    train: Train, captioner_run: Path, films: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert train("caption-video", captioner_run, *(flag.format(films=films) for flag in flags)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_of_another_task_has_no_captions(
+    train: Train, films: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("caption-video", tmp_path, films) == 2
+    assert "there is no run" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""What `train caption-video` does, once its flags are read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from manifests.errors import FailedWork, UserError
+from train.caption.decoding.settings import DecodingSettings
+from train.caption.trained import TrainedCaptioner, open_captioner
+from train.caption.videos.captioning import CaptionClips, VideoEnd, caption_videos
+from train.caption.videos.clips import WindowClip
+from train.caption.videos.files import find_videos, shown_name
+from train.caption.videos.formats import Format
+from train.caption.videos.progress import VideoProgress
+from train.caption.videos.sinks import Printed, open_sink
+from train.caption.videos.windows import length_us
+from train.data.batch import Batch
+from train.data.clips import Sampling
+
+_MAX_NAMED = 5
+
+
+def caption_files(
+    run: Path,
+    paths: Sequence[Path],
+    *,
+    length: str,
+    out: Path | None,
+    wanted: Format | None,
+    batch: int,
+    decoding: DecodingSettings | None,
+) -> None:
+    """Captions videos, and writes or prints what is said of each window.
+
+    Raises:
+        UserError: a flag, the run or a path does not work.
+        FailedWork: some videos could not be read, or not to their ends; all others are done.
+    """
+    if batch < 1:
+        raise UserError(f"--batch is {batch}", hint="it must be 1 or more")
+    if wanted is not None and out is None:
+        raise UserError(f"--format {wanted} is of a file", hint="add --out, or leave it out to print lines")
+    window_us, videos = length_us(length), find_videos(paths)
+    sink = Printed() if out is None else open_sink(out, videos, wanted=wanted)
+    captioner = open_captioner(run)
+    settings = captioner.settings
+    sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
+    failed = []
+    with sink, VideoProgress(num_videos=len(videos)) as progress:
+        for event in caption_videos(
+            videos,
+            caption_by(captioner, captioner.decoding(decoding)),
+            sampling=sampling,
+            size_px=settings.size_px,
+            length_us=window_us,
+            batch=batch,
+        ):
+            sink.take(event)
+            progress.show(event)
+            if isinstance(event, VideoEnd) and event.failure is not None:
+                failed.append(event)
+    if failed:
+        named = ", ".join(shown_name(one.video) for one in failed[:_MAX_NAMED])
+        more = f" and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
+        raise FailedWork(f"{len(failed)} of {len(videos)} videos could not be read to their ends: {named}{more}")
+
+
+def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings) -> CaptionClips:
+    """Captions by a model; what is drawn for a window depends on where it begins."""
+
+    def caption(clips: list[WindowClip]) -> list[str]:
+        batch = Batch(
+            input="pixels",
+            position=torch.zeros(len(clips), dtype=torch.int64),
+            video=torch.from_numpy(np.stack([clip.video for clip in clips])),
+            colour=torch.tensor([clip.colour for clip in clips], dtype=torch.uint8),
+        )
+        return captioner.captions(batch, decoding, samples=[clip.window.begin_us for clip in clips])
+
+    return caption
