@@ -49,8 +49,8 @@ DOORS = {
     "wandb": {"train/tracking/weights_and_biases.py"},
 }
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/model_engine.py"}
-# Only the runner starts programs: it alone has the time limit and ends the whole process group.
-MAY_START_PROGRAMS = {"prep/ffmpeg.py"}
+# Programs are started in one place of each side, which has the time limit and ends the whole process group.
+MAY_START_PROGRAMS = {"prep/ffmpeg.py", "train/caption/metrics/java.py"}
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
 MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/evaluation/array_pickle.py"}
 
@@ -73,7 +73,9 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
         return OUTSIDE[package]
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requirements = project["dependencies"] + extras[package] + extras["columns" if package == "prep" else "track"]
+    requirements = project["dependencies"] + extras[package] + (
+        extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"]
+    )
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}
 
