@@ -15,8 +15,9 @@ from manifests.errors import ClipmillError, FailedWork
 from manifests.publish import publish_json
 from train.data.batch import Batch
 from train.data.failures import FailedSample, TooManyFailures
-from train.data.filling import LoadedBatch, without_pictures
+from train.data.filling import LoadedBatch
 from train.data.place import Place
+from train.data.stages import on_all_stages
 from train.distributed.world import World
 from train.run_folder import RunFolder, append_lines, keep_lines
 from train.step import Step
@@ -87,16 +88,9 @@ class FailureLog:
             self._record([one for of_rank in self._world.gather_objects(failed) for one in of_rank])
         if num_errors:
             raise next(one for one in self._world.gather_objects(error) if one is not None)
-        return AgreedBatch(self._on_all_stages(loaded), stops=num_stops > 0, waited_s=said_R4[:, 3].max().item())
-
-    def _on_all_stages(self, loaded: LoadedBatch | None) -> LoadedBatch:
-        """The first stage's batch on all stages of a pipeline, but for the pictures."""
-        stages = self._world.stages
-        if stages.size > 1:
-            small = stages.first(lambda: None if loaded is None else without_pictures(loaded))
-            loaded = loaded or small
+        loaded = on_all_stages(loaded, self._world.stages)
         assert loaded is not None  # or a failure too many or an error would have been raised
-        return loaded
+        return AgreedBatch(loaded, stops=num_stops > 0, waited_s=said_R4[:, 3].max().item())
 
     def _record(self, failed: list[FailedSample]) -> None:
         self.num_failed += len(failed)

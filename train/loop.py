@@ -7,6 +7,7 @@ together: whatever ends one of them ends all (train.agreement).
 import math
 import time
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from manifests.errors import Stopped, UserError
 from train.agreement import FailureLog, StopSignal, require_finite
 from train.checkpoint import latest_checkpoint
 from train.checkpoint_writer import CheckpointWriter
+from train.data.batch import to_device
 from train.data.filling import LoadedBatch
 from train.data.loader import TrainingSet
 from train.data.prefetch import prefetch
@@ -86,15 +88,18 @@ def train(
                 number=state.step + 1,
                 epoch=_epoch(state, samples),
                 world=world.replicas,
-                stage=world.stages.rank,
                 seed=settings.seed,
                 microbatch=settings.microbatch,
                 autocast=state.precision.autocast,
                 scale=state.precision.scale,
                 synced=partial(synced, state.trained),
             )
+            loaded = agreed.loaded
+            if not world.stages.is_first:
+                # What the first stage handed over, and its loader had put on a device there.
+                loaded = replace(loaded, batch=to_device(loaded.batch, device))
             with explained(settings, world.replicas, device=device):
-                line = _take(step, state, agreed.loaded, settings, run=run, world=world, throughput=throughput)
+                line = _take(step, state, loaded, settings, run=run, world=world, throughput=throughput)
             speed = throughput.numbers(
                 step_s=time.perf_counter() - began_s, waited_s=agreed.waited_s, num_samples=settings.batch
             )

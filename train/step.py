@@ -18,7 +18,6 @@ class Step:
     Attributes:
         number: 1, 2, ...
         world: those that share the batch.
-        stage: of a pipeline.
         epoch: visits of the whole set that are over before this step, a float; 0 where the set has no end.
         microbatch: samples of this rank that go through the model at once; None for all of them.
         autocast: makes a context in which a model computes in the run's precision.
@@ -30,7 +29,6 @@ class Step:
     number: int
     epoch: float = 0.0
     world: World = ONE_PROCESS
-    stage: int = 0
     seed: int = 0
     microbatch: int | None = None
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -44,8 +42,8 @@ class Step:
         So a microbatch can be computed twice with the same dropout, and no generator needs a place in a checkpoint.
         """
         # The first stage draws what one process draws.
-        of_stage = (self.stage,) if self.stage else ()
-        torch.manual_seed(seed_of(self.seed, self.number, self.world.rank, part, *of_stage))
+        stage = (self.world.stages.rank,) if self.world.stages.rank else ()
+        torch.manual_seed(seed_of(self.seed, self.number, self.world.rank, part, *stage))
         yield
 
 

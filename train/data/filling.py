@@ -1,6 +1,6 @@
 """From outcomes to batches: good samples fill them, failed ones are handed over beside them and budgeted."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from train.data.batch import Batch, BatchRing, Sample
 from train.data.failures import FailedSample, TooManyFailures
@@ -19,17 +19,6 @@ class LoadedBatch:
     def next_position(self) -> int:
         """Position of `place`."""
         return self.place.position
-
-
-def without_pictures(loaded: LoadedBatch) -> LoadedBatch:
-    """What is small of a batch, on the CPU."""
-    batch = loaded.batch.copy()
-    for name in ("video", "colour", "latents"):
-        batch.pop(name, None)  # type: ignore[misc]
-    for name, value in batch.items():
-        if hasattr(value, "cpu"):
-            batch[name] = value.cpu()  # type: ignore[literal-required]
-    return replace(loaded, batch=batch)
 
 
 class BatchFilling:

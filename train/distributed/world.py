@@ -2,6 +2,12 @@
 
 One process without a launcher is a world of size 1, in which every exchange gives back what it got. Tensors travel by
 the backend of their device: gloo on CPUs, NCCL on GPUs.
+
+Ranks that make pipelines are worlds within the world. 6 ranks with pipelines of 2 stages:
+
+    rank      0  1  2  3  4  5
+    replica   0  0  1  1  2  2    its ranks have the whole model between them, and the same samples: `along`
+    stage     0  1  0  1  0  1    its ranks have the same layers, and share the samples of a batch: `across`
 """
 
 from collections.abc import Callable
@@ -24,14 +30,15 @@ class World:
         rank: 0 ... size - 1.
         local_rank: the same within this machine; the number of its GPU.
         group: through which these ranks talk; None for all ranks that were launched.
-        parts: `replicas` and `stages`, where the ranks make pipelines.
+        across, along: `replicas` and `stages`, where the ranks make pipelines.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    parts: "tuple[World, World] | None" = field(default=None, repr=False, compare=False)
+    across: "World | None" = field(default=None, repr=False, compare=False)
+    along: "World | None" = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -41,12 +48,12 @@ class World:
     @property
     def replicas(self) -> "World":
         """Those of this rank's stage, one a replica: whom batches are shared among, and gradients averaged."""
-        return self if self.parts is None else self.parts[0]
+        return self.across or self
 
     @property
     def stages(self) -> "World":
         """Those of this rank's replica, one a stage; this one alone where there are no pipelines."""
-        return World() if self.parts is None else self.parts[1]
+        return self.along or World()
 
     def cut(self, num_stages: int) -> "World":
         """The same ranks, making pipelines of so many stages; all ranks call it.
@@ -68,9 +75,9 @@ class World:
         # Every rank takes part in making every group.
         of_stage = [dist.new_group(list(ranks[at::num_stages])) for at in range(num_stages)]
         of_replica = [dist.new_group(list(ranks[at : at + num_stages])) for at in ranks[::num_stages]]
-        replicas = World(rank=replica, size=num_replicas, local_rank=self.local_rank, group=of_stage[stage])
-        stages = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=of_replica[replica])
-        return replace(self, parts=(replicas, stages))
+        along = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=of_replica[replica])
+        across = World(rank=replica, size=num_replicas, local_rank=self.local_rank, group=of_stage[stage], along=along)
+        return replace(self, across=across, along=along)
 
     def share(self, batch: int) -> int:
         """This rank's samples of a batch.

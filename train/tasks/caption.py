@@ -161,6 +161,9 @@ class CaptionTask:
         """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
         settings, init = self._settings, self._settings.init
         kind = kind_of(settings.towers)
+        if "video" not in batch:
+            # On a later stage of a pipeline, where only the number of clips is asked for.
+            return torch.empty(len(batch["position"][rows]), 0, device=self._device)
         drawn = None
         if is_training:
             drawn = draw(batch["position"][rows].numpy(), settings.augment, seed=settings.seed)

@@ -1,7 +1,10 @@
 """Runs of a captioner on one process and on a pipeline's stages, in float64; `python -m` this is one of the ranks."""
 
+import json
+import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +13,25 @@ import numpy as np
 import torch
 from torch import nn
 
+from manifests.errors import FailedWork, Stopped
 from tests.train.plane import LoadedPoints, Points, settings
+from train.caption.decoding.decode import write_captions
+from train.caption.decoding.settings import DecodingSettings
 from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
+from train.caption.staged import whole_captioner
 from train.data.batch import Batch, Sample
 from train.data.failures import FailedSample
 from train.data.loader import TrainingSet, Visit
 from train.distributed.launch import open_world
 from train.distributed.partition import LayerCost
 from train.distributed.pipeline import Pipeline
-from train.distributed.settings import ParallelSettings
+from train.distributed.settings import ParallelSettings, Schedule
 from train.distributed.world import World
 from train.loop import train
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
-from train.models.captioner_stages import CaptionerPart
+from train.models.captioner_stages import TIED, CaptionerPart
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.timesformer import TimeSformer
 from train.models.transformer import TransformerSize, blocks_of
@@ -36,6 +43,13 @@ from train.settings import TrainingSettings
 from train.step import Step
 
 ONE_STAGE = ParallelSettings()
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+FAILING = (3, 11)
+DECODINGS = {
+    "greedy": DecodingSettings(max_tokens=6),
+    "sample": DecodingSettings(method="sample", temperature=2.0, top_k=20, seed=5, max_tokens=6),
+    "beam": DecodingSettings(method="beam", num_beams=3, max_tokens=6),
+}
 CPU = torch.device("cpu")
 NUM_FRAMES, IMAGE_PX, VOCABULARY, END = 2, 16, 37, 36
 MAX_TOKENS, NUM_TEXTS = 7, 2
@@ -87,7 +101,7 @@ class RecordingLoss(CaptionLoss):
         numbers = super().backward(model, batch, step)
         if step.number == 1:
             named = model.part.named_parameters() if isinstance(model, Pipeline) else plain(model)
-            torch.save(dict(named), self.folder / f"step-1-rank-{self.rank}.pt")
+            torch.save({name: one.grad for name, one in named}, self.folder / f"step-1-rank-{self.rank}.pt")
         return numbers
 
 
@@ -127,7 +141,7 @@ class StageTask:
         return part_of(model, layers)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        return {}
+        raise Stopped("as told")
 
 
 def clips_of(batch: Batch, rows: slice) -> torch.Tensor:
@@ -156,10 +170,88 @@ def train_stages(
     return train(task, samples, chosen, run=run, world=world, device=CPU, progress=Progress(is_quiet=True))
 
 
+def captions_by(model: nn.Module, *, sees: bool = True) -> dict[str, Any]:
+    """Captions of three clips, decoded in every way, and the logits of given ones."""
+    generator = torch.Generator().manual_seed(3)
+    clips = torch.randn(3, 3, NUM_FRAMES, IMAGE_PX, IMAGE_PX, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, END, (3, 2, 4), generator=generator)
+    seen = clips if sees else torch.empty(3, 0)
+    with torch.no_grad():
+        found: dict[str, Any] = {"logits": model(seen, tokens).sum(dim=-1).tolist()}
+    for name, decoding in DECODINGS.items():
+        written = write_captions(model, seen, decoding, end_id=END, samples=[4, 7, 9])  # type: ignore[arg-type]
+        found[name] = written.tokens_VL.tolist()
+    return found
+
+
+def begun(folder: Path, source: Path, world: World) -> Path:
+    """A run that goes on from the first checkpoint of another one."""
+
+    def copy() -> None:
+        shutil.copytree(source, folder)
+        for path in sorted((folder / "checkpoints").iterdir())[1:]:
+            shutil.rmtree(path)
+
+    world.first(copy)
+    return folder
+
+
+def _on_two(folder: Path, world: World) -> None:
+    shown = {}
+    for schedule in SCHEDULES:
+        parallel = ParallelSettings(stages=2, schedule=schedule, partition="6,3")
+        train_stages(chosen_of(folder / f"2-{schedule}", parallel=parallel), world)
+    for name, points, most in (("poisoned", Captions(poisoned=7), 9), ("budget", Captions(failing=FAILING), 2)):
+        try:
+            train_stages(chosen_of(folder / name, max_failures=most, parallel=parallel), world, points)
+        except FailedWork as error:
+            shown[name] = str(error)
+    failing = chosen_of(folder / "2-failing", max_failures=50, parallel=parallel)
+    train_stages(failing, world, Captions(failing=FAILING))
+    (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
+    # Until one of the two is killed.
+    endless = chosen_of(folder / "endless", parallel=parallel, steps=10**6, checkpoint_every=20)
+    train_stages(endless, world)
+
+
+def _on_three(folder: Path, world: World) -> None:
+    for schedule in SCHEDULES:
+        parallel = ParallelSettings(stages=3, schedule=schedule)
+        train_stages(chosen_of(folder / f"3-{schedule}", parallel=parallel), world)
+    # Embedding and blocks of the decoder, its last norm alone: both ends of the tied matrix, and nothing between them.
+    parallel = ParallelSettings(stages=3, partition="1,7,1")
+    train_stages(chosen_of(folder / "3-frozen", parallel=parallel), world, frozen="video.")
+
+
+def _on_four(folder: Path, world: World, two_by_two: World) -> None:
+    for strategy in ("ddp", "zero1"):
+        pairs = ParallelSettings(stages=2, strategy=strategy)
+        train_stages(chosen_of(folder / f"2x2-{strategy}", parallel=pairs), two_by_two)
+        train_stages(
+            chosen_of(begun(folder / f"resumed-2x2-{strategy}", folder / "one", world), parallel=pairs), two_by_two
+        )
+    four = ParallelSettings(stages=4, partition="uniform")
+    part = train_stages(chosen_of(folder / "4", parallel=four), world)
+    tied = {name: one for name, one in part.named_parameters() if name == TIED}
+    torch.save(tied, folder / f"tied-{world.rank}.pt")
+    model = whole_captioner(part.eval(), stages=world.stages, device=CPU)
+    said = captions_by(model, sees=world.stages.is_first)
+    (folder / f"said-{world.rank}.json").write_text(json.dumps(said))
+    train_stages(chosen_of(begun(folder / "resumed-4", folder / "one", world), parallel=four), world)
+    train_stages(chosen_of(begun(folder / "four-of-2x2", folder / "2x2-zero1", world), parallel=four), world)
+    for name in ("dropout", "dropout-resumed"):
+        if name != "dropout":
+            begun(folder / name, folder / "dropout", world)
+        train_stages(chosen_of(folder / name, parallel=four), world, dropout=0.5)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with open_world(device_type="cpu") as launched:
-        folder = Path(sys.argv[1])
-        for schedule in ("gpipe", "1f1b"):
-            parallel = ParallelSettings(stages=launched.size, schedule=schedule)
-            train_stages(chosen_of(folder / schedule, parallel=parallel), launched.cut(parallel.stages))
+    with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
+        base = Path(sys.argv[1])
+        if launched.size == 2:
+            _on_two(base, launched.cut(2))
+        elif launched.size == 3:
+            _on_three(base, launched.cut(3))
+        else:
+            _on_four(base, launched.cut(4), launched.cut(2))

@@ -1,0 +1,209 @@
+"""A pipeline of any length is the run of one process: loss by loss, gradient by gradient, and token by token."""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from manifests.errors import Stopped, UserError
+from tests.train.distributed.conftest import ONE, launch
+from tests.train.distributed.stage_runs import (
+    DECODINGS,
+    SCHEDULES,
+    Captions,
+    StageTask,
+    begun,
+    captioner,
+    captions_by,
+    chosen_of,
+    train_stages,
+)
+from tests.train.distributed.test_ranks import assert_same, losses
+from tests.train.plane import PlaneTask
+from train.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
+from train.distributed.pipeline import check_microbatches
+from train.distributed.settings import ParallelSettings
+from train.distributed.world import World
+from train.evaluation.settings import EvaluationSettings
+from train.models.captioner_stages import TIED
+from train.run_folder import RunFolder, read_lines
+from train.tasks.stages import check_stages, own_part
+
+LIKE_ONE = [
+    *(f"{num_stages}-{schedule}" for num_stages in (2, 3) for schedule in SCHEDULES),
+    *("4", "2x2-ddp", "2x2-zero1", "resumed-2x2-ddp", "resumed-2x2-zero1", "resumed-4", "four-of-2x2"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What `stage_runs` makes on one process, and on two, three and four ranks; of the two, one is killed at last."""
+    folder = tmp_path_factory.mktemp("stages")
+    model = train_stages(chosen_of(folder / "one"), ONE)
+    (folder / "said.json").write_text(json.dumps(captions_by(model.eval())))
+    program = [sys.executable, "-m", "tests.train.distributed.stage_runs", str(folder)]
+    for size in (4, 3):
+        ranks = launch(program, repository=repository, size=size)
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=240)
+            assert rank.returncode == 0, errors[-3000:]
+    first, second = launch(program, repository=repository, size=2)
+    metrics = RunFolder(folder / "endless").metrics
+    while first.poll() is None and (not metrics.exists() or len(read_lines(metrics)) < 50):
+        time.sleep(0.1)
+    second.kill()
+    second.wait()
+    killed_s = time.monotonic()
+    _, errors = first.communicate(timeout=60)
+    (folder / "killed.json").write_text(json.dumps([first.returncode, errors, time.monotonic() - killed_s]))
+    train_stages(chosen_of(folder / "frozen"), ONE, frozen="video.")
+    yield folder
+
+
+@pytest.mark.parametrize("name", LIKE_ONE)
+def test_a_pipeline_is_one_process(runs: Path, name: str) -> None:
+    assert_same(runs / name, runs / "one")
+    lines, expected = (read_lines(RunFolder(runs / one).metrics) for one in (name, "one"))
+    for key in ("grad_norm", "num_tokens", "lr"):
+        assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected], rel=1e-10), key
+    assert [line["step"] for line in lines] == list(range(1, 7)), "each step is logged once"
+    assert any(line["grad_norm"] > 0.5 for line in lines), "nothing was clipped: the test shows nothing"
+    after_3 = [read_weights(all_checkpoints(RunFolder(runs / one).checkpoints)[3]) for one in (name, "one")]
+    assert after_3[0].keys() == after_3[1].keys()
+    for key, value in after_3[0].items():
+        torch.testing.assert_close(value, after_3[1][key], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in LIKE_ONE if not name.startswith(("resumed", "four"))])
+def test_its_gradients_are_those_of_one_process(runs: Path, name: str) -> None:
+    expected = torch.load(runs / "one" / "step-1-rank-0.pt")
+    found = {}
+    for path in sorted((runs / name).glob("step-1-rank-*.pt")):
+        for key, gradient in torch.load(path).items():
+            torch.testing.assert_close(gradient, expected[key], atol=1e-10, rtol=0)
+            assert gradient.abs().max() > 1e-6, f"nothing reaches {key}"
+            found[key] = gradient
+    assert found.keys() == expected.keys()
+
+
+def test_what_lies_on_two_stages_is_the_same_to_the_bit_and_is_stored_once(runs: Path) -> None:
+    ends = [torch.load(runs / f"tied-{rank}.pt") for rank in range(4)]
+    first, second = (one[TIED] for one in ends if one)
+    assert torch.equal(first, second)
+    path = latest_checkpoint(runs / "4" / "checkpoints")
+    assert path is not None
+    table = read_table(path)
+    assert {name: len(entry["pieces"]) for name, entry in table.items() if TIED in name} == {
+        f"{kind}{TIED}{key}": 1
+        for kind, key in (
+            ("model.", ""),
+            ("ema.", ""),
+            ("optimizer.model.", ".exp_avg"),
+            ("optimizer.model.", ".exp_avg_sq"),
+            ("optimizer.model.", ".step"),
+        )
+    }
+
+
+@pytest.mark.parametrize("name", ["4", "3-1f1b", "2x2-zero1"])
+def test_one_process_goes_on_with_what_a_pipeline_began(runs: Path, tmp_path: Path, name: str) -> None:
+    out = begun(tmp_path / name, runs / name, ONE)
+    train_stages(chosen_of(out), ONE)
+    assert_same(out, runs / "one")
+
+
+def test_a_tower_that_is_frozen_needs_no_gradients_on_its_stage(runs: Path) -> None:
+    assert_same(runs / "3-frozen", runs / "frozen")
+    assert losses(runs / "frozen") != losses(runs / "one")
+
+
+def test_dropout_is_drawn_by_step_and_stage_and_not_by_what_went_before(runs: Path) -> None:
+    assert_same(runs / "dropout-resumed", runs / "dropout", atol=0)
+    assert losses(runs / "dropout") != losses(runs / "one")
+
+
+def test_all_stages_say_what_one_process_says(runs: Path) -> None:
+    expected = json.loads((runs / "said.json").read_text())
+    for rank in range(4):
+        said = json.loads((runs / f"said-{rank}.json").read_text())
+        for name in DECODINGS:
+            assert said[name] == expected[name], name
+        torch.testing.assert_close(torch.tensor(said["logits"]), torch.tensor(expected["logits"]), atol=1e-8, rtol=0)
+    assert len({str(expected[name]) for name in DECODINGS}) == len(DECODINGS)
+
+
+def test_samples_that_fail_are_counted_once_and_stop_all_stages(runs: Path, tmp_path: Path) -> None:
+    shown = [json.loads((runs / f"shown-{rank}.json").read_text()) for rank in (0, 1)]
+    assert shown[0] == shown[1]
+    assert "3 samples failed, more than --max-failures 2" in shown[0]["budget"]
+    assert "the loss is nan at step" in shown[0]["poisoned"]
+    content = json.loads((runs / "poisoned" / "bad_batch.json").read_text())
+    assert len(content["ranks"]) == 1 and "point_7" in content["ranks"][0]["keys"]
+    train_stages(chosen_of(tmp_path / "failing", max_failures=50), ONE, Captions(failing=(3, 11)))
+    assert_same(runs / "2-failing", tmp_path / "failing")
+    failed = [read_lines(RunFolder(one).failures) for one in (runs / "2-failing", tmp_path / "failing")]
+    assert failed[0] == failed[1] and failed[0]
+    assert len(read_facts(all_checkpoints(RunFolder(runs / "2-failing").checkpoints)[3]).loader) == 1
+
+
+def test_a_stage_that_is_killed_ends_the_others_and_the_run_goes_on(runs: Path, tmp_path: Path) -> None:
+    status, errors, after_s = json.loads((runs / "killed.json").read_text())
+    assert status == 1 and after_s < 60
+    assert "has lost another rank" in errors and "--resume" in errors
+    out = tmp_path / "endless"
+    shutil.copytree(runs / "endless", out)
+    reached = max(all_checkpoints(RunFolder(out).checkpoints))
+    assert reached >= 20
+    endless = chosen_of(out, steps=10**6, checkpoint_every=20, evaluate=EvaluationSettings(every=10))
+    with pytest.raises(Stopped):
+        train_stages(endless, ONE)
+    steps = [line["step"] for line in read_lines(RunFolder(out).metrics)]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) == reached + 9
+
+
+def test_cuts_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match="--parallel.stages is 2, and 3 processes cannot be divided"):
+        World(size=3).cut(2)
+    with pytest.raises(UserError, match="--parallel.stages is 2, and 1 process cannot be divided") as caught:
+        World().cut(2)
+    assert caught.value.hint is not None and "torchrun --nproc-per-node 2" in caught.value.hint
+    with pytest.raises(UserError, match="--parallel.stages is 10, and the model has 9 layers"):
+        own_part(StageTask(Path(), 0), captioner(), ParallelSettings(stages=10), stages=World(size=10))
+    with pytest.raises(UserError, match="only models of train caption can be cut into stages"):
+        check_stages(PlaneTask(), ParallelSettings(stages=2))
+    with pytest.raises(UserError, match="--parallel.strategy fsdp and --parallel.stages 2 do not go together"):
+        ParallelSettings(stages=2, strategy="fsdp")
+    with pytest.raises(UserError, match="--parallel.partition is 'size'"):
+        ParallelSettings(partition="size")
+    with pytest.raises(UserError, match="--parallel.stages is 0"):
+        ParallelSettings(stages=0)
+
+
+def test_microbatches_that_do_not_divide_a_share_are_refused() -> None:
+    three = ParallelSettings(stages=3)
+    check_microbatches(12, size=4, settings=three)
+    with pytest.raises(UserError, match="--microbatch is 5, and a pipeline's share of --batch is 12 samples"):
+        check_microbatches(12, size=5, settings=three)
+    with pytest.raises(UserError, match="makes 2 with --microbatch 6") as caught:
+        check_microbatches(12, size=6, settings=three)
+    assert caught.value.hint is not None and "use --microbatch 4" in caught.value.hint
+    check_microbatches(12, size=12, settings=ParallelSettings(stages=3, schedule="gpipe"))
+
+
+def test_stages_have_the_weights_that_one_process_begins_with() -> None:
+    torch.manual_seed(0)
+    whole = dict(captioner().named_parameters())
+    parts: dict[str, nn.Parameter] = {}
+    for rank in range(3):
+        torch.manual_seed(0)
+        part = own_part(StageTask(Path(), 0), captioner(), ParallelSettings(stages=3), stages=World(rank=rank, size=3))
+        parts |= dict(part.named_parameters())
+        assert sum(one.numel() for one in part.parameters()) < sum(one.numel() for one in whole.values())
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], one) for name, one in whole.items())
