@@ -16,6 +16,8 @@ PUNCTUATION = frozenset(["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-
 # Where the original begins a new line, and its caller counts wrong from there on.
 _LINE_ENDS = re.compile("[\n\r\x0b\x0c\u2028\u2029]")
 _SOFT_HYPHEN = "\u00ad"
+# Most captions are letters and spaces, and perhaps a full stop.
+_PLAIN_CAPTION = re.compile(r"[A-Za-z ]*[a-z]{2}\.?")
 # Most words need no rule: letters between spaces.
 _PLAIN = re.compile(r"([A-Za-z]+)(?=[ \n])")
 _DOUBLE = frozenset(first + second for first, second in ptb_words.DOUBLE_WORDS)
@@ -29,10 +31,26 @@ def _rules() -> tuple[Rule, ...]:
 
 def tokenize(caption: str) -> str:
     """The caption's tokens without punctuation, in small letters, one space between two; perhaps none."""
+    if _PLAIN_CAPTION.fullmatch(caption):
+        words = caption.lower().removesuffix(".").split()
+        if words[-1] not in _special() and _DOUBLE.isdisjoint(words):
+            return " ".join(words)
     line = " ".join(
         tokens_of(caption)
     ).rstrip()  # as the original does, which matters for an address before a wide space
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
+
+
+@lru_cache(maxsize=1)
+def _special() -> frozenset[str]:
+    """Words that are two tokens, or that keep their full stop."""
+    lists = (
+        ptb_words.ABBREVIATIONS_AT_ENDS,
+        ptb_words.ABBREVIATIONS_BEFORE_NAMES,
+        ptb_words.ABBREVIATIONS_WITH_CAPITALS,
+        "pte ptes pty ptys ppte ppty mfg mtg",
+    )
+    return _DOUBLE.union(*(words.split() for words in lists))
 
 
 def tokens_of(caption: str) -> list[str]:

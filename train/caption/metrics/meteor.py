@@ -1,0 +1,29 @@
+"""METEOR 1.5 (Denkowski and Lavie 2014), the Java program that pycocoevalcap brings, with its options."""
+
+from collections.abc import Mapping, Sequence
+
+from train.caption.metrics.java import Dialogue, jar_of_pycocoevalcap, java
+
+_JAR = "meteor/meteor-1.5.jar"
+_TIMEOUT_S = 3600.0
+_BETWEEN = " ||| "
+
+
+def meteor(candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> tuple[float, dict[str, float]]:
+    """METEOR of the corpus and of each video, of tokenized captions.
+
+    Raises:
+        Absent: Java or the package is missing, or the program failed.
+    """
+    program, jar = java(), jar_of_pycocoevalcap(_JAR)
+    command = [program, "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
+    with Dialogue(command, folder=jar.parent, timeout_s=_TIMEOUT_S) as dialogue:
+        statistics = []
+        for video_id, candidate in candidates.items():
+            # It would take this for the border between two captions.
+            ours = candidate.replace("|||", "").replace("  ", " ")
+            dialogue.say(_BETWEEN.join(("SCORE", *references[video_id], ours)))
+            statistics.append(dialogue.hear())
+        dialogue.say(_BETWEEN.join(("EVAL", *statistics)))
+        per_video = {video_id: float(dialogue.hear()) for video_id in candidates}
+        return float(dialogue.hear()), per_video
