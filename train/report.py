@@ -17,7 +17,7 @@ from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_va
 
 _TEMPLATE = Path(__file__).parent / "report.html.j2"
 _NUM_LAST = 20
-_ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe", "reconstruction")
+_ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe", "reconstruction", "captions")
 # What a run is about; the rest of its settings is folded up.
 _KINDS: dict[str, type[TrainingSettings]] = {
     "dual-encoder": DualEncoderSettings,
@@ -38,7 +38,7 @@ def write_page(run: RunFolder) -> None:
     lines = read_lines(run.metrics)
     facts = run.read_facts()
     settings = flat(yaml.safe_load(run.settings.read_bytes()))
-    results = [read_object(path) for path in sorted(run.evaluation("any").parent.glob("*.json"))]
+    results = [read_object(path) for path in run.results()]
     results.sort(key=lambda result: _ORDER.index(result["evaluation"]))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"percent": percent, "markup": Markup}

@@ -6,6 +6,7 @@
     failures.jsonl            one object for each sample that failed
     checkpoints/step_*/       whole states (train.checkpoint)
     evaluations/*.json        results of `train eval`
+    evaluations/*.coco.json   captions that it found, as COCO's programs read them
     index.html                the results page
 
 The two .jsonl files grow by whole lines; resuming cuts off the lines that came after the checkpoint.
@@ -24,6 +25,9 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
 from train.settings import TrainingSettings, require_same, shaping
 from train.settings_files import load_settings, save_settings
+
+# Captions in COCO's results format, which lie beside the results of evaluations.
+COCO_SUFFIX = ".coco.json"
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class RunFolder:
     def evaluation(self, name: str) -> Path:
         """Result file of one evaluation."""
         return self.path / "evaluations" / f"{name}.json"
+
+    def results(self) -> list[Path]:
+        """The result files of all evaluations, by name."""
+        files = sorted(self.evaluation("any").parent.glob("*.json"))
+        return [path for path in files if not path.name.endswith(COCO_SUFFIX)]
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Publishes the result of an evaluation."""

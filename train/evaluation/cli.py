@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork
+from train.caption.decoding.settings import DecodingSettings
 from train.classify.settings import ClassEvaluation
 from train.evaluation.settings import DualEncoderEvaluation
 from train.probe.settings import METHODS, Method, ProbeEvaluation
@@ -240,6 +241,50 @@ def reconstruction(
     _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
 
 
+@evaluate.command
+def caption(
+    run: Path,
+    *,
+    shards: str | None = None,
+    split: str = "val",
+    max_samples: int = 100_000,
+    spice_jars: Path | None = None,
+    decoding: Annotated[DecodingSettings | None, Parameter(group="Decoding")] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """What a captioner says of clips, beside all that people said: CIDEr-D, BLEU, ROUGE-L, METEOR, exact matches.
+
+    Beside it stands the best caption that ignores the clip. Captions are also written in COCO's results format.
+
+    Example:
+
+        train eval caption runs/captions --shards data --decoding.method beam
+
+    Parameters
+    ----------
+    run
+        Folder that train caption --out made.
+    shards
+        Data folder; as in training when left out.
+    split
+        Split to caption.
+    max_samples
+        Clips at most, spread evenly over the split.
+    spice_jars
+        Folder of the two jars that SPICE needs; no SPICE when left out.
+    decoding
+        How captions are written; as the run says when left out.
+    as_json
+        Print one JSON object, without the pictures.
+    """
+    from train.caption.commands import evaluate_captions
+
+    result = evaluate_captions(
+        run, split=split, max_samples=max_samples, shards=shards, decoding=decoding, spice_jars=spice_jars
+    )
+    _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
+
+
 def _evaluate(run: Path, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int, as_json: bool) -> None:
     from train.evaluation.commands import evaluate_run
 
@@ -259,4 +304,4 @@ def _print(run: Path, result: dict[str, Any], *, num_failed: int, as_json: bool)
 
 
 def _without_pictures(result: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in result.items() if name not in ("examples", "shown")}
+    return {name: value for name, value in result.items() if name not in ("examples", "shown", "said")}

@@ -5,6 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → text"}
+# The first one is the number by which captioners are compared.
+_CAPTION_COLUMNS = {
+    "cider_d": "CIDEr-D",
+    "bleu4": "BLEU-4",
+    "meteor": "METEOR",
+    "rouge_l": "ROUGE-L",
+    "cider": "CIDEr",
+    "spice": "SPICE",
+    "exact_match": "exact match",
+}
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 
 
@@ -46,6 +56,7 @@ def table_of(result: dict[str, Any]) -> Table:
         "classification": _classification,
         "probe": _probe,
         "reconstruction": _reconstruction,
+        "captions": _captions,
     }
     return makers[result["evaluation"]](result)
 
@@ -140,7 +151,41 @@ def _reconstruction(result: dict[str, Any]) -> Table:
     more = {"mask": result["mask"], "split": result["split_chosen"]}
     protocol = _protocol(result, f"{result['num_samples']:,} clips", **more)
     columns = ("loss", "flat cubes", "explained")
-    return Table("Reconstruction of hidden cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol)
+    return Table(
+        "Reconstruction of hidden cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol
+    )
+
+
+def _captions(result: dict[str, Any]) -> Table:
+    shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
+    constant = result["constant"]
+    rows = [
+        ("captions", f"{result['num_samples']:,} clips, {result['num_references']:,} references", result["means"]),
+        ("one for all", "the same caption of every clip", constant["means"]),
+    ]
+    table_rows = []
+    for label, detail, means in rows:
+        cells = [_caption_cell(name, means.get(name)) for name in shown]
+        cells.append(Cell(f"{result['loss']:.3f}" if label == "captions" else "-"))
+        table_rows.append(Row(label, detail, tuple(cells)))
+    absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
+    protocol = _protocol(
+        result,
+        f"{result['num_samples']:,} clips (hash of their names {result['ids_hash']}); all numbers times 100",
+        captions=result["decoding"],
+        loss=result["loss_rule"],
+        one_for_all=f"“{constant['caption']}”: {constant['chosen']}",
+        left_out=absent,
+    )
+    columns = (*(_CAPTION_COLUMNS[name] for name in shown), "loss")
+    return Table("Captions", columns, tuple(table_rows), protocol)
+
+
+def _caption_cell(name: str, value: float | None) -> Cell:
+    if value is None:
+        return Cell("-")
+    # CIDEr has no largest value that a bar could be measured by.
+    return Cell(f"{100 * value:.1f}", share=None if name.startswith("cider") else min(max(value, 0.0), 1.0))
 
 
 def _probe(result: dict[str, Any]) -> Table:

@@ -1,0 +1,198 @@
+"""What `train eval caption` does, once its flags are read."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manifests.errors import FailedWork, UserError
+from train.caption.constant import RULE, best_constant
+from train.caption.decoding.settings import DecodingSettings, length_penalty_of, num_beams_of, temperature_of
+from train.caption.evaluating import captions_of
+from train.caption.metrics.coco_results import write_coco_results
+from train.caption.metrics.scores import score_captions
+from train.caption.metrics.spice import check_jars
+from train.caption.settings import CaptionerSettings
+from train.caption.shown import shown_json
+from train.caption.tokenizer import one_line
+from train.caption.trained import TrainedCaptioner, open_captioner
+from train.data.captioned_clips import CaptionedClips
+from train.distributed.world import World
+from train.evaluation.in_loop import every_for
+from train.report import write_page
+from train.run_folder import COCO_SUFFIX, RunFolder
+
+MAX_SAMPLES = 100_000
+_MAX_CLIPS_OF_CONSTANT = 500
+_PROTOCOL = (
+    "one caption of each clip, compared with all its references; tokens as Stanford's PTBTokenizer makes them, without "
+    "punctuation; idf from"
+)
+
+
+def evaluate_captions(
+    run_path: Path,
+    *,
+    split: str,
+    max_samples: int = MAX_SAMPLES,
+    shards: str | None = None,
+    decoding: DecodingSettings | None = None,
+    spice_jars: Path | None = None,
+) -> dict[str, Any]:
+    """Has a run's latest checkpoint say a caption of each clip of a split, and adds what they are worth to its page.
+
+    Beside them stands the best caption that ignores the clip.
+
+    Args:
+        max_samples: clips at most, spread evenly over the split.
+        decoding: how captions are written; as the run says when left out.
+        spice_jars: see `score_captions`.
+
+    Raises:
+        UserError: there is no such run, it is of another task, or there are no such captions.
+        FailedWork: nothing could be decoded.
+    """
+    if max_samples < 1:
+        raise UserError(f"--max-samples is {max_samples}", hint="it must be 1 or more")
+    if spice_jars is not None:
+        check_jars(spice_jars)
+    captioner = open_captioner(run_path, shards=shards)
+    samples = captioner.task.samples(split, World())
+    how = captioner.decoding(decoding)
+    every = every_for(len(samples), at_most=max_samples)
+    with captioner.autocast():
+        said = captions_of(
+            captioner.model,
+            samples.evaluation_batches(every=every),
+            inputs=captioner.task.inputs,
+            tokenizer=captioner.task.decoder.tokenizer,
+            decoding=how,
+            device=captioner.device,
+        )
+    if not said.captions:
+        raise FailedWork(f"none of the {len(said.failed)} clips could be decoded")
+    if not np.isfinite(said.summed_loss):
+        raise FailedWork("predictions are not finite: the weights have diverged")
+    names = clip_names(samples, sorted(said.captions))
+    captions = {name: one_line(said.captions[number]) for number, name in names.items()}
+    references = {name: samples.references(number) for number, name in names.items()}
+    scores = score_captions(captions, references, spice_jars=spice_jars)
+    constant, chosen = _constant(captioner, references)
+    # The same programs for both, so that both rows have the same numbers.
+    has_java = any(name in scores.means for name in ("meteor", "spice"))
+    of_constant = score_captions(
+        dict.fromkeys(references, constant), references, with_java=has_java, spice_jars=spice_jars
+    )
+    num_without = _num_videos_without(samples)
+    without = f"; {num_without:,} videos of it have no captions" if num_without else ""
+    result = {
+        "evaluation": "captions",
+        "split": split,
+        "step": captioner.step,
+        "weights": captioner.weights,
+        "data": samples.describe() + without,
+        "variant": samples.variant_name,
+        "clip": describe_clip(captioner.settings),
+        "decoding": describe_decoding(how),
+        "protocol": f"{_PROTOCOL} {scores.idf}",
+        "num_samples": scores.num_videos,
+        "num_references": scores.num_references,
+        "ids_hash": scores.ids_hash,
+        "loss": said.summed_loss / said.num_tokens,
+        "loss_rule": _loss_rule(captioner.settings),
+        "means": scores.means,
+        "absent": scores.absent,
+        "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
+        "said": shown_json(samples, names, captions, references, scores, num_frames=captioner.settings.num_frames),
+        "failed": [failure.as_json() for failure in said.failed],
+        "command": _command(captioner.run, split, max_samples=max_samples, shards=shards, decoding=decoding),
+    }
+    _publish(captioner.run, split, result, captions=captions)
+    return result
+
+
+def clip_names(samples: CaptionedClips, numbers: Sequence[int]) -> dict[int, str]:
+    """A name of each clip: its video, and where a video has several of the split their times as well."""
+    videos = {number: samples.key(number).rpartition("_")[0] for number in range(len(samples))}
+    is_alone = len(set(videos.values())) == len(videos)
+    names = {}
+    for number in numbers:
+        begin_s, end_s = samples.span_s(number)
+        names[number] = videos[number] if is_alone else f"{videos[number]} {begin_s:.2f}-{end_s:.2f} s"
+    return names
+
+
+def describe_clip(settings: CaptionerSettings) -> str:
+    """What a clip is made of, in words: frames, their moments, crop, size."""
+    moments = {
+        "uniform": "one in the middle of each of equal segments",
+        "stride": f"every {settings.stride} frames, in the middle",
+        "lavila": "one in the middle of each of LaViLa's segments",
+    }[settings.sampling]
+    return f"T = {settings.num_frames} frames, {moments}, 1 crop (centre square), {settings.size_px} px"
+
+
+def describe_decoding(settings: DecodingSettings) -> str:
+    """How captions are written, in words."""
+    match settings.method:
+        case "greedy":
+            how = "greedy"
+        case "sample":
+            how = f"drawn at temperature {temperature_of(settings):g}, seed {settings.seed}"
+            how += "" if settings.top_k is None else f", of the likeliest {settings.top_k}"
+            how += "" if settings.top_p is None else f", of the nucleus of {settings.top_p:g}"
+        case "beam":
+            how = f"{num_beams_of(settings)} beams, length penalty {length_penalty_of(settings):g}"
+            how += ", early stopping" if settings.early_stopping else ""
+    least = f"{settings.min_tokens} to " if settings.min_tokens else "at most "
+    return f"{how}, {least}{settings.max_tokens} tokens"
+
+
+def _constant(captioner: TrainedCaptioner, references: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """The best caption that ignores the clip, and how it was chosen."""
+    split = captioner.settings.split
+    try:
+        trained_on = captioner.task.samples(split, World())
+    except UserError as error:
+        return best_constant(
+            references
+        ), f"{RULE}: of the references themselves, as there is no split {split!r}: {error}"
+    every = every_for(len(trained_on), at_most=_MAX_CLIPS_OF_CONSTANT)
+    numbers = range(0, len(trained_on), every)
+    known = {str(number): trained_on.references(number) for number in numbers}
+    return best_constant(known), f"{RULE}: of split {split!r}, {len(known):,} clips spread evenly over it"
+
+
+def _num_videos_without(samples: CaptionedClips) -> int:
+    chunks = samples.clips.chunks
+    captioned = np.unique(chunks.table.video_row[samples.clips.spans.first_chunk])
+    return len(chunks.video_ids) - len(captioned)
+
+
+def _loss_rule(settings: CaptionerSettings) -> str:
+    count = settings.captions_per_visit
+    which = "the first caption" if count == 1 else f"the first {count} captions"
+    return f"cross-entropy of a token of {which} of each clip, given those before it"
+
+
+def _publish(run: RunFolder, split: str, result: dict[str, Any], *, captions: Mapping[str, str]) -> None:
+    path = run.write_evaluation(f"captions-{split}", result)
+    write_coco_results(path.with_name(f"captions-{split}{COCO_SUFFIX}"), captions)
+    write_page(run)
+
+
+def _command(
+    run: RunFolder, split: str, *, max_samples: int, shards: str | None, decoding: DecodingSettings | None
+) -> str:
+    words = ["train", "eval", "caption", str(run.path), "--split", split]
+    words += [] if shards is None else ["--shards", shards]
+    words += [] if max_samples == MAX_SAMPLES else ["--max-samples", str(max_samples)]
+    if decoding is not None:
+        for name, value in asdict(decoding).items():
+            if value is not None and value != getattr(DecodingSettings(), name):
+                flag = f"--decoding.{name.replace('_', '-')}"
+                words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)

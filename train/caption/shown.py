@@ -1,0 +1,49 @@
+"""Some clips with what the model says of them and what people say, for the results page."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from train.caption.metrics.scores import CaptionScores
+from train.evaluation.examples import ShownSet, jpeg_uri, spread_over
+
+_NUM_SHOWN = 12
+_MAX_PICTURES = 4
+
+
+def shown_json(
+    samples: ShownSet,
+    names: Mapping[int, str],
+    captions: Mapping[str, str],
+    references: Mapping[str, Sequence[str]],
+    scores: CaptionScores,
+    *,
+    num_frames: int,
+) -> list[dict[str, Any]]:
+    """Clips spread evenly over those that were captioned, whatever their scores, as plain values.
+
+    Args:
+        names: of the samples that were captioned.
+        num_frames: pictures of a clip.
+    """
+    numbers = list(names)
+    chosen = np.unique(np.linspace(0, len(numbers) - 1, _NUM_SHOWN).round().astype(int))
+    shown = []
+    for number in (numbers[place] for place in chosen):
+        name = names[number]
+        begin_s, end_s = samples.span_s(number)
+        pictures = samples.pictures(number, num_frames=num_frames)
+        shown.append(
+            {
+                "key": samples.key(number),
+                "begin_s": begin_s,
+                "end_s": end_s,
+                "frames": [jpeg_uri(frame) for frame in spread_over(pictures, at_most=_MAX_PICTURES)],
+                "caption": captions[name],
+                "references": list(references[name]),
+                "cider_d": scores.per_video[name]["cider_d"],
+                "is_right": bool(scores.per_video[name]["exact_match"]),
+            }
+        )
+    return shown
