@@ -3,31 +3,28 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 # Numbers below which they are kept after all: to compute again costs some tenths of a millisecond at least.
 SMALL = 2**18
 
-Linear = nn.Linear | tuple[torch.Tensor, torch.Tensor]
 
-
-def linear_of(layer: Linear, prepare: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+def linear_of(
+    layer: Callable[[torch.Tensor], torch.Tensor], prepare: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
     """`layer(prepare(*inputs))`, of which only the inputs are kept for the backward pass.
 
     For layer norms, activations and copies, which cost little beside the product: torch stops computing again once
     it has what the backward pass asks for, so the product itself is computed once.
 
     Args:
-        layer: a linear layer, or its weight and bias.
+        layer: ends with a matrix product.
         prepare: draws nothing at random.
         inputs: the last is the largest.
     """
 
     def product(*inputs: torch.Tensor) -> torch.Tensor:
-        prepared = prepare(*inputs)
-        return layer(prepared) if isinstance(layer, nn.Linear) else linear(prepared, *layer)
+        return layer(prepare(*inputs))
 
     is_small = inputs[-1].numel() < SMALL
     # What torch.compile keeps is its own choice.

@@ -9,6 +9,7 @@ frames), L tokens (1 + N), D width, h heads, K width of a head.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -72,7 +73,10 @@ class DividedBlock(nn.Module):
         def head_by_head(rows: torch.Tensor) -> torch.Tensor:
             return rows.unflatten(0, (3, by_head[0], by_head[2])).transpose(0, 1).flatten(0, 2)
 
-        layer = head_by_head(attention.in_proj_weight), head_by_head(attention.in_proj_bias)
+        def layer(x_BND: torch.Tensor) -> torch.Tensor:
+            weight, bias = head_by_head(attention.in_proj_weight), head_by_head(attention.in_proj_bias)
+            return nn.functional.linear(x_BND, weight, bias)
+
         qkv = linear_of(layer, self.ln_time, x_BND)
         q, k, v = qkv.view(len(x_BND), self.num_frames, -1, *by_head[1:]).unbind(3)
         out_BND = self.attend(q, k, v).reshape(x_BND.shape)
@@ -86,7 +90,7 @@ class DividedBlock(nn.Module):
     ) -> torch.Tensor:
         """Class token and patches, with what attention over space adds, [B, L, D]."""
         attention = self.attn
-        layer = attention.in_proj_weight, attention.in_proj_bias
+        layer = partial(nn.functional.linear, weight=attention.in_proj_weight, bias=attention.in_proj_bias)
         qkv = linear_of(layer, self._frames, class_B1D, x_BND)
         q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).unbind(2)
         added = attention.out_proj(self.attend(q, k, v).flatten(2)).unflatten(0, (-1, self.num_frames))
