@@ -20,6 +20,7 @@ of the ratios within each round.
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,10 +55,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=[ENCODER, DECODING], default=[ENCODER, DECODING])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", choices=[*SHAPES], default="base")
+    parser.add_argument("--depth", type=int, help="blocks of the encoder: 12 when left out, and 2 with --shape tiny")
     parser.add_argument("--batch", type=int, help="clips of a pass of the encoder: 2 on a CPU, 16 on a GPU")
     parser.add_argument("--captions", type=int, help="captions of a batch: 4 on a CPU, 32 on a GPU")
     arguments = parser.parse_args()
     device, shape = torch.device(arguments.device), SHAPES[arguments.shape]
+    shape = replace(shape, depth=arguments.depth or shape.depth)
     ours, theirs = captioners(shape, device=device)
     batch = arguments.batch or BATCH[device.type]
     num_captions = arguments.captions or CAPTIONS[device.type]
