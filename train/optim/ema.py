@@ -26,6 +26,8 @@ class Ema:
         """Takes in the weights after step 1, 2, ..."""
         weights = _weights(model)
         decay = min(self._decay, (1 + step) / (10 + step))
+        if not self._averages:
+            return
         torch._foreach_lerp_(
             [local_part(one) for one in self._averages.values()],
             [local_part(weights[name].detach()) for name in self._averages],

@@ -51,6 +51,9 @@ def parameter_groups(
         )
         group["params"].append(parameter)
     found = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+    if not found:
+        # A stage of a pipeline whose layers are frozen; an optimizer must have a group.
+        found = [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}]
     own = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     if own:
         found.append({"params": own, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
