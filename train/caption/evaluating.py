@@ -3,16 +3,19 @@
 Shape suffixes: B batch, K captions of a clip, L tokens.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from manifests.errors import FailedWork
 from train.caption.decoding.decode import write_captions
 from train.caption.decoding.settings import DecodingSettings
+from train.caption.metrics.scores import score_captions
 from train.caption.objective import shifted, summed_loss, without_padding
-from train.caption.tokenizer import NO_TOKEN, CaptionTokenizer
+from train.caption.tokenizer import NO_TOKEN, CaptionTokenizer, one_line
 from train.data.batch import Batch, to_device
 from train.data.failures import FailedSample
 from train.data.filling import LoadedBatch
@@ -65,3 +68,23 @@ def captions_of(
         texts = (tokenizer.text(row) for row in written.tokens_VL.tolist())
         said.captions |= dict(zip(numbers, texts, strict=True))
     return said
+
+
+def numbers_of(parts: Sequence[Said], *, references: Callable[[int], Sequence[str]]) -> dict[str, float]:
+    """What all ranks' captions are worth: loss, metrics without Java, exact matches; and how many clips failed.
+
+    Args:
+        references: all captions of a clip.
+
+    Raises:
+        FailedWork: nothing could be decoded, or logits are no numbers.
+    """
+    captions = {str(number): one_line(text) for part in parts for number, text in part.captions.items()}
+    num_failed = sum(len(part.failed) for part in parts)
+    if not captions:
+        raise FailedWork(f"none of the {num_failed} clips could be decoded")
+    loss = sum(part.summed_loss for part in parts) / sum(part.num_tokens for part in parts)
+    if not math.isfinite(loss):
+        raise FailedWork("logits are not finite: the weights have diverged")
+    scores = score_captions(captions, {number: references(int(number)) for number in captions}, with_java=False)
+    return {"loss": loss, **scores.means, **({"num_failed": float(num_failed)} if num_failed else {})}

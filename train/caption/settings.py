@@ -23,7 +23,7 @@ _TRAINING = Parameter(group="Training", negative_iterable=(), consume_multiple=T
 _EVALUATION = Parameter(group="Evaluation")
 
 # Numbers of the evaluation in the loop.
-NUMBERS = ("loss", "cider_d", "cider", "bleu4", "rouge_l", "exact_match")
+NUMBERS = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
 _LONGEST = 1024  # GPT-2's context
 _LARGEST_VOCABULARY = 1_000_000
 

@@ -15,19 +15,23 @@ from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.caption.building import build_captioner, copy_decoder, freeze, tower_size
 from train.caption.decoder_weights import DecoderParts, open_decoder
+from train.caption.evaluating import captions_of, numbers_of
 from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
 from train.caption.runs import decoder_facts
 from train.caption.settings import CaptionerSettings
+from train.caption.staged import whole_captioner
 from train.caption.start import start_of_captioner
 from train.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.data.batch import Batch
 from train.data.captioned_clips import CaptionedClips
 from train.data.decoding.clip import Views
 from train.data.remote.folder import open_data_folder
+from train.data.stages import batches_on_all_stages
 from train.data.streams.tars import names_tars
 from train.distributed.partition import LayerCost
 from train.distributed.world import World
+from train.evaluation.in_loop import every_for
 from train.models.attention import AttentionDoor
 from train.models.captioner import Captioner
 from train.models.settings import kind_of
@@ -177,8 +181,21 @@ class CaptionTask:
         )
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Nothing yet."""
-        return {}
+        """Loss, metrics and exact matches on the split that the settings name, as `<split>/<name>`."""
+        if self._held_out is None:
+            return {}
+        wanted, samples = self._settings.evaluate, self._held_out
+        batches = samples.evaluation_batches(every=every_for(len(samples), at_most=wanted.max_samples))
+        own = captions_of(
+            whole_captioner(model, stages=world.stages, device=self._device),
+            batches_on_all_stages(batches, world.stages),
+            inputs=self.inputs,
+            tokenizer=self.decoder.tokenizer,
+            decoding=self._settings.decoding,
+            device=self._device,
+        )
+        numbers = numbers_of(world.gather_objects(own), references=samples.references)
+        return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:
