@@ -59,7 +59,7 @@ class StagedCaptioner(nn.Module):
         """Logits [R, W] of what follows these tokens; see `Captioner.step`."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return (self.part.step(*(given or (tokens_RL,)), cache),)
+            return (self.part.step(given[0] if given else tokens_RL, cache),)
 
         return self._from_last(run_along(self._stages, run, first=self._first, device=self._device))
 

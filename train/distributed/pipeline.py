@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
         # The rows stand for the samples: only what is computed becomes pictures.
         return (torch.arange(num_samples),) if self._world.stages.is_first else ()
 
-    def _also_given(self, batch: PipelineBatch) -> dict[str, torch.Tensor]:
+    def _also_given(self, batch: PipelineBatch) -> dict[str, Any]:
         stages = self._world.stages
         given = {"tokens": batch.tokens_BKL}
         if not stages.is_first:

@@ -12,7 +12,7 @@ Ranks that make pipelines are worlds within the world. 6 ranks with pipelines of
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,8 @@ class World:
         replica, stage = divmod(self.rank, num_stages)
         ranks = range(self.size)
         # Every rank takes part in making every group.
-        of_stage = [dist.new_group(list(ranks[at::num_stages])) for at in range(num_stages)]
-        of_replica = [dist.new_group(list(ranks[at : at + num_stages])) for at in ranks[::num_stages]]
+        of_stage = [_group(ranks[at::num_stages]) for at in range(num_stages)]
+        of_replica = [_group(ranks[at : at + num_stages]) for at in ranks[::num_stages]]
         along = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=of_replica[replica])
         across = World(rank=replica, size=num_replicas, local_rank=self.local_rank, group=of_stage[stage], along=along)
         return replace(self, across=across, along=along)
@@ -143,3 +143,7 @@ class World:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+def _group(ranks: range) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks)))

@@ -118,6 +118,9 @@ class StageTask:
     def __init__(self, folder: Path, rank: int, *, dropout: float = 0.0, frozen: str | None = None) -> None:
         self._folder, self._rank, self._dropout, self._frozen = folder, rank, dropout, frozen
 
+    def training_set(self, world: World) -> LoadedPoints:
+        return LoadedPoints(Captions(), settings(self._folder), world)
+
     def build_model(self, samples: TrainingSet) -> Captioner:
         model = captioner(dropout=self._dropout).double()
         # Where weights begin with zeros, there is nothing to see of what they do.

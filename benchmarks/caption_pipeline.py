@@ -1,0 +1,208 @@
+"""A captioner on the stages of a pipeline, on CPUs by gloo: how long they stand still, beside what theory says.
+
+    python -m benchmarks.caption_pipeline [--stages 2] [--microbatches 2 4 8 16] [--schedules gpipe 1f1b] [--json FILE]
+
+A TimeSformer of 8 blocks (width 192, 4 frames of 112 px) and a GPT-2 of 2 blocks, cut so that the stages have equally
+much to compute; microbatches of 2 clips, so that more of them make a larger batch. One process with one thread a stage.
+
+`bubble` is the part of a step in which a stage does not compute, by its own clock, as a mean over stages; `theory` is
+(p - 1) / (m + p - 1) for p stages and m microbatches: stages that are equally fast, and exchanges that take no time.
+`slowest / mean` is the time that the slowest stage computes over the mean of all: what is above 1 is a bubble too.
+`speed / one` compares the samples a second with those of one process with one thread; `theory x p` is p (1 - theory).
+
+Rounds go through all numbers of microbatches in turn; figures are medians over the rounds.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.environment import REPOSITORY
+from benchmarks.report import parser_for, print_report
+from train.caption.layers import layers_of, part_of
+from train.caption.objective import CaptionLoss
+from train.data.batch import Batch
+from train.distributed.launch import open_world
+from train.distributed.partition import partition
+from train.distributed.pipeline import Pipeline
+from train.distributed.settings import ParallelSettings
+from train.distributed.world import World
+from train.models.attention import attend_with_sdpa
+from train.models.captioner import Captioner
+from train.models.gpt2 import Gpt2, Gpt2Size
+from train.models.timesformer import TimeSformer
+from train.models.transformer import TransformerSize
+from train.models.video_vit import VideoViTSize
+from train.step import Step
+
+NUM_FRAMES, IMAGE_PX, VOCABULARY, NUM_TOKENS, MICROBATCH = 4, 112, 1000, 16, 2
+DEPTH = 8
+# Layers of each stage whose computations are about equal: those of the decoder, with few tokens, cost little.
+CUTS = {1: "14", 2: "5,9", 3: "4,3,7", 4: "3,2,2,7"}
+CPU = torch.device("cpu")
+
+
+def new_captioner() -> Captioner:
+    """The same one each time."""
+    torch.manual_seed(0)
+    trunk = TransformerSize(width=192, depth=DEPTH, num_heads=3)
+    tower = TimeSformer(
+        VideoViTSize(trunk=trunk, patch_px=16), image_px=IMAGE_PX, num_frames=NUM_FRAMES, attend=attend_with_sdpa
+    )
+    text = TransformerSize(width=192, depth=2, num_heads=3)
+    size = Gpt2Size(trunk=text, vocabulary_size=VOCABULARY, context_length=NUM_TOKENS)
+    return Captioner(tower, Gpt2(size, attend=attend_with_sdpa))
+
+
+class Clock:
+    """Adds up the time that passes within calls."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def timing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call like this one, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.s += time.perf_counter() - began_s
+
+        return timed
+
+
+def steps_of(
+    model: nn.Module, world: World, *, microbatches: list[int], num_rounds: int, clock: Clock
+) -> dict[int, list[tuple[float, float]]]:
+    """Seconds of steps with so many microbatches, and of those in which this process computed."""
+    clips = torch.randn(max(microbatches) * MICROBATCH, 3, NUM_FRAMES, IMAGE_PX, IMAGE_PX)
+    targets = torch.randint(0, VOCABULARY, (len(clips), 1, NUM_TOKENS))
+    objective = CaptionLoss(lambda batch, rows: clips[rows], end_id=0, label_smoothing=0.0)
+    found: dict[int, list[tuple[float, float]]] = {count: [] for count in microbatches}
+    for number in range(num_rounds + 1):
+        for count in microbatches:
+            batch = Batch(targets=targets[: count * MICROBATCH])
+            world.gather(torch.zeros(1))  # all begin together
+            clock.s, began_s = 0.0, time.perf_counter()
+            objective.backward(model, batch, Step(number=1, world=world.replicas, microbatch=MICROBATCH))
+            if number:  # the first round warms up
+                found[count].append((time.perf_counter() - began_s, clock.s))
+    return found
+
+
+def run_as_rank(schedule: str, microbatches: list[int], num_rounds: int, out: Path) -> None:
+    """One process of those that the parent launched."""
+    from torch.distributed.pipelining import PipelineStage
+
+    torch.set_num_threads(1)
+    with open_world(device_type="cpu") as launched:
+        world = launched.cut(launched.size)
+        model: nn.Module = new_captioner()
+        clock = Clock()
+        if world.size > 1:
+            parallel = ParallelSettings(stages=world.size, schedule=schedule, partition=CUTS[world.size])  # type: ignore[arg-type]
+            cut = partition(layers_of(model), num_stages=world.size, rule=parallel.partition)  # type: ignore[arg-type]
+            part = part_of(model, cut[world.rank])  # type: ignore[arg-type]
+            model = Pipeline(part, settings=parallel, world=world, device=CPU)
+            for name in ("forward_one_chunk", "backward_one_chunk"):
+                setattr(PipelineStage, name, clock.timing(getattr(PipelineStage, name)))
+        found = steps_of(model, world, microbatches=microbatches, num_rounds=num_rounds, clock=clock)
+        every = world.gather_objects(found)
+        if world.is_first:
+            out.write_text(json.dumps(every))
+
+
+def measured(size: int, schedule: str, microbatches: list[int], num_rounds: int) -> list[dict[str, Any]]:
+    """What the processes of a launch measured."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        out = Path(folder) / "found.json"
+        counts = " ".join(map(str, microbatches))
+        command = [sys.executable, "-m", "benchmarks.caption_pipeline", "--rank", str(out), "--schedules", schedule]
+        command += ["--rounds", str(num_rounds), "--microbatches", *counts.split()]
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(size)
+        ]
+        statuses = [rank.wait() for rank in ranks]
+        if any(statuses):
+            raise RuntimeError(f"{' '.join(command)} failed")
+        found: list[dict[str, Any]] = json.loads(out.read_text())
+        return found
+
+
+def row_of(
+    schedule: str, num_microbatches: int, of_stages: list[list[tuple[float, float]]], one: list[tuple[float, float]]
+) -> dict[str, Any]:
+    """A line of the table."""
+    num_stages, num_samples = len(of_stages), num_microbatches * MICROBATCH
+    rounds = list(zip(*of_stages, strict=True))
+    step_s = [max(wall_s for wall_s, _ in of_round) for of_round in rounds]
+    computed = [[busy_s for _, busy_s in of_round] for of_round in rounds]
+    theory = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    one_s = statistics.median(wall_s for wall_s, _ in one)
+    return {
+        "schedule": schedule,
+        "stages": num_stages,
+        "microbatches": num_microbatches,
+        "samples/s": num_samples / statistics.median(step_s),
+        "bubble": statistics.median(
+            1 - statistics.mean(busy) / wall_s for busy, wall_s in zip(computed, step_s, strict=True)
+        ),
+        "theory": theory,
+        "slowest / mean": statistics.median(max(busy) / statistics.mean(busy) for busy in computed),
+        "speed / one": one_s / statistics.median(step_s),
+        "theory x p": num_stages * (1 - theory),
+    }
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--stages", type=int, default=2, choices=sorted(set(CUTS) - {1}))
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--schedules", nargs="+", choices=("gpipe", "1f1b"), default=["gpipe", "1f1b"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", type=Path, help="used by the benchmark itself: one process of a launch")
+    arguments = parser.parse_args()
+    shared = {"microbatches": arguments.microbatches, "num_rounds": arguments.rounds}
+    if arguments.rank is not None:
+        run_as_rank(arguments.schedules[0], out=arguments.rank, **shared)
+        return
+    (one,) = measured(1, arguments.schedules[0], **shared)
+    rows = []
+    for schedule in arguments.schedules:
+        found = measured(arguments.stages, schedule, **shared)
+        for count in arguments.microbatches:
+            of_stages = [of_rank[str(count)] for of_rank in found]
+            rows.append(row_of(schedule, count, of_stages, one[str(count)]))
+    print_report(
+        f"Captioner on {arguments.stages} stages, gloo, microbatches of {MICROBATCH} clips",
+        rows,
+        notes=["`bubble` has the imbalance of the stages and the exchanges in it, `theory` neither."],
+        json_path=arguments.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
