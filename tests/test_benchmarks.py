@@ -21,6 +21,10 @@ TINY = {
     ],
     "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
     "mae": ["--parts", "model", "--model", "tiny", "--size-px", "32", "--rounds", "1", "--steps", "1"],
+    "mae_learning": [
+        *("--seeds", "1", "--videos", "5", "--minutes", "0.4", "--neighbours", "2"),
+        *("--steps", "1", "--batch", "4", "--warmup-steps", "1"),
+    ],
     "manifest": ["--narrations", "400"],
     "memory": ["--minutes", "0.05"],
     "plan": ["--chunks", "80"],

@@ -1,0 +1,153 @@
+"""What `train mae` learns: labels told by frozen features, before and after, over several seeds.
+
+    python -m benchmarks.mae_learning [--seeds 3] [--videos 60] [--preset tiny-mae] [--folder DIR] [--json FILE] [FLAGS]
+
+Videos of `prep manifest synthetic` (one shape that moves, 6 motions, 4 shapes, 6 colours), a fifth of them held out,
+go through `prep chunk`, and for each seed through `train mae --preset PRESET --seed N FLAGS` and `train eval probe`,
+as a user would type it. Captions are not shown to the model. Features are those of `train eval probe`: k-NN votes and
+a linear layer are learned from the labelled clips of the training videos and scored on those of the others. `random` is
+the same architecture with the weights that the seed draws, `chance` names the class that is most frequent in training.
+
+With --folder the videos, shards and runs stay there, and a benchmark that was stopped goes on where it was, given the
+same options. CPU seconds are those of training, with its decoding and its page.
+"""
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import prep_command, run_measured
+from benchmarks.report import parser_for, print_report
+from manifests.publish import publish_json
+from train.cli import app
+from train.probe.commands import probe_run
+from train.probe.settings import METHODS, ProbeEvaluation
+from train.run_folder import RunFolder, read_lines
+
+LABELS = ("motion", "shape", "colour")
+NAMES = {"knn": "k-NN", "linear": "linear"}
+_LAST_STEPS = 20
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--videos", type=int, default=60, help="of one minute each")
+    parser.add_argument("--minutes", type=float, default=1.0, help="length of a video")
+    parser.add_argument("--preset", default="tiny-mae")
+    parser.add_argument("--neighbours", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help="where everything is kept")
+    arguments, flags = parser.parse_known_args()
+    with _folder(arguments.folder) as folder:
+        data = make_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
+        seeds = []
+        for seed in range(arguments.seeds):
+            words = ["--preset", arguments.preset, "--seed", str(seed), *flags]
+            seeds.append(score_seed(folder / f"seed-{seed}", words, data=data, neighbours=arguments.neighbours))
+            print(f"seed {seed}: {_one_line(seeds[-1])}", file=sys.stderr, flush=True)
+    losses = ", ".join(f"{one['first_loss']:.3f} to {one['last_loss']:.3f}" for one in seeds)
+    print_report(
+        f"Held-out accuracy of frozen features, --preset {arguments.preset} {' '.join(flags)}".rstrip(),
+        rows_of([one["findings"] for one in seeds]),
+        notes=[
+            f"Mean and standard deviation over {len(seeds)} seeds. Losses: {losses}.",
+            f"Training: {statistics.mean(one['cpu_s'] for one in seeds):.0f} CPU seconds a seed.",
+        ],
+        json_path=arguments.json,
+        figures={"seeds": seeds},
+    )
+
+
+@contextlib.contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept.resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def make_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
+    """Videos, their manifest and chunks; both commands find what is done already."""
+    data = folder / "data"
+    if not (data / "manifest").exists():
+        run_measured(
+            prep_command(
+                "manifest", "synthetic", "--videos", str(num_videos), "--minutes", str(minutes), "--data", data
+            )
+        )
+    run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
+    return data
+
+
+def score_seed(out: Path, words: Sequence[str], *, data: Path, neighbours: int) -> dict[str, Any]:
+    """Trains and probes one seed, and keeps what it found beside the run."""
+    found = out.with_suffix(".json")
+    if found.exists():
+        kept: dict[str, Any] = json.loads(found.read_bytes())
+        return kept
+    begun = (out / "settings.yaml").exists()
+    began_s = time.process_time()
+    with contextlib.redirect_stdout(sys.stderr):
+        app(["mae", "--shards", str(data), "--out", str(out), *(["--resume"] if begun else words)])
+    cpu_s = time.process_time() - began_s
+    wanted = ProbeEvaluation(labels=LABELS, methods=METHODS, neighbours=neighbours)
+    probed = probe_run(out, wanted, bank_split="train", shards=None)
+    losses = [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+    result = {
+        "findings": probed["findings"],
+        "first_loss": losses[0],
+        "last_loss": statistics.mean(losses[-_LAST_STEPS:]),
+        "cpu_s": cpu_s,
+        "was_resumed": begun,
+    }
+    publish_json(found, result)
+    return result
+
+
+def rows_of(seeds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, object]]:
+    """A row for each label and method: top-1 of the trained and of the random tower, and chance, in percent."""
+    rows: list[dict[str, object]] = []
+    for label in LABELS:
+        for method, name in NAMES.items():
+            of_it = [[one for one in seed if (one["label"], one["method"]) == (label, method)] for seed in seeds]
+            top1 = {
+                encoder: [100 * one["found"]["top1"] for its in of_it for one in its if one["encoder"] == encoder]
+                for encoder in ("trained", "random")
+            }
+            rows.append(
+                {
+                    "label": label,
+                    "method": name,
+                    "chance %": 100 * of_it[0][0]["chance"]["top1"],
+                    "random %": statistics.mean(top1["random"]),
+                    "+- random": _spread(top1["random"]),
+                    "trained %": statistics.mean(top1["trained"]),
+                    "+- trained": _spread(top1["trained"]),
+                    "by seed": " ".join(f"{one:.1f}" for one in top1["trained"]),
+                    "clips": of_it[0][0]["num_samples"],
+                }
+            )
+    return rows
+
+
+def _spread(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _one_line(seed: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{one['label']} {one['method']} {one['encoder']} {100 * one['found']['top1']:.1f}" for one in seed["findings"]
+    )
+
+
+if __name__ == "__main__":
+    main()
