@@ -157,9 +157,8 @@ def _constant(captioner: TrainedCaptioner, references: Mapping[str, Sequence[str
     try:
         trained_on = captioner.task.samples(split, World())
     except UserError as error:
-        return best_constant(
-            references
-        ), f"{RULE}: of the references themselves, as there is no split {split!r}: {error}"
+        reason = f"{RULE}: of the references themselves, as there is nothing of split {split!r}: {error}"
+        return best_constant(references), reason
     every = every_for(len(trained_on), at_most=_MAX_CLIPS_OF_CONSTANT)
     numbers = range(0, len(trained_on), every)
     known = {str(number): trained_on.references(number) for number in numbers}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from train.caption.metrics.scores import CaptionScores
+from train.caption.tokenizer import one_line
 from train.evaluation.examples import ShownSet, jpeg_uri, spread_over
 
 _NUM_SHOWN = 12
@@ -41,7 +42,7 @@ def shown_json(
                 "end_s": end_s,
                 "frames": [jpeg_uri(frame) for frame in spread_over(pictures, at_most=_MAX_PICTURES)],
                 "caption": captions[name],
-                "references": list(references[name]),
+                "references": [one_line(reference) for reference in references[name]],
                 "cider_d": scores.per_video[name]["cider_d"],
                 "is_right": bool(scores.per_video[name]["exact_match"]),
             }

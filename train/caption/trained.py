@@ -9,7 +9,7 @@ import torch
 
 from manifests.errors import UserError
 from train.caption.decoding.decode import write_captions
-from train.caption.decoding.settings import DecodingSettings
+from train.caption.decoding.settings import DecodingSettings, within
 from train.caption.runs import read_decoder_parts
 from train.caption.settings import CaptionerSettings
 from train.caption.tokenizer import one_line
@@ -51,8 +51,7 @@ class TrainedCaptioner:
     def decoding(self, wanted: DecodingSettings | None) -> DecodingSettings:
         """What takes effect: what is wanted, or what the run says; captions end where the decoder's context does."""
         chosen = self.settings.decoding if wanted is None else wanted
-        longest = min(chosen.max_tokens, self.model.decoder.size.context_length)
-        return replace(chosen, max_tokens=longest, min_tokens=min(chosen.min_tokens, longest - 1))
+        return within(chosen, self.task.decoder.size.context_length)
 
     @torch.no_grad()
     def captions(self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int]) -> list[str]:

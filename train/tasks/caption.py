@@ -15,6 +15,7 @@ from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.caption.building import build_captioner, copy_decoder, freeze, tower_size
 from train.caption.decoder_weights import DecoderParts, open_decoder
+from train.caption.decoding.settings import within
 from train.caption.evaluating import captions_of, numbers_of
 from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
@@ -191,7 +192,7 @@ class CaptionTask:
             batches_on_all_stages(batches, world.stages),
             inputs=self.inputs,
             tokenizer=self.decoder.tokenizer,
-            decoding=self._settings.decoding,
+            decoding=within(self._settings.decoding, self.decoder.size.context_length),
             device=self._device,
         )
         numbers = numbers_of(world.gather_objects(own), references=samples.references)

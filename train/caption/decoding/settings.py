@@ -1,6 +1,6 @@
 """Settings of decoding: a group of the settings of `train caption` and of what writes captions afterwards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from manifests.errors import UserError
@@ -87,6 +87,12 @@ def num_beams_of(settings: DecodingSettings) -> int:
 def length_penalty_of(settings: DecodingSettings) -> float:
     """The power of the length that log probabilities are divided by."""
     return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
+
+
+def within(settings: DecodingSettings, context_length: int) -> DecodingSettings:
+    """The same for a decoder whose texts have at most so many tokens."""
+    longest = min(settings.max_tokens, context_length)
+    return replace(settings, max_tokens=longest, min_tokens=min(settings.min_tokens, longest - 1))
 
 
 def _flag(name: str) -> str:

@@ -1,0 +1,123 @@
+"""`train eval caption` from outside, on a captioner that has learned a little."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from tests.train.test_cli import train
+from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from train.caption.commands import evaluate_captions
+from train.caption.metrics.coco_results import read_coco_results
+from train.caption.metrics.java import Absent
+from train.caption.metrics.scores import score_captions
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+BAD = ["<script>alert(1)</script> & <b>bold</b>", "two\x1b[31m\nlines\x00", "两只猫在睡觉 🐈", "...", "a cat " * 40]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_java() -> Iterator[None]:
+    """METEOR takes longer to start than all else; its own tests are in metrics/."""
+
+    def meteor(*_: object) -> None:
+        raise Absent("left out of this test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.caption.metrics.scores.meteor", meteor)
+        yield
+
+
+@pytest.fixture(scope="module")
+def result(captioner_run: Path) -> dict[str, Any]:
+    return evaluate_captions(captioner_run, split="val")
+
+
+@pytest.fixture(scope="module")
+def odd_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clip with captions as nobody wants them, another video without any, and a split without any."""
+    data_dir = tmp_path_factory.mktemp("odd")
+    splits = {"e": "val", "f": "val", "g": "test"}
+    for shard_id, (video_id, split) in enumerate(splits.items()):
+        write_shard(data_dir, shard_id, chunks_of(video_id, 20), split=split)
+    write_captions(data_dir, splits, [Caption("e", 0.0, 2.0, text) for text in BAD])
+    return data_dir
+
+
+def page(run: Path) -> str:
+    return (run / "index.html").read_text(encoding="utf-8")
+
+
+def test_scores_are_those_of_the_captions_and_all_references(captioner_run: Path, result: dict[str, Any]) -> None:
+    captions = read_coco_results(captioner_run / "evaluations/captions-val.coco.json")
+    references = {
+        "d 0.00-1.00 s": ["it begins"],
+        "d 1.20-2.80 s": ["the middle of d"],
+        "d 3.00-5.50 s": ["the end of d"],
+    }
+    scores = score_captions(captions, references, with_java=False)
+    assert {name: result["means"][name] for name in scores.means} == scores.means
+    assert (result["num_samples"], result["num_references"]) == (3, 3)
+    assert result["ids_hash"] == scores.ids_hash and scores.idf in result["protocol"]
+    assert 0 < result["loss"] < 10
+    assert result["absent"]["spice"].startswith("its jars were not given")
+    assert result["absent"]["meteor"] == "left out of this test"
+
+
+def test_beside_them_stands_one_caption_of_the_training_split_for_all(result: dict[str, Any]) -> None:
+    constant = result["constant"]
+    assert constant["caption"] in {"it begins", *(f"the {part} of {v}" for part in ("middle", "end") for v in "abc")}
+    assert "of split 'train', 9 clips" in constant["chosen"]
+    assert constant["means"].keys() == result["means"].keys()
+
+
+def test_the_page_has_the_table_and_what_the_model_says(captioner_run: Path, result: dict[str, Any]) -> None:
+    text = page(captioner_run)
+    assert "What the model says" in text and "one for all" in text and "CIDEr-D" in text
+    assert text.count("data:image/jpeg") >= 3 and "the middle of d" in text
+    assert all(len(clip["frames"]) == 2 for clip in result["said"])
+
+
+def test_captions_as_nobody_wants_them_are_escaped_and_counted(
+    train: Train, captioner_run: Path, odd_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eval", "caption", captioner_run, "--shards", odd_data, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_samples"], found["num_references"]) == (1, len(BAD))
+    assert "1 videos of it have no captions" in found["data"]
+    assert "cut to 12 tokens" in found["data"]
+    assert "as there is nothing of split 'train'" in found["constant"]["chosen"]
+    assert "said" not in found
+    text = page(captioner_run)
+    assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "两只猫在睡觉 🐈" in text
+    assert "\x00" not in text and "\x1b" not in text
+
+
+def test_a_split_without_captions_is_named(captioner_run: Path, odd_data: Path) -> None:
+    with pytest.raises(UserError, match="has no captions of split 'test'"):
+        evaluate_captions(captioner_run, split="test", shards=str(odd_data))
+
+
+def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
+    train: Train, captioner_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--decoding.method", "beam", "--decoding.num-beams", 2, "--decoding.early-stopping", "--max-samples", 2)
+    assert train("eval", "caption", captioner_run, "--split", "train", *flags) == 0
+    text = capsys.readouterr().out
+    assert "2 beams, length penalty 1, early stopping, at most 12 tokens" in text
+    found = json.loads((captioner_run / "evaluations/captions-train.json").read_bytes())
+    assert found["num_samples"] == 2
+    shown = " ".join(map(str, flags))
+    assert set(found["command"].split()) == {"train", "eval", "caption", str(captioner_run), "--split", *shown.split()}
+    for wrong, message in (
+        (("--max-samples", 0), "--max-samples is 0"),
+        (("--spice-jars", captioner_run), "which SPICE needs"),
+        (("--decoding.num-beams", 3), "does nothing with --decoding.method greedy"),
+    ):
+        assert train("eval", "caption", captioner_run, *wrong) == 2
+        assert message in capsys.readouterr().err
