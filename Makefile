@@ -1,6 +1,6 @@
 # Everything runs in .venv, made from the locks by `make setup`. Paths are relative: the checkout may lie anywhere.
 #   make test                        what CI runs: lint, types, tests
-#   make demo                        synthetic videos -> shards -> training -> retrieval, in demo/, on pixels and latents
+#   make demo                        synthetic videos -> shards -> four models, in demo/: see demo/index.html
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make peers                       what the benchmarks `decode` and `latents` compare with, in .venv-peers
@@ -13,7 +13,7 @@ UV := $(BIN)/uv
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --no-emit-index-url --custom-compile-command "make lock" $(LOCK_FLAGS)
 PYTEST_FLAGS ?=
-BENCHMARKS ?= chunk decode encoding latents losses manifest memory plan recipes rerun small_batches
+BENCHMARKS ?= caption caption_pipeline chunk decode encoding latents losses mae mae_learning manifest memory plan recipes rerun small_batches
 PEERS_VENV := .venv-peers
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1
@@ -58,7 +58,7 @@ demo: setup
 	@echo "Your videos as chunks: demo/videos.html"
 else
 demo: setup
-	rm -rf demo/data demo/run demo/run-latents demo/chunks.html
+	rm -rf demo/data demo/run demo/run-* demo/chunks.html demo/index.html
 	$(BIN)/prep manifest synthetic --videos 24 --minutes 1 --data demo/data
 	$(BIN)/prep chunk --len 15s --data demo/data
 	$(BIN)/prep latents --vae tiny --size 64 --engine processes --data demo/data
@@ -69,7 +69,12 @@ demo: setup
 	$(BIN)/train eval retrieval demo/run --shards demo/data
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny-latents --out demo/run-latents
 	$(BIN)/train eval retrieval demo/run-latents --shards demo/data
-	@echo "The chunks: demo/chunks.html    The results: demo/run/index.html, demo/run-latents/index.html"
+	$(BIN)/train mae --shards demo/data --preset tiny --out demo/run-mae
+	$(BIN)/train eval probe demo/run-mae --shards demo/data --label motion --label shape
+	$(BIN)/train caption --shards demo/data --preset tiny --out demo/run-caption
+	$(BIN)/train eval caption demo/run-caption --shards demo/data
+	$(BIN)/train overview demo/run demo/run-latents demo/run-mae demo/run-caption --out demo/index.html
+	@echo "The chunks: demo/chunks.html    The results: demo/index.html"
 endif
 
 # Other libraries need other versions than the lock has, hence an environment of their own.

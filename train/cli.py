@@ -253,6 +253,27 @@ def export(
     export_run(run, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, say=print)
 
 
+@app.command
+def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")], /, *, out: Path) -> None:
+    """Writes one page about several runs: their numbers, a few of their pictures, links to their pages.
+
+    Example:
+
+        train overview runs/first runs/masked --out runs/index.html
+
+    Parameters
+    ----------
+    runs
+        Folders that training commands made.
+    out
+        Page to write.
+    """
+    from train.overview import write_overview
+
+    write_overview(runs, out)
+    print(out)
+
+
 def main() -> None:
     """Entry point of the `train` program."""
     run_command(_call, has_daemons=True)

@@ -3,19 +3,17 @@
 import re
 import shlex
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from manifests.publish import publish_bytes
 from train.caption.settings import CaptionerSettings
 from train.classify.settings import ClassifySettings
 from train.curves import evaluation_curves, training_curves
-from train.evaluation.tables import percent, table_of
+from train.evaluation.tables import table_of
 from train.mae.settings import MaeSettings
+from train.page import publish_page
 from train.run_folder import RunFolder, read_lines, read_object
 from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_values
 
-_TEMPLATE = Path(__file__).parent / "report.html.j2"
 _NUM_LAST = 20
 _ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe", "reconstruction", "captions")
 # What a run is about; the rest of its settings is folded up.
@@ -30,32 +28,31 @@ _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "siz
 
 def write_page(run: RunFolder) -> None:
     """Writes the page anew from the files of the run."""
-    # Markup from jinja2 itself: what the charts return is markup, all else is escaped.
+    publish_page("report.html.j2", run.page, **page_of(run))
+
+
+def page_of(run: RunFolder) -> dict[str, Any]:
+    """What the page of a run shows."""
     import yaml
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     lines = read_lines(run.metrics)
     facts = run.read_facts()
     settings = flat(yaml.safe_load(run.settings.read_bytes()))
     results = [read_object(path) for path in run.results()]
     results.sort(key=lambda result: _ORDER.index(result["evaluation"]))
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": percent, "markup": Markup}
-    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        name=run.path.resolve().name,
-        command=_command(run, str(facts.get("task", "dual-encoder"))),
-        facts=facts,
-        chosen=_chosen(settings, task=facts.get("task", "")),
-        settings=settings,
-        summary=_summary(lines),
-        curves=training_curves(lines),
-        evaluation_curves=evaluation_curves(lines),
-        results=[{**result, "table": table_of(result)} for result in results],
-        weights=_weights(facts.get("weights")),
-        failures=read_lines(run.failures),
-    )
-    publish_bytes(run.page, page.encode())
+    return {
+        "name": run.path.resolve().name,
+        "command": _command(run, str(facts.get("task", "dual-encoder"))),
+        "facts": facts,
+        "chosen": _chosen(settings, task=facts.get("task", "")),
+        "settings": settings,
+        "summary": _summary(lines),
+        "curves": training_curves(lines),
+        "evaluation_curves": evaluation_curves(lines),
+        "results": [{**result, "table": table_of(result)} for result in results],
+        "weights": _weights(facts.get("weights")),
+        "failures": read_lines(run.failures),
+    }
 
 
 def _chosen(settings: dict[str, Any], *, task: str) -> dict[str, Any]:
