@@ -7,6 +7,7 @@ import pytest
 import train.commands
 from manifests.errors import UserError
 from train.caption.settings import CaptionerSettings
+from train.caption.settings import CaptionerSettings
 from train.classify.settings import ClassifySettings
 from train.cli import main
 from train.mae.settings import MaeSettings
@@ -26,7 +27,8 @@ def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
 def test_a_preset_loads_and_says_on_top_what_it_costs(path: Path) -> None:
     top, *lines = path.read_text().splitlines()
     keys = {line.partition(":")[0] for line in lines}
-    kinds = [kind for key, kind in {"label": ClassifySettings, "mask_ratio": MaeSettings}.items() if key in keys]
+    own = {"label": ClassifySettings, "mask_ratio": MaeSettings, "decoder": CaptionerSettings}
+    kinds = [kind for key, kind in own.items() if key in keys]
     load_settings(path, *(kinds or [DualEncoderSettings]))
     assert top.startswith("# ") and len(top) > 20
 
