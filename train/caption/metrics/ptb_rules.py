@@ -132,7 +132,7 @@ def rules() -> tuple[Rule, ...]:
     rule(r"(?i:p?pt)[ey](?i:s?)\.", two_more)
     rule(r"(?i:m)[ft](?i:g)\.")
     rule(r"ph\.d\.", two_more, flags=any_case)
-    rule("[A-Za-z]", f"\\.[ \\t\\n\u00a0]+(?:{starters}[ \\t\\n\u00a0]|{tags})")
+    rule("[A-Za-z]", f"\\.[ \\t\\n\u00a0]+(?:{starters}|{tags})[ \\t\\n\u00a0]")
     rule(r"[A-Za-z](?:\.[A-Za-z])*\.?")
     part = f"(?:{letter}|[0-9])+"
     extension = f"{part}(?:\\.{part})*\\.{_any_of(ptb_words.FILE_ENDINGS.split())}"
