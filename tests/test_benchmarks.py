@@ -12,6 +12,7 @@ import pytest
 
 TINY = {
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
+    "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--ways", "prep chunk", "bare ffmpeg"],
     "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--ways", "clipmill", "libavcodec"],
     "encoding": ["--rounds", "1", "--cases", "tiny"],

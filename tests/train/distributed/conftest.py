@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -51,6 +52,25 @@ def launch(command: list[str], *, repository: Path, size: int = 2) -> list[subpr
         )
         for rank in range(size)
     ]
+
+
+def slurm_environment(folder: Path, *, job: int) -> dict[str, str]:
+    """Variables as SLURM sets them for a job of two processes on this machine, with its programs in `folder`."""
+    programs = folder / "bin"
+    programs.mkdir()
+    fakes = {"srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"', "scontrol": "echo 127.0.0.1"}
+    for name, content in fakes.items():
+        (programs / name).write_text(f"#!/bin/bash\n{content}\n")
+        (programs / name).chmod(stat.S_IRWXU)
+    return {
+        **os.environ,
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "node[1]",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Ranks that are told to stop, and ranks that are killed: the others stop, and the run goes on to the same end."""
 
-import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.distributed.conftest import launch
+from tests.train.distributed.conftest import launch, slurm_environment
 from tests.train.test_latents_training import FLAGS, write_columns
 from train.checkpoint import all_checkpoints
 from train.run_folder import RunFolder, read_lines
@@ -65,26 +63,15 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(
 
 def test_the_slurm_script_launches_one_torchrun_a_node(repository: Path, columns: Path, tmp_path: Path) -> None:
     """Its own line, under variables as SLURM sets them; SIGTERM to it saves, as a time limit that is near does."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    python = Path(sys.executable).parent
-    fakes = {"srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"', "scontrol": "echo 127.0.0.1"}
-    for name, content in fakes.items():
-        (programs / name).write_text(f"#!/bin/bash\n{content}\n")
-        (programs / name).chmod(stat.S_IRWXU)
-    environment = {
-        **os.environ,
-        "PATH": f"{programs}:{python}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "node[1]",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_GPUS_ON_NODE": "2",
-    }
     out = tmp_path / "run"
     command = ["bash", "scripts/slurm.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
     process = subprocess.Popen(
-        command, cwd=repository, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=repository,
+        env=slurm_environment(tmp_path, job=4711),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     wait_for(RunFolder(out).metrics, num_lines=5, process=process)
     process.send_signal(signal.SIGTERM)

@@ -1,0 +1,51 @@
+"""Pipelines from the command line: what the SLURM script launches is the run of one process."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.train.distributed.conftest import slurm_environment
+from tests.train.weights.test_export import run_train
+from train.run_folder import RunFolder, read_lines
+
+SMALL = "--model tiny --size-px 32 --num-frames 2 --workers 1 --batch 4 --lr 1e-3 --warmup-steps 2 --device cpu"
+DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
+EVALUATION = "--evaluate.every 2 --evaluate.split train --evaluate.max-samples 4 --decoding.max-tokens 6"
+FLAGS = [*SMALL.split(), *DECODER.split(), *EVALUATION.split(), "--steps", "4", "--microbatch", "2"]
+OF_SPEED = ("_s", "_share", "tflops")
+
+
+def test_the_slurm_script_launches_a_pipeline(repository: Path, data_dir: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    command = ["bash", "scripts/slurm.sh", "caption", "--shards", str(data_dir), "--out", str(two), *FLAGS]
+    process = subprocess.Popen(
+        [*command, "--parallel.stages", "2"],
+        cwd=repository,
+        env=slurm_environment(tmp_path, job=4712),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert run_train("caption", "--shards", data_dir, "--out", one, *FLAGS) == 0
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert said.count("done: 4 steps") == 1, "one process speaks for all"
+    assert json.loads((two / "run.json").read_bytes())["processes"] == "2, ddp, 1 x 2 stages, 1f1b"
+    found, expected = (read_lines(RunFolder(out).metrics) for out in (two, one))
+    for line, expected_line in zip(found, expected, strict=True):
+        assert line.keys() == expected_line.keys()
+        for name, value in line.items():
+            if not name.endswith(OF_SPEED):
+                assert value == pytest.approx(expected_line[name], rel=1e-4, abs=1e-6), name
+    assert "train/cider_d" in found[1]
+
+
+def test_stages_need_processes_and_a_model_that_can_be_cut(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run_train("mae", "--shards", data_dir, "--out", out, "--parallel.stages", 2, "--device", "cpu") == 2
+    assert "--parallel.stages is 2, and 1 process cannot be divided" in capsys.readouterr().err
+    assert not out.exists()
