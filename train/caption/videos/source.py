@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm"
 _PROTOCOLS = "file,pipe"
+# Longer than any video: a time that is none. There would be no end of windows.
+_LONGEST_S = 1_000_000
 # Containers round the durations in their headers, and a last frame may last for longer than others.
 _SLACK_S = 1
 
@@ -95,6 +97,8 @@ def read_facts(path: Path) -> VideoFacts:
         aspect = stream.sample_aspect_ratio or Fraction(1)
     if begin is None:
         raise VideoFailed("its video stream has no frames, or they have no times")
+    if (end - begin) * unit_us > _LONGEST_S * US_PER_S:
+        raise VideoFailed(f"its times make no sense: it would last {float((end - begin) * unit_us) / US_PER_S:.0f} s")
     mean = Fraction(end - begin, count - 1) if count > 1 else Fraction(0)
     # Some packets state the time of a field, or none.
     shown = max(mean, Fraction(longest)) or 1 / (unit_us * (rate or 30)) * US_PER_S

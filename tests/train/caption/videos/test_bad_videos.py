@@ -143,6 +143,19 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     assert 0 < len(found["changed.mp4"]) < 20
 
 
+def test_times_that_make_no_sense_are_found(tmp_path: Path) -> None:
+    write(tmp_path / "whole.mp4", num_frames=20)
+    with av.open(str(tmp_path / "whole.mp4")) as source, av.open(str(tmp_path / "far.mkv"), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
+            packet.stream = stream
+            if number == 19:
+                packet.pts = packet.dts = packet.pts + 10**11
+            target.mux(packet)
+    _, ends = captions(tmp_path / "far.mkv")
+    assert "its times make no sense" in (ends["far.mkv"] or "")
+
+
 def test_folders_are_searched_by_suffix_and_files_come_once(tmp_path: Path) -> None:
     for name in ("b.MP4", "a.mkv", "notes.txt", ".hidden.mp4", "deeper/c.webm", ".cache/d.mp4"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
