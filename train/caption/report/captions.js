@@ -1,0 +1,88 @@
+"use strict";
+// Sorting, searching and walking through the captions. What is chosen stands in the page's address (#sort=...&find=...).
+const list = document.getElementById("videos");
+const videos = [...list.children];
+const texts = videos.map((video) => video.textContent.toLowerCase());
+const sort = document.getElementById("sort");
+const direction = document.getElementById("direction");
+const find = document.getElementById("find");
+const count = document.getElementById("count");
+const places = new Map(videos.map((video, place) => [video, place]));
+let descending = false;
+
+function value(video, key) {
+  return Number(video.dataset[key]);
+}
+
+function compare(one, other) {
+  const key = sort.value;
+  let difference = 0;
+  if (key === "name") difference = one.dataset.name < other.dataset.name ? -1 : Number(one.dataset.name > other.dataset.name);
+  else if (key !== "split") difference = value(one, key) - value(other, key);
+  // Equal ones stay as they are in the split, in both directions.
+  if (difference === 0) return (places.get(one) - places.get(other)) * (key === "split" && descending ? -1 : 1);
+  return descending ? -difference : difference;
+}
+
+function show() {
+  const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+  let shown = 0;
+  videos.forEach((video, place) => {
+    video.hidden = !words.every((word) => texts[place].includes(word));
+    shown += video.hidden ? 0 : 1;
+  });
+  count.textContent = shown === videos.length ? `${shown}` : `${shown} of ${videos.length}`;
+  document.getElementById("none").hidden = shown > 0;
+}
+
+function order() {
+  direction.textContent = descending ? "↓" : "↑";
+  direction.setAttribute("aria-label", descending ? "highest first; turn around" : "lowest first; turn around");
+  list.append(...[...videos].sort(compare));
+}
+
+function remember() {
+  const chosen = new URLSearchParams();
+  if (sort.value !== "split") chosen.set("sort", sort.value);
+  if (descending) chosen.set("order", "down");
+  if (find.value) chosen.set("find", find.value);
+  history.replaceState(null, "", `#${chosen}`);
+}
+
+function recall() {
+  const chosen = new URLSearchParams(location.hash.slice(1));
+  const key = chosen.get("sort");
+  sort.value = [...sort.options].some((option) => option.value === key) ? key : "split";
+  descending = chosen.get("order") === "down";
+  find.value = chosen.get("find") ?? "";
+  order();
+  show();
+}
+
+function walk(step) {
+  const visible = [...list.children].filter((video) => !video.hidden);
+  if (!visible.length) return;
+  const here = visible.indexOf(document.activeElement.closest("article"));
+  const next = here < 0 ? (step > 0 ? 0 : visible.length - 1) : Math.min(Math.max(here + step, 0), visible.length - 1);
+  visible[next].focus();
+  visible[next].scrollIntoView({ block: "center" });
+}
+
+sort.addEventListener("change", () => { order(); remember(); });
+direction.addEventListener("click", () => { descending = !descending; order(); remember(); });
+let waiting = 0;
+find.addEventListener("input", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => { show(); remember(); }, 80);
+});
+addEventListener("hashchange", recall);
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const typing = event.target === find || event.target === sort;
+  if (event.key === "/" && !typing) { find.focus(); event.preventDefault(); }
+  else if (event.key === "Escape" && event.target === find) { find.value = ""; show(); remember(); find.blur(); }
+  else if (event.key === "j" && !typing) walk(1);
+  else if (event.key === "k" && !typing) walk(-1);
+});
+document.getElementById("bar").hidden = false;
+recall();

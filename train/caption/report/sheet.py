@@ -1,0 +1,35 @@
+"""A few frames of a clip as one small picture."""
+
+import base64
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.evaluation.examples import spread_over
+
+_NUM_COLUMNS = 2
+_MAX_FRAMES = 4
+_HEIGHT_PX = 96
+_QUALITY = 78
+
+
+def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
+    """Four of the frames in two rows, from left to right, as the data URI of a JPEG of some 8 kB.
+
+    Args:
+        frames: uint8 RGB [H, W, 3], all of one size; fewer than four stand in one row. Without any, the URI is empty.
+    """
+    import cv2
+
+    chosen = spread_over(list(frames), at_most=_MAX_FRAMES)
+    if not chosen:
+        return ""
+    height, width = chosen[0].shape[:2]
+    size = (max(1, round(width * _HEIGHT_PX / height)), _HEIGHT_PX)
+    small = [cv2.resize(frame, size, interpolation=cv2.INTER_AREA) for frame in chosen]
+    columns = _NUM_COLUMNS if len(small) == _MAX_FRAMES else len(small)
+    rows = [np.hstack(small[place : place + columns]) for place in range(0, len(small), columns)]
+    # OpenCV writes blue first.
+    _, jpeg = cv2.imencode(".jpg", np.vstack(rows)[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg.tobytes()).decode()
