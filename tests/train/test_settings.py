@@ -7,7 +7,6 @@ import pytest
 import train.commands
 from manifests.errors import UserError
 from train.caption.settings import CaptionerSettings
-from train.caption.settings import CaptionerSettings
 from train.classify.settings import ClassifySettings
 from train.cli import main
 from train.mae.settings import MaeSettings
