@@ -94,10 +94,18 @@ def _is_of(name: str, part: Frozen) -> bool:
 def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
     towers, size = settings.towers, tower_size(settings)
     image_px, num_frames = settings.size_px, settings.num_frames
+    temporal_std = size.trunk.width**-0.5 if towers.temporal == "random" else 0.0
     drop_path = drop_path_of(towers.drop_path, depth=size.trunk.depth, is_rising=towers.drop_path_rule == "rising")
     match kind_of(towers):
         case "timesformer":
-            return TimeSformer(size, image_px=image_px, num_frames=num_frames, attend=attend, drop_path=drop_path)
+            return TimeSformer(
+                size,
+                image_px=image_px,
+                num_frames=num_frames,
+                attend=attend,
+                temporal_std=temporal_std,
+                drop_path=drop_path,
+            )
         case "videomae":
             return VideoMAEEncoder(size, image_px=image_px, num_frames=num_frames, attend=attend, drop_path=drop_path)
         case "clip":
@@ -107,7 +115,7 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
                 num_frames=num_frames,
                 embedding_width=None,
                 attend=attend,
-                temporal_std=size.trunk.width**-0.5 if towers.temporal == "random" else 0.0,
+                temporal_std=temporal_std,
                 patch_dropout=towers.patch_dropout,
                 drop_path=drop_path,
             )

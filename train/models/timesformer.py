@@ -121,6 +121,7 @@ class TimeSformer(nn.Module):
     """Clips to tokens: the class token, then the patches frame by frame.
 
     Args:
+        temporal_std: of the temporal embedding at the start; with 0 the order of frames does not count yet.
         drop_path: for each block, the probability that each of its parts is skipped for a clip in training; empty for
             none.
     """
@@ -132,6 +133,7 @@ class TimeSformer(nn.Module):
         image_px: int,
         num_frames: int,
         attend: Attend,
+        temporal_std: float = 0.0,
         drop_path: Sequence[float] = (),
     ) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class TimeSformer(nn.Module):
         self.conv1 = CubeEmbedding(size, has_bias=True)
         self.class_embedding = nn.Parameter(torch.empty(trunk.width))
         self.positional_embedding = nn.Parameter(torch.empty(1 + num_patches, trunk.width))
-        self.temporal_embedding = nn.Parameter(torch.zeros(num_frames, trunk.width))
+        self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(num_frames, trunk.width))
         self.transformer = Stack(
             (DividedBlock(trunk, num_frames=num_frames, attend=attend) for _ in range(trunk.depth)),
             drop_path=drop_path,
