@@ -15,8 +15,9 @@ from train.caption.evaluating import captions_of
 from train.caption.metrics.coco_results import write_coco_results
 from train.caption.metrics.scores import score_captions
 from train.caption.metrics.spice import check_jars
+from train.caption.report.page import write_captions_page
 from train.caption.settings import CaptionerSettings
-from train.caption.shown import shown_json
+from train.caption.shown import all_shown, shown_json
 from train.caption.tokenizer import one_line
 from train.caption.trained import TrainedCaptioner, open_captioner
 from train.data.captioned_clips import CaptionedClips
@@ -31,6 +32,9 @@ _PROTOCOL = (
     "one caption of each clip, compared with all its references; tokens as Stanford's PTBTokenizer makes them, without "
     "punctuation; idf from"
 )
+
+# What the page of all captions says of them, of the result.
+_ON_PAGE = ("split", "step", "weights", "data", "clip", "decoding", "protocol", "num_samples", "ids_hash", "command")
 
 
 def evaluate_captions(
@@ -107,10 +111,19 @@ def evaluate_captions(
         "absent": scores.absent,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
         "said": shown_json(samples, names, captions, references, scores, num_frames=captioner.settings.num_frames),
+        "all_said": f"evaluations/captions-{split}.html",
         "failed": [failure.as_json() for failure in said.failed],
         "command": _command(captioner.run, split, max_samples=max_samples, shards=shards, decoding=decoding),
     }
-    _publish(captioner.run, split, result, captions=captions)
+    path = _publish(captioner.run, split, result, captions=captions)
+    write_captions_page(
+        path.with_suffix(".html"),
+        all_shown(samples, names, captions, references, scores, num_frames=captioner.settings.num_frames),
+        title=f"What {captioner.run.path.resolve().name} says of {split}",
+        means=scores.means,
+        absent=scores.absent,
+        protocol={key: str(result[key]) for key in _ON_PAGE},
+    )
     return result
 
 
@@ -177,10 +190,11 @@ def _loss_rule(settings: CaptionerSettings) -> str:
     return f"cross-entropy of a token of {which} of each clip, given those before it"
 
 
-def _publish(run: RunFolder, split: str, result: dict[str, Any], *, captions: Mapping[str, str]) -> None:
+def _publish(run: RunFolder, split: str, result: dict[str, Any], *, captions: Mapping[str, str]) -> Path:
     path = run.write_evaluation(f"captions-{split}", result)
     write_coco_results(path.with_name(f"captions-{split}{COCO_SUFFIX}"), captions)
     write_page(run)
+    return path
 
 
 def _command(

@@ -69,6 +69,16 @@ def test_scores_are_those_of_the_captions_and_all_references(captioner_run: Path
     assert result["absent"]["meteor"] == "left out of this test"
 
 
+def test_a_page_of_its_own_has_every_clip_with_pictures_and_all_references(
+    captioner_run: Path, result: dict[str, Any]
+) -> None:
+    text = (captioner_run / "evaluations/captions-val.html").read_text(encoding="utf-8")
+    assert text.count("<article ") == text.count('<img src="data:image/jpeg') == 3
+    assert all(f">{words}</li>" in text for words in ("it begins", "the middle of d", "the end of d"))
+    assert all(f"<b>{100 * value:.1f}</b>" in text for value in result["means"].values())
+    assert '<a href="evaluations/captions-val.html">' in page(captioner_run)
+
+
 def test_beside_them_stands_one_caption_of_the_training_split_for_all(result: dict[str, Any]) -> None:
     constant = result["constant"]
     assert constant["caption"] in {"it begins", *(f"the {part} of {v}" for part in ("middle", "end") for v in "abc")}
