@@ -113,7 +113,9 @@ def evaluate_captions(
         "said": shown_json(samples, names, captions, references, scores, num_frames=captioner.settings.num_frames),
         "all_said": f"evaluations/captions-{split}.html",
         "failed": [failure.as_json() for failure in said.failed],
-        "command": _command(captioner.run, split, max_samples=max_samples, shards=shards, decoding=decoding),
+        "command": _command(
+            captioner.run, split, max_samples=max_samples, shards=shards, decoding=decoding, spice_jars=spice_jars
+        ),
     }
     path = _publish(captioner.run, split, result, captions=captions)
     write_captions_page(
@@ -198,11 +200,18 @@ def _publish(run: RunFolder, split: str, result: dict[str, Any], *, captions: Ma
 
 
 def _command(
-    run: RunFolder, split: str, *, max_samples: int, shards: str | None, decoding: DecodingSettings | None
+    run: RunFolder,
+    split: str,
+    *,
+    max_samples: int,
+    shards: str | None,
+    decoding: DecodingSettings | None,
+    spice_jars: Path | None,
 ) -> str:
     words = ["train", "eval", "caption", str(run.path), "--split", split]
     words += [] if shards is None else ["--shards", shards]
     words += [] if max_samples == MAX_SAMPLES else ["--max-samples", str(max_samples)]
+    words += [] if spice_jars is None else ["--spice-jars", str(spice_jars)]
     if decoding is not None:
         for name, value in asdict(decoding).items():
             if value is not None and value != getattr(DecodingSettings(), name):

@@ -8,12 +8,9 @@ import numpy as np
 from train.caption.metrics.scores import CaptionScores
 from train.caption.report.page import CaptionedVideo
 from train.caption.report.sheet import sheet_uri
-from train.caption.report.page import CaptionedVideo
-from train.caption.report.sheet import sheet_uri
 from train.caption.tokenizer import one_line
 from train.evaluation.examples import ShownSet, jpeg_uri, spread_over
 
-MAX_ROWS = 5000
 _NUM_SHOWN = 12
 _MAX_PICTURES = 4
 # Each is decoded once more, and has some 8 kB on the page.
@@ -79,32 +76,3 @@ def all_shown(
             scores=scores.per_video[name],
             picture=sheet_uri(samples.pictures(number, num_frames=num_frames)) if place % every == 0 else "",
         )
-
-
-def page_rows(
-    samples: ShownSet,
-    names: Mapping[int, str],
-    captions: Mapping[str, str],
-    references: Mapping[str, Sequence[str]],
-    scores: CaptionScores,
-    *,
-    num_frames: int,
-    num_threads: int,
-) -> Iterator[CaptionedVideo]:
-    """The clips in their order, MAX_ROWS of them at most, spread evenly; see `shown_json`."""
-    every = -(-len(names) // MAX_ROWS)
-
-    def row(number: int) -> CaptionedVideo:
-        name = names[number]
-        begin_s, end_s = samples.span_s(number)
-        return CaptionedVideo(
-            name=name,
-            detail=f"{samples.key(number)}, {begin_s:.2f}\u2013{end_s:.2f} s",
-            caption=captions[name],
-            references=[one_line(reference) for reference in references[name]],
-            scores=scores.per_video[name],
-            picture=sheet_uri(samples.pictures(number, num_frames=num_frames)),
-        )
-
-    with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        yield from pool.map(row, list(names)[::every])
