@@ -165,9 +165,9 @@ def _train(
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
     settings = effective(settings, source, say=progress.say)
     task = make_task(settings, door=door, device=device)
-    check_stages(task, settings.parallel)
     samples = task.training_set(world.replicas)
     check_batch(settings, samples)
+    check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=progress.say)
     # The folder is made last: a mistake in the flags leaves nothing behind.
     run = old_run or world.first(lambda: create_run(settings))

@@ -72,13 +72,9 @@ class Pipeline(nn.Module):
 
         Returns:
             The replica's part of the loss, equal on all of its stages.
-
-        Raises:
-            UserError: the microbatches do not divide the samples, or are too few for the schedule.
         """
         num_samples = len(batch.tokens_BKL)
         size = step.microbatch or num_samples
-        check_microbatches(num_samples, size=size, settings=self._settings)
         losses: list[torch.Tensor] = []
 
         def loss_of(output: torch.Tensor, targets_RKL: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,8 @@ from train.step import Step
 
 ONE_STAGE = ParallelSettings()
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+# Both ends of the tied matrix on one stage, and on two.
+THREE = {"gpipe": "parameters", "1f1b": "2,4,3"}
 FAILING = (3, 11)
 DECODINGS = {
     "greedy": DecodingSettings(max_tokens=6),
@@ -219,7 +221,7 @@ def _on_two(folder: Path, world: World) -> None:
 
 def _on_three(folder: Path, world: World) -> None:
     for schedule in SCHEDULES:
-        parallel = ParallelSettings(stages=3, schedule=schedule)
+        parallel = ParallelSettings(stages=3, schedule=schedule, partition=THREE[schedule])
         train_stages(chosen_of(folder / f"3-{schedule}", parallel=parallel), world)
     # Embedding and blocks of the decoder, its last norm alone: both ends of the tied matrix, and nothing between them.
     parallel = ParallelSettings(stages=3, partition="1,7,1")
@@ -228,7 +230,7 @@ def _on_three(folder: Path, world: World) -> None:
 
 def _on_four(folder: Path, world: World, two_by_two: World) -> None:
     for strategy in ("ddp", "zero1"):
-        pairs = ParallelSettings(stages=2, strategy=strategy)
+        pairs = ParallelSettings(stages=2, strategy=strategy, partition="6,3")
         train_stages(chosen_of(folder / f"2x2-{strategy}", parallel=pairs), two_by_two)
         train_stages(
             chosen_of(begun(folder / f"resumed-2x2-{strategy}", folder / "one", world), parallel=pairs), two_by_two

@@ -33,6 +33,7 @@ from train.distributed.world import World
 from train.evaluation.settings import EvaluationSettings
 from train.models.captioner_stages import TIED
 from train.run_folder import RunFolder, read_lines
+from train.settings import TrainingSettings
 from train.tasks.stages import check_stages, own_part
 
 LIKE_ONE = [
@@ -176,7 +177,7 @@ def test_cuts_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"--parallel.stages is 10, and the model has 9 layers"):
         own_part(StageTask(Path(), 0), captioner(), ParallelSettings(stages=10), stages=World(size=10))
     with pytest.raises(UserError, match="only models of train caption can be cut into stages"):
-        check_stages(PlaneTask(), ParallelSettings(stages=2))
+        check_stages(PlaneTask(), None, TrainingSettings(parallel=ParallelSettings(stages=2)), world=World(size=2))
     with pytest.raises(UserError, match=r"--parallel.strategy fsdp and --parallel.stages 2 do not go together"):
         ParallelSettings(stages=2, strategy="fsdp")
     with pytest.raises(UserError, match=r"--parallel.partition is 'size'"):
