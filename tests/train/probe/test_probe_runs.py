@@ -82,7 +82,7 @@ def test_towers_of_every_task_are_probed(
     train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     latents = ("--input", "latents", "--segment", "1s")
-    runs = {
+    runs: dict[str, tuple[Any, ...]] = {
         "mae": ("mae", *TINY, *latents, *MASKED),
         "towers": ("dual-encoder", *PIXELS),
         "classes": ("classify", *PIXELS, "--label", "class"),
