@@ -34,7 +34,11 @@ _PROTOCOL = (
 )
 
 # What the page of all captions says of them, of the result.
-_ON_PAGE = ("split", "step", "weights", "data", "clip", "decoding", "protocol", "num_samples", "ids_hash", "command")
+_ON_PAGE = {
+    **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
+    "clips": "num_samples",
+    "hash of their names": "ids_hash",
+}
 
 
 def evaluate_captions(
@@ -124,7 +128,7 @@ def evaluate_captions(
         title=f"What {captioner.run.path.resolve().name} says of {split}",
         means=scores.means,
         absent=scores.absent,
-        protocol={key: str(result[key]) for key in _ON_PAGE},
+        protocol={words: str(result[key]) for words, key in _ON_PAGE.items()},
     )
     return result
 

@@ -12,6 +12,8 @@ _NUM_COLUMNS = 2
 _MAX_FRAMES = 4
 _HEIGHT_PX = 96
 _QUALITY = 78
+_GAP_PX = 2
+_GAP_GREY = 128
 
 
 def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
@@ -27,9 +29,14 @@ def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
         return ""
     height, width = chosen[0].shape[:2]
     size = (max(1, round(width * _HEIGHT_PX / height)), _HEIGHT_PX)
-    small = [cv2.resize(frame, size, interpolation=cv2.INTER_AREA) for frame in chosen]
+    gap = ((0, _GAP_PX), (0, _GAP_PX), (0, 0))
+    small = [
+        np.pad(cv2.resize(frame, size, interpolation=cv2.INTER_AREA), gap, constant_values=_GAP_GREY)
+        for frame in chosen
+    ]
     columns = _NUM_COLUMNS if len(small) == _MAX_FRAMES else len(small)
     rows = [np.hstack(small[place : place + columns]) for place in range(0, len(small), columns)]
+    sheet = np.vstack(rows)[:-_GAP_PX, :-_GAP_PX]
     # OpenCV writes blue first.
-    _, jpeg = cv2.imencode(".jpg", np.vstack(rows)[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
+    _, jpeg = cv2.imencode(".jpg", sheet[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
     return "data:image/jpeg;base64," + base64.b64encode(jpeg.tobytes()).decode()

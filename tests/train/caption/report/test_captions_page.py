@@ -105,7 +105,7 @@ def test_a_sheet_has_four_frames_from_all_of_the_clip() -> None:
     frames = [np.full((180, 320, 3), (20 * number, 0, 200), dtype=np.uint8) for number in range(8)]
     jpeg = base64.b64decode(sheet_uri(frames).removeprefix("data:image/jpeg;base64,"))
     picture = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
-    assert picture is not None and picture.shape == (192, 342, 3)
+    assert picture is not None and picture.shape == (194, 344, 3)
     reds = [int(picture[y, x, 2]) for y in (48, 144) for x in (85, 256)]
     assert reds == pytest.approx([20, 60, 100, 140], abs=6)
     assert int(picture[48, 85, 0]) == pytest.approx(200, abs=6)  # blue
