@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="where everything is kept")
     arguments, flags = parser.parse_known_args()
-    with _folder(arguments.folder) as folder:
+    with kept_folder(arguments.folder) as folder:
         data = make_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
         seeds = []
         for seed in range(arguments.seeds):
@@ -66,7 +66,8 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _folder(kept: Path | None) -> Iterator[Path]:
+def kept_folder(kept: Path | None) -> Iterator[Path]:
+    """The folder that a benchmark works in; a temporary one where none is to be kept."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
         yield kept.resolve()

@@ -12,6 +12,10 @@ import pytest
 
 TINY = {
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
+    "caption_learning": [
+        *("--seeds", "1", "--videos", "5", "--minutes", "0.4", "--steps", "1", "--batch", "4"),
+        *("--warmup-steps", "1", "--evaluate.every", "0"),
+    ],
     "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
     "chunk": ["--synthetic", "1", "--minutes", "0.05", "--rounds", "1", "--ways", "prep chunk", "bare ffmpeg"],
     "decode": ["--pieces", "1", "--clips", "2", "--rounds", "1", "--ways", "clipmill", "libavcodec"],

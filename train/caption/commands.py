@@ -48,6 +48,7 @@ def evaluate_captions(
     max_samples: int = MAX_SAMPLES,
     shards: str | None = None,
     decoding: DecodingSettings | None = None,
+    with_java: bool = True,
     spice_jars: Path | None = None,
 ) -> dict[str, Any]:
     """Has a run's latest checkpoint say a caption of each clip of a split, and adds what they are worth to its page.
@@ -57,7 +58,7 @@ def evaluate_captions(
     Args:
         max_samples: clips at most, spread evenly over the split.
         decoding: how captions are written; as the run says when left out.
-        spice_jars: see `score_captions`.
+        with_java, spice_jars: see `score_captions`.
 
     Raises:
         UserError: there is no such run, it is of another task, or there are no such captions.
@@ -87,7 +88,7 @@ def evaluate_captions(
     names = clip_names(samples, sorted(said.captions))
     captions = {name: one_line(said.captions[number]) for number, name in names.items()}
     references = {name: samples.references(number) for number, name in names.items()}
-    scores = score_captions(captions, references, spice_jars=spice_jars)
+    scores = score_captions(captions, references, with_java=with_java, spice_jars=spice_jars)
     constant, chosen = _constant(captioner, references)
     # The same programs for both, so that both rows have the same numbers.
     has_java = any(name in scores.means for name in ("meteor", "spice"))
