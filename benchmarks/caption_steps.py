@@ -64,7 +64,7 @@ def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
     if left_over or missing not in ([], ["decoder.lm_head.weight"]):
         raise RuntimeError(f"the weights do not fit: missing {missing}, left over {left_over}")
     theirs.tie_weights()
-    return ours.to(device), theirs.to(device)
+    return ours.to(device), nn.Module.to(theirs, device)
 
 
 def take(encode: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, clips: torch.Tensor) -> float:

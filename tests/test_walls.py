@@ -73,8 +73,10 @@ def modules_from_outside(repository: Path, package: str) -> set[str]:
         return OUTSIDE[package]
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requirements = project["dependencies"] + extras[package] + (
-        extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"]
+    requirements = (
+        project["dependencies"]
+        + extras[package]
+        + (extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"])
     )
     distributions = [Requirement(requirement).name for requirement in requirements]
     return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}

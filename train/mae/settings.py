@@ -114,6 +114,10 @@ class MaeSettings(ClipSettings):
                     f"{flag} is {getattr(self, name)}",
                     hint="it must be more than 0, and less than 1: something is masked, and something is left",
                 )
+        if self.augment.erase:
+            raise UserError(
+                f"--augment.erase is {self.augment.erase}, and noise is nothing to reconstruct", hint="leave it out"
+            )
         if not 1 <= self.decoder_depth <= 1000:
             raise UserError(f"--decoder-depth is {self.decoder_depth}", hint="it must be from 1 to 1,000")
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:

@@ -150,7 +150,7 @@ def test_times_that_make_no_sense_are_found(tmp_path: Path) -> None:
         for number, packet in enumerate(packet for packet in source.demux(video=0) if packet.size):
             packet.stream = stream
             if number == 19:
-                packet.pts = packet.dts = packet.pts + 10**11
+                packet.pts = packet.dts = (packet.pts or 0) + 10**11
             target.mux(packet)
     _, ends = captions(tmp_path / "far.mkv")
     assert "its times make no sense" in (ends["far.mkv"] or "")
