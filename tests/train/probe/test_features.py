@@ -84,5 +84,6 @@ def test_what_is_probed_is_a_classifier_or_a_video_tower_whatever_wraps_it() -> 
             return video_BCTHW
 
     towers, classifier = Towers(), Classifier()
-    assert tower_of(towers) is towers.video and tower_of(classifier) is classifier
-    assert tower_of(nn.DataParallel(towers)) is towers.video
+    for model, expected in ((towers, towers.video), (classifier, classifier), (nn.DataParallel(towers), towers.video)):
+        found: object = tower_of(model)
+        assert found is expected

@@ -45,8 +45,8 @@ def test_votes_are_those_of_the_formula(
         naive_votes(features, bank, label, num_classes=6, count=9, temperature=temperature), dtype=torch.float64
     )
     # Votes are up to a factor for each clip.
-    shares = [votes / votes.sum(dim=1, keepdim=True) for votes in (found, expected)]
-    assert torch.allclose(*shares, rtol=1e-4, atol=1e-7)
+    share, expected_share = (votes / votes.sum(dim=1, keepdim=True) for votes in (found, expected))
+    assert torch.allclose(share, expected_share, rtol=1e-4, atol=1e-7)
     assert (found[:, 4:] == 0).all()
 
 
