@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from train.models.attention import Attend
+from train.models.few_rows import linear_for_few
 from train.models.gpt2_block import Gpt2Block, TextCache
 from train.models.transformer import LayerNorm, Stack, TransformerSize
 
@@ -89,7 +90,7 @@ class Gpt2(nn.Module):
 
     def logits(self, x_RLD: torch.Tensor) -> torch.Tensor:
         """What the last block gave, as logits [R, L, W] by the token embedding."""
-        return nn.functional.linear(self.ln_final(x_RLD), self.token_embedding.weight)
+        return linear_for_few(self.ln_final(x_RLD), self.token_embedding.weight)
 
     def start(
         self, video_VND: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1, numbers: Iterable[int] | None = None

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from train.models.attention import Attend
+from train.models.few_rows import apply_to_few, linear_for_few
 from train.models.transformer import LayerNorm, Mlp, SelfAttention, TransformerSize
 
 _STD = 0.02
@@ -36,9 +37,8 @@ class CrossAttention(nn.Module):
     def forward(self, x_RLD: torch.Tensor, k_VNHK: torch.Tensor, v_VNHK: torch.Tensor) -> torch.Tensor:
         """What the text sees, [R, L, D]."""
         # All tokens of all rows of a video are queries to the same keys: nothing is repeated row by row.
-        q = self.q_proj(x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
-        seen: torch.Tensor = self.out_proj(self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
-        return seen
+        q = apply_to_few(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
+        return apply_to_few(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
 
 
 @dataclass
@@ -140,13 +140,14 @@ class Gpt2Block(nn.Module):
         attention = self.attn
         num_rows, num_tokens, width = x_RLD.shape
         end = begin + num_tokens
-        qkv = nn.functional.linear(self.ln_1(x_RLD), attention.in_proj_weight, attention.in_proj_bias)
+        qkv = linear_for_few(self.ln_1(x_RLD), attention.in_proj_weight, attention.in_proj_bias)
         q_RLHK, k_RLHK, v_RLHK = qkv.view(num_rows, num_tokens, 3, attention.num_heads, -1).unbind(2)
         cache.k_RHLK[:num_rows, :, begin:end] = k_RLHK.transpose(1, 2)
         cache.v_RHLK[:num_rows, :, begin:end] = v_RLHK.transpose(1, 2)
         k_RLHK, v_RLHK = (x[:num_rows, :, :end].transpose(1, 2) for x in (cache.k_RHLK, cache.v_RHLK))
         out_RLHK = attention.attend(q_RLHK, k_RLHK, v_RLHK, causal=begin == 0 and num_tokens > 1)
-        x_RLD = x_RLD + attention.out_proj(out_RLHK.reshape(num_rows, num_tokens, width))
+        x_RLD = x_RLD + apply_to_few(attention.out_proj, out_RLHK.reshape(num_rows, num_tokens, width))
         x_RLD = x_RLD + self.cross_attn(self.ln_cross(x_RLD), cache.video_k_VNHK, cache.video_v_VNHK)
-        changed_RLD: torch.Tensor = x_RLD + self.mlp(self.ln_2(x_RLD))
+        hidden = self.mlp.activate(apply_to_few(self.mlp.c_fc, self.ln_2(x_RLD)))
+        changed_RLD: torch.Tensor = x_RLD + self.mlp.c_proj(hidden)
         return changed_RLD

@@ -1,0 +1,26 @@
+"""Linear layers of few rows are linear layers."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from train.models.few_rows import linear_for_few
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 24), (4, 1, 24), (2, 2, 24), (5, 1, 24), (3, 24), (1, 40, 24)])
+@pytest.mark.parametrize(("num_out", "has_bias"), [(7, True), (24, True), (90, True), (90, False)])
+def test_it_is_a_linear_layer(shape: tuple[int, ...], num_out: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(one, generator=generator, dtype=torch.float64) for one in (shape, (num_out, 24), (num_out,))
+    )
+    found = linear_for_few(x, weight, bias if has_bias else None)
+    torch.testing.assert_close(found, linear(x, weight, bias if has_bias else None), atol=1e-12, rtol=0)
+
+
+def test_its_precision_is_autocasts() -> None:
+    x, weight, bias = torch.randn(2, 24), torch.randn(90, 24), torch.randn(90)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = linear_for_few(x, weight, bias), linear(x, weight, bias)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
