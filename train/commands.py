@@ -155,11 +155,16 @@ def _train(
     at_end: AtEnd[Settings] | None,
 ) -> None:
     world = world.cut(settings.parallel.stages)
-    world.replicas.share(settings.batch)
+    share = world.replicas.share(settings.batch)
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     precision = open_precision(settings.precision, device_type=device.type)
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {door.name} ({door.reason}); precision: {precision.name} ({precision.reason})")
+    if world.replicas.size > 1 and share % settings.samples_per_chunk:
+        progress.say(
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: batches "
+            "are others than on one process"
+        )
     old_run = reopen_run(settings) if resume else None
     has_weights = old_run is not None and latest_checkpoint(old_run.checkpoints) is not None
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)

@@ -71,6 +71,10 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
             f"{source.title}: the weights are of {_KINDS[source.kind]}, and the model has {_KINDS[towers.kind]}",
             hint="use weights of the same kind, or leave --towers.kind out",
         )
+    if source.kind == "videomae" and towers.temporal != "zero":
+        # As a preset for another kind of tower has it.
+        say("weights: a videomae tower knows time by fixed sines, and has no use for --towers.temporal")
+        towers = replace(towers, temporal="zero")
     towers = replace(
         towers,
         kind=source.kind or towers.kind,

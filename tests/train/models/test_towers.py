@@ -15,7 +15,13 @@ from train.models.settings import Activation, Towers
 from train.models.text import load_tokenizer
 from train.models.transformer import Block, blocks_of
 
-OPEN_CLIPS_NAMES = {"s16": "ViT-S-16", "b16": "ViT-B-16", "l16": "ViT-L-16", "l14": "ViT-L-14", "l14-336": "ViT-L-14-336"}
+OPEN_CLIPS_NAMES = {
+    "s16": "ViT-S-16",
+    "b16": "ViT-B-16",
+    "l16": "ViT-L-16",
+    "l14": "ViT-L-14",
+    "l14-336": "ViT-L-14-336",
+}
 
 
 @pytest.fixture(params=["gelu", "quick_gelu"])
