@@ -162,8 +162,8 @@ def _train(
     progress.say(f"attention: {door.name} ({door.reason}); precision: {precision.name} ({precision.reason})")
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         progress.say(
-            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: batches "
-            "are others than on one process"
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
+            "batches are others than on one process"
         )
     old_run = reopen_run(settings) if resume else None
     has_weights = old_run is not None and latest_checkpoint(old_run.checkpoints) is not None
