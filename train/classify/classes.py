@@ -72,6 +72,11 @@ def read_classes(data_dir: Path, *, label: str, splits: Collection[str]) -> Clas
     return ClassList(label, tuple(_in_order(there)))
 
 
+def label_names(captions: pa.Table) -> list[str]:
+    """The labels that captions have."""
+    return [one.removeprefix(_PREFIX) for one in captions.column_names if one.startswith(_PREFIX)]
+
+
 def names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
     """The name of each caption's class, null where it has none.
 
@@ -81,7 +86,7 @@ def names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
     wanted = (_VERB, _NOUN) if label == ACTION else (f"{_PREFIX}{label}",)
     for name in wanted:
         if name not in captions.column_names:
-            there = [one.removeprefix(_PREFIX) for one in captions.column_names if one.startswith(_PREFIX)]
+            there = label_names(captions)
             raise UserError(
                 f"the captions have no column {name} (asked for by --label {label})",
                 hint=f"labels there: {', '.join(there) or 'none'}",

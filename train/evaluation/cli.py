@@ -1,12 +1,14 @@
 """The commands of `train eval`. What they do is imported when one of them runs."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from manifests.errors import FailedWork
+from manifests.errors import FailedWork, UserError
 from train.caption.decoding.settings import DecodingSettings
 from train.classify.settings import ClassEvaluation
 from train.evaluation.settings import DualEncoderEvaluation
@@ -157,7 +159,9 @@ def classification(
     """
     from train.classify.commands import evaluate_classifier
 
-    result = evaluate_classifier(run, ClassEvaluation(split=split, clips=clips, crops=crops), shards=shards)
+    with _as_typed():
+        wanted = ClassEvaluation(split=split, clips=clips, crops=crops)
+    result = evaluate_classifier(run, wanted, shards=shards)
     _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
 
 
@@ -165,7 +169,7 @@ def classification(
 def probe(
     run: Path,
     *,
-    label: Annotated[tuple[str, ...], Parameter(negative="")],
+    label: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     method: Annotated[tuple[Method, ...], Parameter(negative="")] = METHODS,
     shards: str | None = None,
     split: str = "val",
@@ -186,7 +190,7 @@ def probe(
     run
         Folder that train mae, dual-encoder or classify --out made.
     label
-        Label of the captions; several may be given.
+        Label of the captions; one at least, several may be given.
     method
         knn or linear; both when left out.
     shards
@@ -202,7 +206,8 @@ def probe(
     """
     from train.probe.commands import probe_run
 
-    wanted = ProbeEvaluation(split=split, labels=label, methods=method, neighbours=neighbours)
+    with _as_typed():
+        wanted = ProbeEvaluation(split=split, labels=label, methods=method, neighbours=neighbours)
     result = probe_run(run, wanted, bank_split=train_split, shards=shards)
     _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
 
@@ -283,6 +288,22 @@ def caption(
         run, split=split, max_samples=max_samples, shards=shards, decoding=decoding, spice_jars=spice_jars
     )
     _print(run, result, num_failed=len(result["failed"]), as_json=as_json)
+
+
+@contextmanager
+def _as_typed() -> Iterator[None]:
+    """Has mistakes in an evaluation's settings name the flags of `train eval`, not those of training."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        for flag, typed in (
+            ("--evaluate.labels", "--label"),
+            ("--evaluate.methods", "--method"),
+            ("--evaluate.", "--"),
+        ):
+            message = message.replace(flag, typed)
+        raise UserError(message, hint=error.hint) from error
 
 
 def _evaluate(run: Path, wanted: DualEncoderEvaluation, *, shards: str | None, num_clips: int, as_json: bool) -> None:

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import UserError
 from train.commands import choose_device
 from train.distributed.world import World
 from train.models.attention import open_attention
@@ -11,6 +12,7 @@ from train.precision import open_precision
 from train.probe.features import tower_of
 from train.probe.probing import probe
 from train.probe.runs import FEATURES, describe_clip, open_probed_run, read_clip_settings
+from train.probe.samples import labels_there
 from train.probe.sets import open_sets
 from train.probe.settings import ProbeEvaluation
 from train.report import write_page
@@ -30,6 +32,8 @@ def probe_run(run_path: Path, wanted: ProbeEvaluation, *, bank_split: str, shard
     """
     run = open_run(run_path)
     task, settings = read_clip_settings(run, shards=shards)
+    if not wanted.labels:
+        raise UserError("--label is missing", hint=f"labels there: {', '.join(labels_there(settings)) or 'none'}")
     device = choose_device(settings.device)
     sets = open_sets(settings, wanted, bank_split=bank_split, world=World(), device=device, is_whole=True)
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)

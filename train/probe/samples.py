@@ -8,7 +8,8 @@ from typing import cast
 import torch
 
 from manifests.errors import UserError
-from train.classify.classes import ClassList, read_classes
+from manifests.store import read_captions
+from train.classify.classes import ClassList, label_names, read_classes
 from train.data.decoding.clip import Views
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.labelled import LabelledLatents
@@ -30,13 +31,26 @@ def read_probe_classes(
     Raises:
         UserError: the data is no folder with a manifest, the captions have no such label, or fewer than two classes.
     """
+    folder = _labelled_folder(settings)
+    return tuple(read_classes(folder, label=label, splits=splits) for label in labels)
+
+
+def labels_there(settings: ClipSettings) -> list[str]:
+    """The labels that captions of the data have.
+
+    Raises:
+        UserError: the data is no folder with a manifest.
+    """
+    return label_names(read_captions(_labelled_folder(settings)))
+
+
+def _labelled_folder(settings: ClipSettings) -> Path:
     if names_tars(settings.shards):
         raise UserError(
             f"{settings.shards} is a stream of tars, and labels are in the manifest of a data folder",
             hint="name the data folder that prep made",
         )
-    folder = open_data_folder(settings.shards, cache=settings.cache)
-    return tuple(read_classes(folder.path, label=label, splits=splits) for label in labels)
+    return open_data_folder(settings.shards, cache=settings.cache).path
 
 
 def open_labelled(

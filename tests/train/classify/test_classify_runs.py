@@ -145,6 +145,13 @@ def test_mistakes_are_named_and_leave_nothing_behind(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_evaluation_names_the_flag_that_was_typed(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("eval", "classification", tmp_path, "--clips", 0) == 2
+    assert "error: --clips is 0" in error_of(capsys)
+
+
 def test_two_clips_are_needed_to_mix_and_enough_for_a_batch(
     train: Train, moving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
