@@ -18,6 +18,7 @@ from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.chance import uniform
 from train.data.chunk_clips import ChunkClips
+from train.data.chunk_set import videos_of_split
 from train.data.decoding.clip import Views
 from train.data.latents.loader import LatentLoader
 from train.data.latents.records import FrameShape
@@ -36,6 +37,7 @@ from train.models.transformer import blocks_of, compile_blocks
 from train.models.video_vit import VideoViTSize
 from train.objective import Objective
 from train.probe.in_loop import LoopProbe
+from train.probe.settings import ProbeEvaluation
 from train.tasks.clips import clip_shape, loader_settings
 from train.tasks.latents import LATENT_PATCH, check_latents, size_on_latents, window
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
@@ -68,10 +70,14 @@ class MaeTask:
         """This rank's part of the chunks, or of the segments of latents, of the split that the settings name.
 
         Raises:
-            UserError: there are none, or they cannot be cut and masked as the settings say.
+            UserError: there are none, they cannot be cut and masked as the settings say, or the data has no such split
+                to evaluate on.
         """
         settings = self._settings
         samples = self.samples(settings.split, world, per_chunk=settings.samples_per_chunk)
+        if settings.evaluate.split != ProbeEvaluation.split:
+            # The run looks at it when all is done. The default may be missing: then it looks at what it trained on.
+            videos_of_split(open_data_folder(settings.shards, cache=settings.cache).path, settings.evaluate.split)
         if settings.evaluate.every:
             # Made now, so that a mistake in its settings ends the run before it begins.
             self._probe = LoopProbe(settings, settings.evaluate, inputs=self.inputs, world=world, device=self._device)
