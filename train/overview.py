@@ -22,26 +22,32 @@ def write_overview(runs: Sequence[Path], out: Path) -> None:
     for path in runs:
         run = open_run(path)
         page = page_of(run)
-        cards.append({**page, "shown": _shown(page), "link": _relative(run.page, out.parent)})
+        shown, shown_data = _shown(page)
+        link = _relative(run.page, out.parent)
+        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
     publish_page("overview.html.j2", out, cards=cards)
 
 
-def _shown(page: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of pictures with words: of the first result that has some."""
+def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Rows of pictures with words, of the first result that has some, and its data where it is not the run's own."""
     for result in page["results"]:
-        if result.get("shown"):
-            clip = result["shown"][0]
-            rows = (("original", clip["original"]), ("masked", clip["masked"]), ("filled in", clip["filled"]))
-            return [{"words": name, "frames": frames, "is_right": None} for name, frames in rows]
-        if result.get("said"):
-            return [
-                {"words": clip["caption"], "frames": clip["frames"], "is_right": clip["is_right"]}
-                for clip in result["said"][:_NUM_SHOWN]
-            ]
-        if result.get("examples"):
-            best = [(query["text"], query["found"][0]) for query in result["examples"][:_NUM_SHOWN]]
-            return [{"words": text, "frames": clip["frames"], "is_right": clip["is_right"]} for text, clip in best]
-    return []
+        if rows := _rows(result):
+            return rows, result["other_data"]
+    return [], ""
+
+
+def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    if result.get("shown"):
+        clip = result["shown"][0]
+        rows = (("original", clip["original"]), ("masked", clip["masked"]), ("filled in", clip["filled"]))
+        return [{"words": name, "frames": frames, "is_right": None} for name, frames in rows]
+    if result.get("said"):
+        return [
+            {"words": clip["caption"], "frames": clip["frames"], "is_right": clip["is_right"]}
+            for clip in result["said"][:_NUM_SHOWN]
+        ]
+    best = [(query["text"], query["found"][0]) for query in result.get("examples", [])[:_NUM_SHOWN]]
+    return [{"words": text, "frames": clip["frames"], "is_right": clip["is_right"]} for text, clip in best]
 
 
 def _relative(page: Path, folder: Path) -> str:

@@ -11,6 +11,7 @@ from train.curves import evaluation_curves, training_curves
 from train.evaluation.tables import table_of
 from train.mae.settings import MaeSettings
 from train.page import publish_page
+from train.result_data import other_data
 from train.run_folder import RunFolder, read_lines, read_object
 from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_values
 
@@ -39,7 +40,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     facts = run.read_facts()
     settings = flat(yaml.safe_load(run.settings.read_bytes()))
     results = [read_object(path) for path in run.results()]
-    results.sort(key=lambda result: _ORDER.index(result["evaluation"]))
+    results.sort(key=lambda result: (bool(other_data(result)), _ORDER.index(result["evaluation"])))
     return {
         "name": run.path.resolve().name,
         "command": _command(run, str(facts.get("task", "dual-encoder"))),
@@ -49,7 +50,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "summary": _summary(lines),
         "curves": training_curves(lines),
         "evaluation_curves": evaluation_curves(lines),
-        "results": [{**result, "table": table_of(result)} for result in results],
+        "results": [{**result, "table": table_of(result), "other_data": other_data(result)} for result in results],
         "weights": _weights(facts.get("weights")),
         "failures": read_lines(run.failures),
     }

@@ -5,7 +5,7 @@
     metrics.jsonl             one object a step
     failures.jsonl            one object for each sample that failed
     checkpoints/step_*/       whole states (train.checkpoint)
-    evaluations/*.json        results of `train eval`
+    evaluations/*.json        results of `train eval`; those on other data than the run's have its name in theirs
     evaluations/*.coco.json   captions that it found, as COCO's programs read them
     index.html                the results page
 
@@ -23,6 +23,7 @@ from typing import Any
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
+from train.result_data import data_facts, result_name
 from train.settings import TrainingSettings, require_same, shaping
 from train.settings_files import load_settings, save_settings
 
@@ -101,9 +102,16 @@ class RunFolder:
         files = sorted(self.evaluation("any").parent.glob("*.json"))
         return [path for path in files if not path.name.endswith(COCO_SUFFIX)]
 
+    def data_facts(self, shards: str | None) -> dict[str, Any]:
+        """What a result says of its data (see train.result_data); `shards` is None where it is the run's own."""
+        import yaml
+
+        own = yaml.safe_load(self.settings.read_bytes()).get("shards", TrainingSettings.shards)
+        return data_facts(str(own), shards)
+
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
-        """Publishes the result of an evaluation."""
-        path = self.evaluation(name)
+        """Publishes the result of an evaluation; one on other data takes the place of none on the run's own."""
+        path = self.evaluation(result_name(name, result))
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_json(path, result)
         return path
@@ -146,7 +154,7 @@ def open_run(path: Path) -> RunFolder:
     """
     run = RunFolder(path)
     if not run.settings.is_file():
-        raise UserError(f"there is no run in {path}", hint="name the folder that train dual-encoder --out made")
+        raise UserError(f"there is no run in {path}", hint="name a training command's --out")
     return run
 
 

@@ -27,5 +27,6 @@ def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere"):
+    with pytest.raises(UserError, match="nowhere") as caught:
         write_overview([tmp_path / "nowhere"], tmp_path / "index.html")
+    assert caught.value.hint == "name a training command's --out"  # of any of them

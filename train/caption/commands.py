@@ -24,6 +24,7 @@ from train.data.captioned_clips import CaptionedClips
 from train.distributed.world import World
 from train.evaluation.in_loop import every_for
 from train.report import write_page
+from train.result_data import result_name
 from train.run_folder import COCO_SUFFIX, RunFolder
 
 MAX_SAMPLES = 100_000
@@ -36,6 +37,7 @@ _PROTOCOL = (
 # What the page of all captions says of them, of the result.
 _ON_PAGE = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
+    "data folder": "shards",
     "clips": "num_samples",
     "hash of their names": "ids_hash",
 }
@@ -97,9 +99,12 @@ def evaluate_captions(
     )
     num_without = _num_videos_without(samples)
     without = f"; {num_without:,} videos of it have no captions" if num_without else ""
+    facts = captioner.run.data_facts(shards)
+    name = result_name(f"captions-{split}", facts)
     result = {
         "evaluation": "captions",
         "split": split,
+        **facts,
         "step": captioner.step,
         "weights": captioner.weights,
         "data": samples.describe() + without,
@@ -116,7 +121,7 @@ def evaluate_captions(
         "absent": scores.absent,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
         "said": shown_json(samples, names, captions, references, scores, num_frames=captioner.settings.num_frames),
-        "all_said": f"evaluations/captions-{split}.html",
+        "all_said": f"evaluations/{name}.html",
         "failed": [failure.as_json() for failure in said.failed],
         "command": _command(
             captioner.run, split, max_samples=max_samples, shards=shards, decoding=decoding, spice_jars=spice_jars
@@ -199,7 +204,7 @@ def _loss_rule(settings: CaptionerSettings) -> str:
 
 def _publish(run: RunFolder, split: str, result: dict[str, Any], *, captions: Mapping[str, str]) -> Path:
     path = run.write_evaluation(f"captions-{split}", result)
-    write_coco_results(path.with_name(f"captions-{split}{COCO_SUFFIX}"), captions)
+    write_coco_results(path.with_name(f"{path.stem}{COCO_SUFFIX}"), captions)
     write_page(run)
     return path
 

@@ -59,6 +59,7 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
     result = {
         "evaluation": "classification",
         "split": wanted.split,
+        **run.data_facts(shards),
         "step": read_facts(path).step,
         "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
         "data": samples.describe(),

@@ -74,6 +74,7 @@ def evaluate_run(
     result = {
         "evaluation": wanted.protocol,
         "split": samples.split,
+        **run.data_facts(shards),
         "step": step,
         "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
         "data": samples.describe(),

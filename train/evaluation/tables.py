@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from train.result_data import other_data
+
 DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → text"}
 # The first one is the number by which captioners are compared.
 _CAPTION_COLUMNS = {
@@ -217,7 +219,10 @@ def _probe(result: dict[str, Any]) -> Table:
 
 
 def _protocol(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    lines = {"data": f"{result['data']}; {result['variant']}", "protocol": f"{sizes}; {result['protocol']}"}
+    data = f"{result['data']}; {result['variant']}"
+    if address := other_data(result):
+        data += f"; of {address}, which is not the run's own data"
+    lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}
     lines |= {name.replace("_", " "): text for name, text in more.items() if text}
     return lines | {"clip": result["clip"], "checkpoint": f"step {result['step']}, {result['weights']}"}
 

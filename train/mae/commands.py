@@ -94,6 +94,7 @@ def evaluate_reconstructions(
     result = {
         "evaluation": "reconstruction",
         "split": split,
+        **run.data_facts(shards),
         "split_chosen": chosen,
         "step": read_facts(path).step,
         "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",

@@ -52,6 +52,7 @@ def probe_run(run_path: Path, wanted: ProbeEvaluation, *, bank_split: str, shard
     result = {
         "evaluation": "probe",
         "split": wanted.split,
+        **run.data_facts(shards),
         "step": probed.step,
         "weights": f"{probed.weights}, {precision.name}",
         "data": sets.asked.describe(),

@@ -94,8 +94,9 @@ def test_the_page_has_the_table_and_what_the_model_says(captioner_run: Path, res
 
 
 def test_captions_as_nobody_wants_them_are_escaped_and_counted(
-    train: Train, captioner_run: Path, odd_data: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, captioner_run: Path, odd_data: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    own = {path: path.read_bytes() for path in (captioner_run / "evaluations").glob("captions-val.*")}
     assert train("eval", "caption", captioner_run, "--shards", odd_data, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["num_samples"], found["num_references"]) == (1, len(BAD))
@@ -105,7 +106,13 @@ def test_captions_as_nobody_wants_them_are_escaped_and_counted(
     assert "said" not in found
     text = page(captioner_run)
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "两只猫在睡觉 🐈" in text
-    text += (captioner_run / "evaluations/captions-val.html").read_text(encoding="utf-8")
+    # Other data than the run's: what was said of its own stays.
+    assert len(own) == 3 and all(path.read_bytes() == content for path, content in own.items())
+    assert f'<a href="{result["all_said"]}">' in text and f'<a href="{found["all_said"]}">' in text
+    others = sorted((captioner_run / "evaluations").glob("captions-val-odd*"))
+    assert [path.name.partition(".")[2] for path in others] == ["coco.json", "html", "json"]
+    text += (captioner_run / found["all_said"]).read_text(encoding="utf-8")
+    assert f"<dd>{odd_data}</dd>" in text
     assert "<script>alert" not in text and "\x00" not in text and "\x1b" not in text
 
 

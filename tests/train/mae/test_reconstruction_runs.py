@@ -1,6 +1,7 @@
 """What a masked autoencoder fills in: by a model that is known, by a run from outside, and on the results page."""
 
 import base64
+import html
 import io
 import json
 from collections.abc import Callable
@@ -155,6 +156,38 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 5  # every second of 9
     assert train("eval", "reconstruction", run.path, "--max-samples", 0) == 2
     assert "--max-samples is 0" in capsys.readouterr().err
+
+    own, other = path.read_bytes(), tmp_path / "other <b>"
+    write_shard(other, 0, chunks_of("elsewhere", 20), split="val")
+    write_captions(other, {"elsewhere": "val"}, [Caption("elsewhere", 0, 1, "text")])
+    assert train("eval", "reconstruction", run.path, "--shards", other) == 0
+    assert f"of {other}, which is not the run's own data" in capsys.readouterr().out
+    (found,) = (one for one in run.results() if one.name.startswith("reconstruction-val-other-b-"))
+    assert json.loads(found.read_text())["shards"] == str(other) and json.loads(own)["shards"] == str(data_dir)
+    assert path.read_bytes() == own
+    page, marked = run.page.read_text(), "of other data: " + html.escape(str(other))
+    assert page.count(marked) == 2  # beside its numbers and its pictures
+    assert 0 < page.index("What the model fills in") < page.index("elsewhere_000000000")
+    assert page.rindex("3 clips, 75.0 % hidden") < page.index(marked) < page.rindex("1 clips, 75.0 % hidden")
+
+    overview = tmp_path / "index.html"
+    assert train("overview", run.path, "--out", overview) == 0
+    assert overview.read_text().count("data: " + html.escape(str(other))) == 1  # its number; pictures are the run's own
+    for one in run.results():
+        if one != found:
+            one.unlink()
+    assert train("overview", run.path, "--out", overview) == 0
+    assert overview.read_text().count("data: " + html.escape(str(other))) == 2
+
+
+def test_a_split_to_look_at_that_no_video_has_is_refused_before_the_first_step(
+    train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (*TINY, "--steps", 1, "--batch", 2, "--out", tmp_path / "run")
+    assert train("mae", "--shards", data_dir, *flags, "--evaluate.split", "nosplit") == 2
+    error = capsys.readouterr().err
+    assert "no videos of split 'nosplit'" in error and "splits of this manifest: train, val" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_where_nothing_is_held_out_clips_of_training_are_shown_and_the_page_says_so(
