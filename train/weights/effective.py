@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from manifests.errors import UserError
 from train.caption.settings import CaptionerSettings
+from train.mae.settings import MaeSettings
 from train.models.dual_encoder import size_of
-from train.models.settings import Towers, kind_of
+from train.models.settings import Kind, Towers, kind_of
 from train.models.transformer import NORM_EPS
 from train.settings import ClipSettings, DualEncoderSettings
 from train.weights.converted import LOGIT_SCALE, MEANS, STDS
@@ -69,7 +70,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     if source.kind is not None and towers.kind not in (None, source.kind):
         raise UserError(
             f"{source.title}: the weights are of {_KINDS[source.kind]}, and the model has {_KINDS[towers.kind]}",
-            hint="use weights of the same kind, or leave --towers.kind out",
+            hint=_weights_for(settings, towers.kind),
         )
     if source.kind == "videomae" and towers.temporal != "zero":
         # As a preset for another kind of tower has it.
@@ -101,6 +102,14 @@ def effective_caption_settings(settings: CaptionerSettings, source: Source | Non
     """The same for a captioner, whose tower is a TimeSformer where neither the settings nor the weights say another."""
     kind = settings.towers.kind or (None if source is None else source.kind) or "timesformer"
     return effective_clip_settings(replace(settings, towers=replace(settings.towers, kind=kind)), source, say=say)
+
+
+def _weights_for(settings: ClipSettings, kind: Kind) -> str:
+    """What to do where the weights are of another kind than `kind`: some commands have but one."""
+    for task, command in ((MaeSettings, "train mae"), (DualEncoderSettings, "train dual-encoder")):
+        if isinstance(settings, task):
+            return f"{command} takes weights of the kind {kind} and no other"
+    return "use weights of the same kind, or leave --towers.kind out"
 
 
 def _of_clip(towers: Towers) -> Towers:

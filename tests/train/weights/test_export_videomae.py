@@ -132,7 +132,9 @@ def test_pre_training_goes_on_from_weights(data: Path, run: Path, tmp_path: Path
     assert settings.init.pixel_mean == (0.42, 0.46, 0.41)
 
 
-def test_a_classifier_starts_from_a_folder_and_leaves_as_one(data: Path, run: Path, tmp_path: Path) -> None:
+def test_a_classifier_starts_from_a_folder_and_leaves_as_one(
+    data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pretrained, out, exported = tmp_path / "pretrained", tmp_path / "classes", tmp_path / "exported"
     export_run(run, form="hf", out=pretrained, say=quiet)
     flags = ("--shards", data, "--label", "shape", *SMALL, "--init.weights", pretrained)
@@ -151,6 +153,15 @@ def test_a_classifier_starts_from_a_folder_and_leaves_as_one(data: Path, run: Pa
     with torch.no_grad():
         logits = theirs.double()(video.transpose(1, 2)).logits
         torch.testing.assert_close(ours.double()(video), logits, rtol=1e-10, atol=1e-10)
+
+    # Pre-training goes on from its tower, with a new decoder.
+    mae = ("mae", "--shards", data, *MAE, *STILL, "--init.weights", exported, "--out", tmp_path / "mae")
+    capsys.readouterr()
+    assert run_train(*mae) == 2
+    assert "--init.allow 'decoder.*' 'fc_norm.*' 'head.*' 'video.ln_post.*'" in capsys.readouterr().err
+    assert run_train(*mae, "--init.allow", "decoder.*", "fc_norm.*", "head.*", "video.ln_post.*") == 0
+    on = weights_of(tmp_path / "mae")
+    assert all(torch.allclose(on[name], weights[name], atol=1e-7) for name in tower)
 
     # Another classifier starts from it, as from the authors' format: its norm of features is taken, its head is not.
     export_run(out, form="videomae", out=tmp_path / "theirs", say=quiet)

@@ -1,5 +1,6 @@
 """Weights of VideoMAE that do not fit, and what settings become with those that do."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,6 +65,15 @@ def test_what_does_not_fit_says_why_and_what_to_do(folder: Path, classifier_fold
     assert hint.endswith(patterns)
     allow = tuple(patterns.replace("'", "").split()[1:])
     loaded_weights(our_autoencoder(), opened(classifier_folder), allow=allow, say=quiet)
+    # Its config.json says how many heads a decoder would have; these sizes are not its default.
+    path = classifier_folder / "config.json"
+    config = json.loads(path.read_text()) | {"decoder_num_attention_heads": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(classifier_folder / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        loaded_weights(our_autoencoder(), opened(tmp_path), say=quiet)
+    assert str(caught.value.hint).endswith(patterns)
+    loaded_weights(our_autoencoder(), opened(tmp_path), allow=allow, say=quiet)
 
 
 KEY = "videomae.encoder.layer.1.attention.attention.key.weight"
@@ -124,15 +134,30 @@ def test_kinds_of_towers_are_named_where_they_differ(folder: Path, tmp_path: Pat
     torch.save(to_open_clip(our_model().state_dict()), tmp_path / "clip.pt")
     clip, videomae = opened(tmp_path / "clip.pt"), opened(folder)
     of_clip, of_videomae = "a tower as CLIP's (clip)", "a tower as VideoMAE's (videomae)"
-    plain = Towers(kind="clip")
-    for effective, settings, source, there, here in (
-        (effective_clip_settings, MaeSettings(), clip, of_clip, of_videomae),
-        (effective_settings, DualEncoderSettings(), videomae, of_videomae, of_clip),
-        (effective_clip_settings, ClassifySettings(towers=plain), videomae, of_videomae, of_clip),
-        (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae),
+    plain, leave = Towers(kind="clip"), "use weights of the same kind, or leave --towers.kind out"
+    for effective, settings, source, there, here, hint in (
+        (
+            effective_clip_settings,
+            MaeSettings(),
+            clip,
+            of_clip,
+            of_videomae,
+            "train mae takes weights of the kind videomae",
+        ),
+        (
+            effective_settings,
+            DualEncoderSettings(),
+            videomae,
+            of_videomae,
+            of_clip,
+            "train dual-encoder takes weights of the kind clip",
+        ),
+        (effective_clip_settings, ClassifySettings(towers=plain), videomae, of_videomae, of_clip, leave),
+        (effective_clip_settings, ClassifySettings(towers=Towers(kind="videomae")), clip, of_clip, of_videomae, leave),
     ):
         with pytest.raises(UserError) as caught:
             effective(settings, source, say=quiet)  # type: ignore[arg-type]
         assert f"the weights are of {there}, and the model has {here}" in str(caught.value)
+        assert (caught.value.hint or "").startswith(hint)
     with pytest.raises(UserError, match=r"--towers\.kind is videomae, and train dual-encoder has a tower as CLIP's"):
         effective_settings(DualEncoderSettings(towers=Towers(kind="videomae")), None, say=quiet)
