@@ -17,6 +17,7 @@ from train.models.settings import Kind, Towers, kind_of
 from train.models.transformer import NORM_EPS
 from train.settings import ClipSettings, DualEncoderSettings
 from train.weights.converted import LOGIT_SCALE, MEANS, STDS
+from train.weights.numbers import require_finite
 from train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
@@ -146,4 +147,5 @@ def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
     width = size_of(settings.model, settings.towers).embedding_width
     if settings.text_tower == "frozen" or projection is None or projection.shape[-1] != width:
         return None
+    require_finite({LOGIT_SCALE: tensors[LOGIT_SCALE]}, source=source.title)
     return max(math.exp(-float(tensors[LOGIT_SCALE])), loss.min_temperature)

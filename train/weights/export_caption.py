@@ -15,6 +15,7 @@ from train.settings_files import load_settings
 from train.weights.converted import MEANS, STDS, Tensors
 from train.weights.exported import Exported, require_format, save_json
 from train.weights.hf_caption import save_hf
+from train.weights.hf_caption_configs import hf_generation_config
 from train.weights.written_videomae_configs import videomae_preprocessor_config
 
 
@@ -36,8 +37,14 @@ def exported_captioner(run: RunFolder, weights: Tensors, *, form: str) -> Export
     captioner = build_captioner(settings, parts.size, attend=attend_with_sdpa)
     captioner.load_state_dict(weights)
 
+    end_id = parts.tokenizer.end_id
+    generation = hf_generation_config(
+        end_id=end_id, pad_id=end_id, decoding=settings.decoding, context_length=parts.size.context_length
+    )
+
     def write(folder: Path) -> None:
-        save_hf(captioner, folder, end_id=parts.tokenizer.end_id)
+        save_hf(captioner, folder, end_id=end_id)
+        save_json(folder / "generation_config.json", generation)
         (folder / TOKENIZER_FILE).write_bytes(parts.tokenizer.as_json())
         save_json(folder / "tokenizer_config.json", _tokenizer_config(settings))
         save_json(folder / "preprocessor_config.json", _preprocessor_config(settings))

@@ -1,6 +1,5 @@
 """Folders of Hugging Face's VisionEncoderDecoderModel, and of the TimeSformer and the GPT-2 that it is made of."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from train.models.attention import Attend
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2
 from train.models.timesformer import TimeSformer, nearest_places, nearest_times
+from train.weights.config_files import read_config
 from train.weights.converted import Converted
 from train.weights.files import read_tensors
 from train.weights.formats import without_prefixes
@@ -24,6 +24,7 @@ from train.weights.hf_caption_configs import (
     hf_generation_config,
 )
 from train.weights.hf_caption_format import from_hf_caption, to_hf_caption
+from train.weights.numbers import by_origin, require_finite, require_floats, require_whole_dtypes
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"
@@ -43,13 +44,19 @@ def read_caption_folder(folder: Path) -> CaptionFolder:
     Raises:
         UserError: they are not there, damaged, or of a model that a captioner cannot be made of.
     """
-    config = caption_config_of(_read_json(folder / "config.json"), source=str(folder))
+    values = read_config(folder / "config.json")
+    if values is None:
+        raise UserError(f"there is no {folder / 'config.json'}", hint="name a folder that save_pretrained wrote")
+    config = caption_config_of(values, source=str(folder))
     for name in _WEIGHTS:
         if (folder / name).is_file():
             # A model of the whole is all that may begin with these prefixes, and has two of them.
-            return CaptionFolder(
-                config=config, converted=from_hf_caption(without_prefixes(read_tensors(folder / name)))
-            )
+            state = without_prefixes(read_tensors(folder / name))
+            require_whole_dtypes(state, source=folder / name)
+            converted = from_hf_caption(state)
+            require_floats(by_origin(converted), source=folder / name)
+            require_finite(by_origin(converted), source=folder / name)
+            return CaptionFolder(config=config, converted=converted)
     raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(_WEIGHTS)}")
 
 
@@ -127,15 +134,3 @@ def save_hf(captioner: Captioner, folder: Path, *, end_id: int, pad_id: int | No
 def _some(names: Any) -> str:
     ordered = sorted(names)
     return f"{', '.join(ordered[:3])}{' and others' if len(ordered) > 3 else ''}" if ordered else "nothing"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"there is no {path}", hint="name a folder that save_pretrained wrote") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}", hint="mend it, or get the folder again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object", hint="mend it, or get the folder again")
-    return value

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from manifests.errors import UserError
+from train.caption.decoding.settings import DecodingSettings, length_penalty_of, num_beams_of, temperature_of, within
 from train.models.gpt2 import Gpt2Size
 from train.models.settings import Activation
 from train.models.transformer import TransformerSize
@@ -123,14 +124,29 @@ def hf_caption_config(
     }
 
 
-def hf_generation_config(*, end_id: int, pad_id: int) -> dict[str, Any]:
-    """generation_config.json: the tokens that `generate` begins, ends and fills with."""
-    return {
+def hf_generation_config(
+    *, end_id: int, pad_id: int, decoding: DecodingSettings | None = None, context_length: int | None = None
+) -> dict[str, Any]:
+    """generation_config.json: the tokens that `generate` begins, ends and fills with, and how it writes captions.
+
+    Args:
+        decoding: as captions are written by default; transformers' own defaults, 20 tokens among them, when left out.
+        context_length: tokens of a text at most.
+    """
+    tokens = {
         "bos_token_id": end_id,
         "decoder_start_token_id": end_id,
         "eos_token_id": end_id,
         "pad_token_id": pad_id,
     }
+    if decoding is None:
+        return tokens
+    if context_length is not None:
+        decoding = within(decoding, context_length)
+    lengths: dict[str, Any] = {"max_new_tokens": decoding.max_tokens}
+    if decoding.min_tokens:
+        lengths["min_new_tokens"] = decoding.min_tokens
+    return {**tokens, **lengths, **_choosing(decoding)}
 
 
 def caption_config_of(config: Mapping[str, Any], *, source: str) -> CaptionConfig:
@@ -181,10 +197,28 @@ def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any]
     )
 
 
+def _choosing(decoding: DecodingSettings) -> dict[str, Any]:
+    """Which tokens `generate` chooses."""
+    num_beams = num_beams_of(decoding)
+    if decoding.method == "sample":
+        # Older versions take the likeliest 50 where nothing is said.
+        limits = {"top_k": decoding.top_k or 0, "top_p": 1.0 if decoding.top_p is None else decoding.top_p}
+        return {"do_sample": True, "num_beams": 1, "temperature": temperature_of(decoding), **limits}
+    if decoding.method == "greedy" or num_beams == 1:
+        return {"do_sample": False, "num_beams": 1}
+    return {
+        "do_sample": False,
+        "num_beams": num_beams,
+        "length_penalty": length_penalty_of(decoding),
+        "early_stopping": bool(decoding.early_stopping),
+    }
+
+
 def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShape:
     config = {**_TIMESFORMER, **given}
     _require(config, _TIMESFORMER_NEEDED, source=source)
     _require(config, {"intermediate_size": (4 * config["hidden_size"],)}, source=source)
+    _require_shared(config, width="hidden_size", heads="num_attention_heads", source=source)
     for name in ("image_size", "patch_size"):
         if not isinstance(config[name], int):
             raise UserError(f"{source}: {name} is {config[name]!r}", hint="use weights for square pictures and patches")
@@ -203,12 +237,22 @@ def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
     config = {**_GPT2, **given}
     _require(config, _GPT2_NEEDED, source=source)
     _require(config, {"n_inner": (None, 4 * config["n_embd"])}, source=source)
+    _require_shared(config, width="n_embd", heads="n_head", source=source)
     trunk = TransformerSize(width=config["n_embd"], depth=config["n_layer"], num_heads=config["n_head"])
     return Gpt2Size(
         trunk=replace(trunk, norm_eps=config["layer_norm_epsilon"]),
         vocabulary_size=config["vocab_size"],
         context_length=config["n_positions"],
     )
+
+
+def _require_shared(config: Mapping[str, Any], *, width: str, heads: str, source: str) -> None:
+    """No tensor shows the number of heads: a wrong one is found here or nowhere."""
+    if config[width] % config[heads]:
+        raise UserError(
+            f"{source}: {width} is {config[width]}, which {heads} {config[heads]} cannot share",
+            hint="mend config.json, or get the folder again",
+        )
 
 
 def _require(config: Mapping[str, Any], needed: Mapping[str, tuple[Any, ...]], *, source: str) -> None:

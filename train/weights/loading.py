@@ -10,6 +10,7 @@ from torch import nn
 from manifests.errors import UserError
 from train.weights.fitting import Fitted, Shape, fit
 from train.weights.misfits import architecture_of, hint_about
+from train.weights.numbers import require_finite
 from train.weights.report import summary_of, table_of
 from train.weights.sources import Say, Source
 
@@ -51,7 +52,8 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
         say: told what became of the tensors.
 
     Raises:
-        UserError: something is missing, left over or of another shape, and nothing explains it.
+        UserError: something is missing, left over or of another shape, and nothing explains it; or what the model
+            would get is not finite.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     _check_heads(model, source)
@@ -69,6 +71,8 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
             f"{source.title} does not fit the model{differs}: {summary_of(fitted.unexplained)}",
             hint=hint_about(fitted.unexplained, there=_shapes_of(source), here=shapes),
         )
+    origins = source.converted.origins
+    require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
     return Loaded(title=source.title, fitted=fitted)
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from manifests.errors import UserError
 
-FormatChoice = Literal["auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae"]
+FormatChoice = Literal["auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae", "hf_timesformer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Init:
     weights: str | None = None
     """A file, a folder, a run, or NAME:TAG of open_clip (which downloads it); left out: random weights."""
     format: FormatChoice = "auto"
-    """Who wrote the weights; auto: told by the names of the tensors."""
+    """Who wrote the weights; auto: told by the names of the tensors. hf_timesformer: for captioners alone."""
     allow: tuple[str, ...] = ()
     """Patterns of tensors that may be missing, left over or of another shape, such as `video.proj`, `visual.*`."""
     pixel_mean: tuple[float, float, float] | None = None

@@ -1,20 +1,20 @@
 """Where weights come from: a file, a folder, or a name and tag of open_clip."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from manifests.errors import UserError
 from train.models.settings import Kind
+from train.weights.config_files import read_config
 from train.weights.configs import facts_of_hf, facts_of_open_clip
 from train.weights.converted import Converted, Facts, kind_of_tensors
 from train.weights.extras import EXTRAS_FILE, read_extras
 from train.weights.files import read_tensors
 from train.weights.formats import FORMATS, detect_format, without_prefixes
 from train.weights.hf_caption_configs import facts_of_hf_caption
+from train.weights.numbers import by_origin, require_floats, require_whole_dtypes
 from train.weights.runs import is_run, read_run
 from train.weights.settings import Init
 from train.weights.videomae_configs import facts_of_hf_videomae, facts_of_videomae_v2
@@ -78,7 +78,8 @@ def open_weights(init: Init) -> Source | None:
     """Reads the weights that the settings name, None where they name none.
 
     Raises:
-        UserError: they are not there, damaged, of no known format, or of a model that the towers cannot be.
+        UserError: they are not there, damaged, of no known format, of no floating point, or of a model that the towers
+            cannot be.
     """
     if init.weights is None:
         return None
@@ -93,6 +94,7 @@ def open_weights(init: Init) -> Source | None:
     else:
         file, facts = _file_of_tag(match[1], match[2])
     state = without_prefixes(read_tensors(file))
+    require_whole_dtypes(state, source=file)
     form = FORMATS[init.format] if init.format != "auto" else detect_format(state)
     converted = form.convert(state)
     if path.is_dir() and (extras := read_extras(path, beside=file)):
@@ -101,6 +103,7 @@ def open_weights(init: Init) -> Source | None:
             tensors={**converted.tensors, **extras},
             origins={**converted.origins, **{name: f"{EXTRAS_FILE}: {name}" for name in extras}},
         )
+    require_floats(by_origin(converted), source=file)
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
 
@@ -133,14 +136,14 @@ def _file_in(folder: Path) -> Path:
 
 
 def _facts_in(folder: Path) -> Facts | None:
-    own = _read_json(folder / "open_clip_config.json")
+    own = read_config(folder / "open_clip_config.json")
     if own is not None:
         preprocess = own.get("preprocess_cfg", {})
         return facts_of_open_clip(own.get("model_cfg", own), preprocess, source=str(folder))
-    config = _read_json(folder / "config.json")
+    config = read_config(folder / "config.json")
     if config is None:
         return None
-    preprocess = _read_json(folder / "preprocessor_config.json") or {}
+    preprocess = read_config(folder / "preprocessor_config.json") or {}
     if config.get("model_type") == "videomae":
         return facts_of_hf_videomae(config, preprocess, source=str(folder))
     if isinstance(config.get("model_config"), dict) and str(config.get("model_type")).startswith("VideoMAEv2"):
@@ -148,15 +151,3 @@ def _facts_in(folder: Path) -> Facts | None:
     if config.get("model_type") in ("timesformer", "vision-encoder-decoder", "gpt2"):
         return facts_of_hf_caption(config, preprocess, source=str(folder))
     return facts_of_hf(config, preprocess, source=str(folder))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}", hint="mend it, or get the folder again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object", hint="mend it, or get the folder again")
-    return value

@@ -43,6 +43,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
                 "they were pre-trained towards pixels as they are (norm_pix_loss is false), and train mae normalises "
                 "each cube: the decoder's last layer has to learn that"
             )
+    side = config.get("image_size", 224)
     is_rgb = config.get("num_channels", _RGB) == _RGB
     return Facts(
         activation=activation,
@@ -51,7 +52,7 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
         std=colours(preprocess.get("image_std", IMAGENET_STD)) if is_rgb else None,
         video_heads=config.get("num_attention_heads", 12),
         decoder_heads=config.get("decoder_num_attention_heads", 6),
-        picture_px=config.get("image_size", 224) if is_rgb else None,
+        picture_px=side if is_rgb and isinstance(side, int) else None,
         remarks=tuple(remarks),
     )
 
