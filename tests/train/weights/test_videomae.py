@@ -221,5 +221,5 @@ def test_names_tell_the_format(names: list[str], form: str) -> None:
     ],
 )
 def test_other_transformers_of_the_same_names_are_not_taken_for_it(names: list[str]) -> None:
-    with pytest.raises(UserError, match="not the weights of a CLIP or VideoMAE of any known format"):
+    with pytest.raises(UserError, match="not the weights of a CLIP, VideoMAE or TimeSformer of any known"):
         detect_format(names)
