@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from manifests.errors import UserError
-from train.caption.decoding.settings import DecodingSettings, length_penalty_of, num_beams_of, temperature_of, within
+from train.caption.decoding.settings import DecodingSettings, length_penalty_of, num_beams_of, temperature_of
 from train.models.gpt2 import Gpt2Size
 from train.models.settings import Activation
 from train.models.transformer import TransformerSize
@@ -141,11 +141,10 @@ def hf_generation_config(
     }
     if decoding is None:
         return tokens
-    if context_length is not None:
-        decoding = within(decoding, context_length)
-    lengths: dict[str, Any] = {"max_new_tokens": decoding.max_tokens}
+    longest = min(decoding.max_tokens, context_length or decoding.max_tokens)
+    lengths: dict[str, Any] = {"max_new_tokens": longest}
     if decoding.min_tokens:
-        lengths["min_new_tokens"] = decoding.min_tokens
+        lengths["min_new_tokens"] = min(decoding.min_tokens, longest - 1)
     return {**tokens, **lengths, **_choosing(decoding)}
 
 

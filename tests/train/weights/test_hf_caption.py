@@ -1,6 +1,7 @@
 """Folders of transformers: a whole captioner, a TimeSformer, a GPT-2; and those that a captioner cannot be made of."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from transformers import (
 
 from manifests.errors import UserError
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
+from train.caption.decoding.decode import write_captions
+from train.caption.decoding.settings import DecodingSettings
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViT, VideoViTSize
 from train.weights.hf_caption import load_hf, read_caption_folder, save_hf
+from train.weights.hf_caption_configs import hf_generation_config
 from train.weights.hf_caption_format import to_hf_caption
 
 TIMESFORMER: dict[str, Any] = {
@@ -93,6 +97,43 @@ def test_transformers_writes_the_same_captions_from_our_folder(tmp_path: Path) -
     assert again.eval().generate(video, max_new_tokens=6, do_sample=False).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        DecodingSettings(max_tokens=26),
+        DecodingSettings(max_tokens=26, min_tokens=24),
+        DecodingSettings(max_tokens=50),  # of a context of 40
+        DecodingSettings(method="beam", num_beams=3, length_penalty=-1.0, early_stopping=True, max_tokens=9),
+        DecodingSettings(method="beam", num_beams=1, length_penalty=2.0, max_tokens=9),
+    ],
+)
+def test_generate_writes_as_a_folder_says(tmp_path: Path, decoding: DecodingSettings) -> None:
+    from transformers import GenerationConfig
+
+    theirs = their_captioner(seed=3)
+    ours = ours_with_weights_of(theirs, tmp_path)
+    config = hf_generation_config(end_id=END, pad_id=END, decoding=decoding, context_length=40)
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    theirs.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    theirs.generation_config.validate(strict=True)
+    expected = theirs.generate(for_them(clips(2)))[:, 1:]
+    written = write_captions(
+        ours, clips(2), replace(decoding, max_tokens=min(40, decoding.max_tokens)), end_id=END, samples=range(2)
+    ).tokens_VL
+    length = max(written.shape[1], expected.shape[1])
+    found = [
+        torch.nn.functional.pad(one, (0, length - one.shape[1]), value=END).tolist() for one in (written, expected)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_folder_says_what_is_drawn() -> None:
+    drawn = DecodingSettings(method="sample", temperature=0.5, top_p=0.75)
+    config = hf_generation_config(end_id=END, pad_id=END, decoding=drawn)
+    wanted = {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.75, "max_new_tokens": 30}
+    assert wanted.items() <= config.items()
+
+
 def test_other_clips_have_the_nearest_places(tmp_path: Path) -> None:
     their_captioner().save_pretrained(tmp_path)
     ours = load_hf(tmp_path, attend=attend_with_sdpa, num_frames=6, image_px=48).double()
@@ -106,10 +147,12 @@ def test_other_clips_have_the_nearest_places(tmp_path: Path) -> None:
         ("encoder", {"attention_type": "joint_space_time"}, "attention_type is 'joint_space_time'"),
         ("encoder", {"intermediate_size": 100}, "intermediate_size is 100"),
         ("encoder", {"qkv_bias": False}, "qkv_bias is False"),
+        ("encoder", {"num_attention_heads": 5}, "hidden_size is 32, which num_attention_heads 5 cannot share"),
         ("encoder", {"image_size": [32, 48]}, r"image_size is \[32, 48\]"),
         ("encoder", {"model_type": "vit"}, "vision-encoder-decoder of vit and gpt2"),
         ("decoder", {"activation_function": "relu"}, "activation_function is 'relu'"),
         ("decoder", {"n_inner": 7}, "n_inner is 7"),
+        ("decoder", {"n_head": 5}, "n_embd is 24, which n_head 5 cannot share"),
         (None, {"model_type": "bert"}, "is a bert"),
     ],
 )
