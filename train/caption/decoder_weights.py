@@ -1,7 +1,7 @@
 """The decoder and its tokens: those of a folder, those of a name that they are downloaded under, or new ones."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,18 +24,20 @@ class DecoderParts:
 
     Attributes:
         tensors: its weights by a captioner's names; empty where they are new.
+        hint: what to do where tokenizer and decoder do not belong together.
     """
 
     tokenizer: CaptionTokenizer
     size: Gpt2Size
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    hint: InitVar[str] = "use the tokenizer that the decoder was trained with"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, hint: str) -> None:
         if self.tokenizer.vocabulary_size > self.size.vocabulary_size:
             raise UserError(
                 f"the tokenizer has {self.tokenizer.vocabulary_size:,} tokens, and the decoder "
                 f"{self.size.vocabulary_size:,}: they do not belong together",
-                hint="name the tokenizer of the decoder, or leave --decoder.tokenizer out",
+                hint=hint,
             )
 
 
@@ -67,7 +69,10 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
             hint="use fewer",
         )
     tensors = {name: one for name, one in found.converted.tensors.items() if name.startswith("decoder.")}
-    return DecoderParts(tokenizer=tokenizer, size=found.config.decoder, tensors=tensors)
+    hint = "name the tokenizer of the decoder, or leave --decoder.tokenizer out"
+    if settings.tokenizer is None:
+        hint = f"the tokenizer is that of {folder}: name the decoder's own with --decoder.tokenizer, or mend the folder"
+    return DecoderParts(tokenizer=tokenizer, size=found.config.decoder, tensors=tensors, hint=hint)
 
 
 def decoder_folder(wanted: str, *, say: Say) -> Path:

@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from tests.train.test_cli import train
+from train.caption.building import build_captioner
+from train.caption.decoding.decode import write_captions
+from train.caption.decoding.settings import DecodingSettings
 from train.caption.runs import read_decoder_parts
+from train.caption.settings import CaptionerSettings
 from train.checkpoint import latest_checkpoint, read_weights
+from train.models.attention import attend_with_sdpa
 from train.run_folder import RunFolder, read_lines
+from train.settings_files import load_settings
 
 __all__ = ["train"]
 
@@ -87,6 +93,16 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(
     tokens = AutoTokenizer.from_pretrained(folder)
     assert tokens("the middle of a")["input_ids"] == ours.tokenizer.ids("the middle of a")
     assert theirs.config.decoder_start_token_id == ours.tokenizer.end_id
+    # It writes what the run writes, and as long: the context of this run is shorter than --decoding.max-tokens.
+    assert theirs.generation_config.max_new_tokens == ours.size.context_length == 12
+    captioner = build_captioner(
+        load_settings(RunFolder(run).settings, CaptionerSettings), ours.size, attend=attend_with_sdpa
+    )
+    captioner.load_state_dict(weights(run))
+    video = torch.randn(2, 3, 2, 32, 32, generator=torch.Generator().manual_seed(0))
+    end_id, decoding = ours.tokenizer.end_id, DecodingSettings(max_tokens=12)
+    written = write_captions(captioner.eval(), video, decoding, end_id=end_id, samples=range(2)).tokens_VL
+    assert theirs.eval().generate(video.transpose(1, 2))[:, 1:].tolist() == written.tolist()
     # The whole as a start, and its decoder with the tokens of the same folder.
     decoder = ("--decoder.weights", folder, "--decoder.max-tokens", 12, "--init.weights", folder)
     still = (*SMALL.replace("--lr 1e-3", "--lr 1e-12").split(), "--steps", 1)
@@ -141,7 +157,17 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     config.vocab_size = tokenizer.vocabulary_size - 1
     GPT2LMHeadModel(config).save_pretrained(folder)
     assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2
-    assert "they do not belong together" in message_of(capsys)
+    err = capsys.readouterr().err
+    assert "they do not belong together" in err and "leave --decoder.tokenizer out" not in err
+    named = (*decoder, "--decoder.tokenizer", folder)
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *named) == 2
+    assert "leave --decoder.tokenizer out" in capsys.readouterr().err
+    # Heads that cannot share the width.
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "n_head": 5}))
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "no", *SMALL.split(), *decoder) == 2
+    assert "n_embd is 32, which n_head 5 cannot share" in message_of(capsys)
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
@@ -157,6 +183,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
         (("--captions.min-relevancy", "0.5"), "a captioner must not say"),
         (("--evaluate.every", "1", "--evaluate.split", "test"), "no videos of split 'test'"),
         (("--input", "latents"), "--input"),
+        (("--decoding.max-tokens", "2000"), "--decoding.max-tokens is 2000, and the decoder's context has"),
         (("--captions-per-visit", "0"), "--captions-per-visit is 0"),
     ],
 )

@@ -55,7 +55,7 @@ class DecodingSettings:
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             raise UserError(
                 f"{_flag('temperature')} is {self.temperature}",
-                hint=f"it must be more than 0; {_flag('method')} greedy is the limit",
+                hint=f"it must be a finite number more than 0; {_flag('method')} greedy is the limit",
             )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"{_flag('top_k')} is {self.top_k}", hint="it must be at least 1")
@@ -90,9 +90,22 @@ def length_penalty_of(settings: DecodingSettings) -> float:
 
 
 def within(settings: DecodingSettings, context_length: int) -> DecodingSettings:
-    """The same for a decoder whose texts have at most so many tokens."""
-    longest = min(settings.max_tokens, context_length)
-    return replace(settings, max_tokens=longest, min_tokens=min(settings.min_tokens, longest - 1))
+    """The same for a decoder whose texts have at most so many tokens; the default of `max_tokens` gives way to it.
+
+    Raises:
+        UserError: a limit that was asked for is beyond them.
+    """
+    if settings.max_tokens > context_length and settings.max_tokens != DecodingSettings.max_tokens:
+        raise UserError(
+            f"{_flag('max_tokens')} is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
+            hint=f"give {context_length} at most, or leave it out",
+        )
+    if settings.min_tokens >= context_length:
+        raise UserError(
+            f"{_flag('min_tokens')} is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
+            hint=f"give {context_length - 1} at most",
+        )
+    return replace(settings, max_tokens=min(settings.max_tokens, context_length))
 
 
 def _flag(name: str) -> str:
