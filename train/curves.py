@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from train.caption.metrics.scores import LABELS as CAPTION_METRICS
 from train.chart import Line, line_chart, smoothed
 
 _NUM_STYLES = 4
+# Products of many small numbers, as BLEU's, are not exactly 0 where they mean it.
+_ROUNDING = 1e-12
 
 Value = Callable[[dict[str, Any]], float | None]
 
@@ -107,7 +110,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     for (split, title), its in sorted(groups.items(), key=lambda group: _rank(group[0][1], order)):
         scale = 100.0 if title.endswith("%") else 1.0
         drawn = [
-            Line(_points(lines, _key(name, scale=scale)), f"line{number % _NUM_STYLES}", label)
+            Line(_points(lines, _key(name, scale=scale), dust=_ROUNDING), f"line{number % _NUM_STYLES}", label)
             for number, (name, label) in enumerate(its.items())
         ]
         drawn = [line for line in drawn if line.points]
@@ -127,10 +130,12 @@ def _place(name: str) -> tuple[str, str]:
     for pattern, title, label in _TOGETHER:
         if match := re.fullmatch(pattern, name):
             return title, label(match[1])
-    words = name.replace("_", " ")
+    words = CAPTION_METRICS.get(name, name.replace("_", " "))
     return words[:1].upper() + words[1:], words
 
 
-def _points(lines: Sequence[dict[str, Any]], value: Value) -> list[tuple[float, float]]:
+def _points(lines: Sequence[dict[str, Any]], value: Value, *, dust: float = 0.0) -> list[tuple[float, float]]:
+    """The finite values by step; those nearer to 0 than `dust` are 0."""
     found = ((float(line["step"]), value(line)) for line in lines)
-    return [(step, number) for step, number in found if number is not None and math.isfinite(number)]
+    finite = ((step, number) for step, number in found if number is not None and math.isfinite(number))
+    return [(step, 0.0 if abs(number) < dust else number) for step, number in finite]

@@ -104,6 +104,20 @@ def test_probes_of_several_labels_stand_in_one_chart_by_method() -> None:
     assert [(label, last) for _, label, last in curves[0].legend] == [("motion", "50"), ("main shape", "50")]
 
 
+def test_numbers_of_captions_have_the_names_of_the_table() -> None:
+    numbers = {"val/cider_d": 0.5, "val/rouge_l": 0.25, "val/bleu1": 3e-17, "val/exact_match": 0.125, "val/loss": 2.0}
+    curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)])
+    shown = {curve.title: curve.legend[0][1:] for curve in curves}
+    assert shown == {
+        "CIDEr-D (val)": ("CIDEr-D", "0.5"),
+        "ROUGE-L (val)": ("ROUGE-L", "0.25"),
+        # A product of small numbers that is meant to be 0.
+        "BLEU-1 (val)": ("BLEU-1", "0"),
+        "Exact match (val)": ("exact match", "0.125"),
+        "Loss (val)": ("loss", "2"),
+    }
+
+
 def test_what_became_of_the_weights_is_told_by_kind(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     change = {"kind": "resized", "name": "video.positions", "origin": HOSTILE, "old": [197, 64], "new": [50, 64]}
