@@ -237,10 +237,12 @@ def export(
     Parameters
     ----------
     run
-        Folder that train dual-encoder, train mae, or train classify with a videomae tower made.
+        Folder that train dual-encoder, train mae, train classify with a videomae tower, or train caption with a
+        TimeSformer tower made.
     form
         open_clip: for create_model('local-dir:OUT'); hf: for from_pretrained('OUT') of CLIPModel,
-        VideoMAEForPreTraining or VideoMAEForVideoClassification; videomae: a checkpoint as VideoMAE's own.
+        VideoMAEForPreTraining, VideoMAEForVideoClassification or, of captioners, VisionEncoderDecoderModel;
+        videomae: a checkpoint as VideoMAE's own.
     out
         Folder to make.
     frame_embedding

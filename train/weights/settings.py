@@ -5,7 +5,9 @@ from typing import Literal
 
 from manifests.errors import UserError
 
-FormatChoice = Literal["auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae", "hf_timesformer"]
+FormatChoice = Literal[
+    "auto", "open_clip", "openai", "hf", "avion", "lavila", "videomae", "hf_videomae", "hf_timesformer"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
