@@ -71,8 +71,8 @@ def evaluate_captions(
     if spice_jars is not None:
         check_jars(spice_jars)
     captioner = open_captioner(run_path, shards=shards)
-    samples = captioner.task.samples(split, World())
     how = captioner.decoding(decoding)
+    samples = captioner.task.samples(split, World())
     every = every_for(len(samples), at_most=max_samples)
     with captioner.autocast():
         said = captions_of(

@@ -49,7 +49,11 @@ class TrainedCaptioner:
         return self.task.decoder.tokenizer.end_id
 
     def decoding(self, wanted: DecodingSettings | None) -> DecodingSettings:
-        """What takes effect: what is wanted, or what the run says; captions end where the decoder's context does."""
+        """What takes effect: what is wanted, or what the run says; captions end where the decoder's context does.
+
+        Raises:
+            UserError: a limit that was asked for is beyond the context.
+        """
         chosen = self.settings.decoding if wanted is None else wanted
         return within(chosen, self.task.decoder.size.context_length)
 

@@ -15,7 +15,7 @@ from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.caption.building import build_captioner, copy_decoder, freeze, tower_size
 from train.caption.decoder_weights import DecoderParts, open_decoder
-from train.caption.decoding.settings import within
+from train.caption.decoding.settings import DecodingSettings, within
 from train.caption.evaluating import captions_of, numbers_of
 from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
@@ -87,12 +87,13 @@ class CaptionTask:
         """This rank's part of the clips and captions of the split that the settings name.
 
         Raises:
-            UserError: there are none, or the decoder that is named cannot be had.
+            UserError: there are none, or the decoder that is named cannot be had or does not write so long captions.
         """
         settings = self._settings
         samples = self.samples(settings.split, world)
+        # Mistakes in what writes captions later end the run before it begins.
+        self._decoding()
         if settings.evaluate.every:
-            # Made now, so that a mistake in its settings ends the run before it begins.
             self._held_out = self.samples(settings.evaluate.split, world)
         return samples
 
@@ -192,11 +193,14 @@ class CaptionTask:
             batches_on_all_stages(batches, world.stages),
             inputs=self.inputs,
             tokenizer=self.decoder.tokenizer,
-            decoding=within(self._settings.decoding, self.decoder.size.context_length),
+            decoding=self._decoding(),
             device=self._device,
         )
         numbers = numbers_of(world.gather_objects(own), references=samples.references)
         return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
+
+    def _decoding(self) -> DecodingSettings:
+        return within(self._settings.decoding, self.decoder.size.context_length)
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:

@@ -36,7 +36,8 @@ def caption_files(
 
     Raises:
         UserError: a flag, the run or a path does not work.
-        FailedWork: some videos could not be read, or not to their ends; all others are done.
+        FailedWork: some videos could not be read, or not to their ends (all others are done), or what is said of them
+            could not be written.
     """
     if batch < 1:
         raise UserError(f"--batch is {batch}", hint="it must be 1 or more")
@@ -45,13 +46,13 @@ def caption_files(
     window_us, videos = length_us(length), find_videos(paths)
     sink = Printed() if out is None else open_sink(out, videos, wanted=wanted)
     captioner = open_captioner(run)
-    settings = captioner.settings
+    settings, how = captioner.settings, captioner.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
     failed = []
     with sink, VideoProgress(num_videos=len(videos)) as progress:
         for event in caption_videos(
             videos,
-            caption_by(captioner, captioner.decoding(decoding)),
+            caption_by(captioner, how),
             sampling=sampling,
             size_px=settings.size_px,
             length_us=window_us,

@@ -104,3 +104,14 @@ def test_a_run_of_another_task_has_no_captions(
 ) -> None:
     assert train("caption-video", tmp_path, films) == 2
     assert "there is no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--decoding.max-tokens", "--decoding.min-tokens"])
+def test_a_limit_beyond_the_context_is_refused(
+    train: Train, captioner_run: Path, films: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = {"--decoding.max-tokens": 13, "--decoding.min-tokens": 12}[flag]
+    for command in (("caption-video", captioner_run, films), ("eval", "caption", captioner_run)):
+        assert train(*command, flag, limit) == 2
+        assert f"{flag} is {limit}, and the decoder's context has 12 tokens" in capsys.readouterr().err
+    assert train("caption-video", captioner_run, films / "a.mp4", flag, limit - 1) == 0
