@@ -55,12 +55,12 @@ def window_clips(path: Path, sampling: Sampling, *, size_px: int, length_us: int
     good_us = facts.end_us - facts.end_us % length_us if facts.is_cut_off else facts.end_us
     for window in windows_of(good_us, length_us=length_us):
         video, colour = pictures.at(_moments(window, sampling, facts))
-        if facts.is_cut_off and pictures.are_over:
+        # What is damaged between the last moment and the window's end is of this window too.
+        pictures.go_to(window.end_us)
+        if facts.is_cut_off and pictures.are_over_before(facts.last_us):
             break
         yield WindowClip(window, video, colour, facts.end_us)
-    if not facts.is_cut_off:
-        pictures.finish()
-    else:
+    if facts.is_cut_off:
         end_s, promised_s = facts.end_us / US_PER_S, (facts.end_us + facts.missing_us) / US_PER_S
         raise VideoFailed(f"it is cut off: its header promises {promised_s:.2f} s, and it ends at {end_s:.2f} s")
 
@@ -87,7 +87,7 @@ class _Pictures:
         pictures = []
         colours = set()
         for numerator in moments.numerators:
-            self._advance(Fraction(numerator, moments.denominator))
+            self.go_to(Fraction(numerator, moments.denominator))
             if self._picture is None:
                 self._picture = picture_of(self._now.frame, aspect=self._aspect, size_px=self._size_px)
             pictures.append(self._picture[0])
@@ -96,17 +96,12 @@ class _Pictures:
             raise VideoFailed(f"its colours change their kind at {float(self._now.begin_us) / US_PER_S:.2f} s")
         return np.stack(pictures), colours.pop()
 
-    @property
-    def are_over(self) -> bool:
-        """Whether no picture comes behind the one that was taken last."""
-        return self._next is None
+    def are_over_before(self, time_us: int) -> bool:
+        """Whether the last picture has come, and it came on before this time."""
+        return self._next is None and round(self._now.begin_us) < time_us
 
-    def finish(self) -> None:
-        """Goes to the end, to see that the rest can be decoded."""
-        while self._next is not None:
-            self._step()
-
-    def _advance(self, moment_us: Fraction) -> None:
+    def go_to(self, moment_us: Fraction | int) -> None:
+        """Goes to the picture that is on the screen at a moment; the one behind it is decoded too."""
         while self._next is not None and self._next.begin_us <= moment_us:
             self._step()
 

@@ -26,6 +26,8 @@ _PROTOCOLS = "file,pipe"
 _LONGEST_S = 1_000_000
 # Containers round the durations in their headers, and a last frame may last for longer than others.
 _SLACK_S = 1
+# Of a RIFF list whose end was never written into its head.
+_UNKNOWN_LENGTHS = (0, 2**32 - 1)
 
 
 class VideoFailed(ClipmillError):
@@ -39,7 +41,7 @@ class VideoFacts:
     Attributes:
         end_us: when the last frame that there is leaves the screen.
         last_us: when it comes on.
-        missing_us: what the header promises, of pictures or sound, behind the last packet.
+        missing_us: what the header promises, of pictures or sound, behind the last packet (AVI: of pictures).
         fps: frames per second, averaged where they vary.
         aspect: width of a pixel by its height.
     """
@@ -93,6 +95,7 @@ def read_facts(path: Path) -> VideoFacts:
         start_us = container.start_time or 0
         # A sound track may be longer than the video. Headers without durations have them made up of what there is.
         promised_us = start_us + (container.duration or 0) if _promises(container) else 0
+        promised_frames_us = stream.frames * unit_us if _is_cut_avi(container, path) else 0
         rate = stream.average_rate or stream.guessed_rate
         aspect = stream.sample_aspect_ratio or Fraction(1)
     if begin is None:
@@ -102,10 +105,11 @@ def read_facts(path: Path) -> VideoFacts:
     mean = Fraction(end - begin, count - 1) if count > 1 else Fraction(0)
     # Some packets state the time of a field, or none.
     shown = max(mean, Fraction(longest)) or 1 / (unit_us * (rate or 30)) * US_PER_S
+    end_us = max(1, round((end + shown) * unit_us - start_us))
     return VideoFacts(
-        end_us=max(1, round((end + shown) * unit_us - start_us)),
+        end_us=end_us,
         last_us=round(end * unit_us - start_us),
-        missing_us=max(0, promised_us - round(any_end_us)),
+        missing_us=max(0, promised_us - round(any_end_us), round(promised_frames_us) - end_us),
         fps=rate or (US_PER_S / (mean * unit_us) if mean else Fraction(30)),
         aspect=aspect if aspect > 0 else Fraction(1),
     )
@@ -182,6 +186,27 @@ def _video_stream(container: "InputContainer") -> "VideoStream":
 
 def _promises(container: "InputContainer") -> bool:
     return any(name in container.format.name for name in ("matroska", "mp4", "flv", "asf"))
+
+
+def _is_cut_avi(container: "InputContainer", path: Path) -> bool:
+    """Whether the outermost lists of an AVI file go on behind its end.
+
+    Where the index at the end is gone, libav makes a duration up of the file's size. The number of frames in the header
+    says more, but alone it is wrong of a file that was written into a pipe, and where the last frames are repeats.
+    """
+    if container.format.name != "avi":
+        return False
+    size_bytes, begin = path.stat().st_size, 0
+    with path.open("rb") as file:
+        # Above 1 GB there are several, one behind the other.
+        while begin < size_bytes:
+            file.seek(begin)
+            head = file.read(8)
+            length_bytes = int.from_bytes(head[4:], "little")
+            if head[:4] != b"RIFF" or length_bytes in _UNKNOWN_LENGTHS:
+                return False
+            begin += 8 + length_bytes
+    return begin > size_bytes
 
 
 def _reason(error: Exception) -> str:

@@ -111,6 +111,44 @@ def test_whole_windows_before_a_cut_are_good(tmp_path: Path, name: str) -> None:
     assert "it is cut off: its header promises 6.0" in (ends[name] or "")
 
 
+def test_an_avi_that_is_cut_is_known_by_its_header(tmp_path: Path) -> None:
+    """Without the index at its end, libav makes a duration up."""
+    content = write(tmp_path / "whole.avi", codec="mpeg4")
+    (tmp_path / "cut.avi").write_bytes(content[: len(content) * 6 // 10])
+    # Written into a pipe: no length in the head of the file, and no true number of frames.
+    piped = bytearray(content)
+    piped[4:8] = b"\xff" * 4
+    frames = piped.index(b"strh") + 8 + 32
+    count = int.from_bytes(piped[frames : frames + 4], "little")
+    assert count % 60 == 0
+    piped[frames : frames + 4] = (2**30).to_bytes(4, "little")
+    (tmp_path / "piped.avi").write_bytes(piped)
+    # A file with something behind it, and one whose last frames are repeats that were left out.
+    (tmp_path / "longer.avi").write_bytes(content + bytes(100))
+    repeats = bytearray(content)
+    repeats[frames : frames + 4] = (count * 3 // 2).to_bytes(4, "little")
+    (tmp_path / "repeats.avi").write_bytes(repeats)
+    whole = ("whole.avi", "piped.avi", "longer.avi", "repeats.avi")
+    found, ends = captions(*(tmp_path / name for name in (*whole, "cut.avi")))
+    assert {name: ends[name] for name in whole} == dict.fromkeys(whole)
+    assert all(found[name] == WHOLE for name in whole)
+    assert "it is cut off: its header promises 6.00 s" in (ends["cut.avi"] or "")
+    assert 2 <= len(found["cut.avi"]) <= 4 and found["cut.avi"] == WHOLE[: len(found["cut.avi"])]
+
+
+def test_a_window_that_is_damaged_behind_its_last_moment_has_no_caption(tmp_path: Path) -> None:
+    content = bytearray(write(tmp_path / "v.mp4", gop=1))
+    with av.open(str(tmp_path / "v.mp4")) as container:
+        packets = sorted((packet for packet in container.demux(video=0) if packet.size), key=lambda one: one.pts or 0)
+    # The second window shows its pictures of 1.2 and 1.7 s; the one of 1.9 s is gone.
+    packet = packets[19]
+    assert packet.pos is not None
+    content[packet.pos + 4 : packet.pos + packet.size] = bytes(packet.size - 4)
+    (tmp_path / "v.mp4").write_bytes(content)
+    found, ends = captions(tmp_path / "v.mp4")
+    assert ends["v.mp4"] is not None and found["v.mp4"] == ["2"]
+
+
 def test_a_stream_that_is_cut_ends_earlier(tmp_path: Path) -> None:
     """A transport stream says nowhere how long it is."""
     write(tmp_path / "whole.mp4")
