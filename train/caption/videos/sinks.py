@@ -1,13 +1,15 @@
 """Where captions go: to standard output, into one file, or into a file for each video."""
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from manifests.errors import UserError
+from manifests.errors import FailedWork, UserError
+from manifests.publish import TEMPORARY_PREFIX
 from train.caption.videos.captioning import CaptionedWindow, VideoEnd
 from train.caption.videos.files import shown_name
 from train.caption.videos.formats import Format
@@ -43,18 +45,21 @@ class OneFile:
         self._writer = writer
 
     def __enter__(self) -> Self:
-        self._write = self._writer.__enter__()
+        with _writing():
+            self._write = self._writer.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.__exit__(kind, error, trace)
+        with _writing():
+            self._writer.__exit__(kind, error, trace)
 
     def take(self, event: Event) -> None:
         """Writes a window."""
         if isinstance(event, CaptionedWindow):
-            self._write(event)
+            with _writing():
+                self._write(event)
 
 
 class FilePerVideo:
@@ -84,7 +89,7 @@ class FilePerVideo:
             self._windows.append(event)
             return
         if self._windows or event.failure is None:
-            with srt_writer(self._paths[event.video]) as write:
+            with _writing(), srt_writer(self._paths[event.video]) as write:
                 for window in self._windows:
                     write(window)
         self._windows = []
@@ -107,10 +112,27 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> On
         )
     if out.is_dir() and not is_folder:
         raise UserError(f"--out {out} is a folder", hint=f"name a file, such as {out / 'captions'}.{form}")
+    if out.exists() and not out.is_dir() and not out.is_file():
+        # A device or a pipe, which a file would take the place of.
+        raise UserError(f"--out {out} is no file", hint="name a file, or leave --out out to print lines")
+    folder = out if is_folder else out.parent
     try:
-        (out if is_folder else out.parent).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell of folders that the system keeps for itself.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, suffix=f"-{out.name}"):
+            pass
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}", hint="use another --out") from error
+        raise UserError(
+            f"--out {out} cannot be made: {error.strerror or error}", hint="name a place where files can be written"
+        ) from error
     if is_folder:
         return FilePerVideo(dict(zip(videos, (out / name for name in subtitle_names(videos)), strict=True)))
     return OneFile(WRITERS[form](out))
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FailedWork(f"captions cannot be written: {error.strerror or error}") from error

@@ -94,13 +94,16 @@ def format_of(path: Path, wanted: Format | None) -> Format:
     """The format that is wanted, or that the suffix of a file names.
 
     Raises:
-        UserError: neither says.
+        UserError: neither says, or they contradict each other.
     """
-    if wanted is not None:
-        return wanted
-    for known in FORMATS:
-        if path.suffix.lower() == f".{known}":
-            return known
+    named = next((known for known in FORMATS if path.suffix.lower() == f".{known}"), None)
+    if wanted is not None and named not in (None, wanted):
+        raise UserError(
+            f"--out {path} is called {named}, and --format says {wanted}", hint="leave out --format, or the suffix"
+        )
+    form = wanted or named
+    if form is not None:
+        return form
     raise UserError(f"--out {path} does not say in which format", hint="end it in .csv, .json or .srt, or add --format")
 
 

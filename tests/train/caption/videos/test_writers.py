@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import UserError
+from manifests.errors import FailedWork, UserError
 from train.caption.videos.captioning import CaptionedWindow
 from train.caption.videos.formats import Format
+from train.caption.videos.sinks import open_sink
 from train.caption.videos.writers import WRITERS, format_of, srt_time, subtitle_names
 
 CAPTIONS = [
@@ -102,6 +103,29 @@ def test_formats_are_named_by_suffix() -> None:
     assert format_of(Path("folder"), "srt") == "srt"
     with pytest.raises(UserError, match="does not say"):
         format_of(Path("captions.txt"), None)
+    assert format_of(Path("captions.txt"), "json") == format_of(Path("c.JSON"), "json") == "json"
+    with pytest.raises(UserError, match="is called json, and --format says srt"):
+        format_of(Path("c.json"), "srt")
+
+
+@pytest.mark.parametrize(
+    "out", ["/sys/kernel/c.srt", "/proc/c.csv", "/dev/null", "/proc", "/etc/passwd/c.csv", "x" * 250 + ".csv"]
+)
+def test_a_place_that_takes_no_files_is_named_before_the_work(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    form: Format = "csv" if out.endswith("csv") else "srt"
+    with pytest.raises(UserError, match=f"--out {out} ") as error:
+        open_sink(Path(out), [Path("a.mp4")], wanted=form)
+    assert error.value.hint and not list(tmp_path.iterdir())
+
+
+def test_a_place_that_goes_away_fails_the_work(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path / "new/c.csv", [Path("a.mp4")], wanted=None)
+    (tmp_path / "new").rmdir()
+    with pytest.raises(FailedWork, match="captions cannot be written"), sink:
+        pass
 
 
 def test_subtitles_are_called_as_their_videos() -> None:
