@@ -12,6 +12,7 @@ import pytest
 
 TINY = {
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
+    "caption_data": ["--pieces", "1", "--rounds", "1"],
     "caption_learning": [
         *("--seeds", "1", "--videos", "5", "--minutes", "0.4", "--steps", "1", "--batch", "4"),
         *("--warmup-steps", "1", "--evaluate.every", "0"),

@@ -1,0 +1,138 @@
+"""Clips for a captioner from shards beside clips that were frozen as float32 arrays (.npz), as others train it.
+
+    python -m benchmarks.caption_data VIDEOS [--pieces 40] [--rounds N] [--json FILE]
+
+Pieces of VIDEOS go through `prep chunk`. `shards`: 8 frames, evenly over a chunk, decoded by packets, cropped and
+resized to 224 px, as normalised float32 RGB; every visit has a crop of its own. `npz`: the same tensors written once by
+numpy.savez, [8, 3, 224, 224], 4.8 MB a clip, and read back: from the page cache, and, as far as the kernel drops its
+pages when it is asked to, from the disk. One thread. Clips of a round are loaded one after another by each way in turn;
+figures are medians over the rounds.
+
+A way that reads 4.8 MB a clip needs a disk (or a network) of that speed: `MB/s for 1,000 clips/s` is what a server that
+trains at that rate would have to read.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.decode_peers.chunk_sets import OWN, make_set, write_captions
+from benchmarks.decode_peers.clip_set import data_folder
+from benchmarks.decode_peers.pieces import cut_pieces, make_pieces
+from benchmarks.report import parser_for, print_report
+from prep.ffmpeg import find_ffmpeg
+from train.augment.pictures import to_model_input
+from train.data.chunk_clips import ChunkClips
+from train.data.clips import Sampling
+from train.data.decoding.clip import ClipShape
+from train.data.loader import LoaderSettings, Visit
+from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
+
+NUM_FRAMES, SIZE_PX = 8, 224
+_MB = 1e6
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = parser_for(__doc__ or "")
+    parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
+    parser.add_argument("--pieces", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        samples = _open_samples(folder, videos=arguments.videos, num_pieces=arguments.pieces)
+        arrays = _write_arrays(folder, samples)
+        ways: dict[str, Callable[[int], torch.Tensor]] = {
+            "shards": lambda number: _from_shards(samples, number, seed=0),
+            "npz, from memory": lambda number: _from_array(arrays[number]),
+            "npz, from disk": lambda number: _from_array(arrays[number], is_cold=True),
+        }
+        shard_bytes = sum(path.stat().st_size for path in data_folder(folder, OWN).glob("video/*/*.tar"))
+        sizes = {way: sum(path.stat().st_size for path in arrays) for way in ways} | {"shards": shard_bytes}
+        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        for _ in range(arguments.rounds):
+            for way, load in ways.items():
+                seconds[way].append(_timed(load, len(arrays)))
+    rows: list[dict[str, object]] = []
+    for way, taken in seconds.items():
+        mb = sizes[way] / len(arrays) / _MB
+        rows.append(
+            {
+                "way": way,
+                "clips/CPU s": statistics.median(len(arrays) / cpu_s for _, cpu_s in taken),
+                "clips/s": statistics.median(len(arrays) / wall_s for wall_s, _ in taken),
+                "MB a clip": mb,
+                "MB/s for 1,000 clips/s": 1000 * mb,
+            }
+        )
+    print_report(
+        f"{len(arrays)} clips of {NUM_FRAMES} frames of {SIZE_PX} px", rows, notes=[], json_path=arguments.json
+    )
+
+
+def _open_samples(folder: Path, *, videos: Path | None, num_pieces: int) -> ChunkClips:
+    program = find_ffmpeg().path
+    pieces, captions = folder / "pieces", folder / "captions.csv"
+    pieces.mkdir()
+    if videos is None:
+        names = make_pieces(pieces, num_pieces=num_pieces, program=program)
+    else:
+        names = cut_pieces(videos, pieces, num_pieces=num_pieces, program=program)
+    write_captions(captions, [(number, 0.0, 1.0) for number in range(len(names))])
+    make_set(OWN, pieces=pieces, captions=captions, folder=folder, program=program)
+    return ChunkClips(
+        data_folder(folder, OWN),
+        split="train",
+        shape=ClipShape(sampling=Sampling(num_frames=NUM_FRAMES), size_px=SIZE_PX),
+        loading=LoaderSettings(batch=1, num_threads=1, num_ahead=1, seed=0),
+    )
+
+
+def _write_arrays(folder: Path, samples: ChunkClips) -> list[Path]:
+    """The clips of an evaluation as files, one each."""
+    paths = []
+    for number in range(len(samples)):
+        paths.append(folder / f"{number}.npz")
+        np.savez(paths[-1], _from_shards(samples, number, seed=None).numpy())
+    os.sync()
+    return paths
+
+
+def _from_shards(samples: ChunkClips, number: int, *, seed: int | None) -> torch.Tensor:
+    (sample,) = samples.load([Visit(number, number, seed)])
+    assert isinstance(sample, dict), sample
+    clip = to_model_input(
+        torch.from_numpy(sample["video"])[None],
+        torch.tensor([sample["colour"]], dtype=torch.uint8),
+        size_px=SIZE_PX,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+    )
+    return clip[0].transpose(0, 1).contiguous()
+
+
+def _from_array(path: Path, *, is_cold: bool = False) -> torch.Tensor:
+    if is_cold:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with np.load(path) as arrays:
+        return torch.from_numpy(arrays["arr_0"])
+
+
+def _timed(load: Callable[[int], torch.Tensor], count: int) -> tuple[float, float]:
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    for number in range(count):
+        load(number)
+    return time.perf_counter() - wall_s, time.process_time() - cpu_s
+
+
+if __name__ == "__main__":
+    main()
