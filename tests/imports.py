@@ -2,11 +2,13 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _CALLS_THAT_IMPORT = {"import_module", "__import__", "importorskip"}
 
 
+@cache  # every wall asks about every file
 def imported_names(path: Path) -> set[str]:
     """Dotted names that `path` imports: at the top, in functions, by `importlib`, or as attributes of a package.
 
