@@ -9,6 +9,7 @@ from manifests.publish import publish_json
 from train.run_folder import RunFolder, read_lines
 from train.settings import TrainingSettings
 from train.settings_files import settings_yaml
+from train.tracking.run_name import run_name
 from train.tracking.trackers import tagged
 
 
@@ -34,7 +35,7 @@ class WeightsAndBiases:
             self._run = wandb.init(
                 project=settings.track.project,
                 id=known["id"],
-                name=run.path.resolve().name,
+                name=run_name(run.path.resolve().name, settings),
                 dir=run.path,
                 config=yaml.safe_load(settings_yaml(settings)),
                 # Of what a resumed run may change, the newest holds.
@@ -49,6 +50,8 @@ class WeightsAndBiases:
                 f"W&B cannot be reached: {str(error).splitlines()[0]} (asked for by --track.wandb online)",
                 hint="wandb login, or --track.wandb offline and wandb sync later",
             ) from error
+        # Evaluations are compared by how much was seen, whatever the batch.
+        self._run.define_metric(f"{settings.evaluate.split}/*", step_metric="train/epoch")
         self._run.summary["page"] = str(run.page.resolve())
 
     def log(self, line: dict[str, Any]) -> None:

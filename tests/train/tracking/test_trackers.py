@@ -10,7 +10,8 @@ import pytest
 from manifests.errors import UserError
 from train.progress import Progress, describe
 from train.run_folder import RunFolder, create_run, read_lines
-from train.settings import TrainingSettings
+from train.settings import DualEncoderSettings, TrainingSettings
+from train.tracking.run_name import run_name
 from train.tracking.settings import TrackSettings
 from train.tracking.trackers import check_tracking, open_trackers, tagged
 
@@ -73,6 +74,10 @@ def test_wandb_is_sent_each_step_once_under_one_run(
     assert len({one.run_id for one in runs}) == 1
     assert {one.run_id for one in runs} == {json.loads((run.path / "wandb.json").read_text())["id"]}
     assert {one.project for one in runs} == {"clipmill"}
+    names = {one.display_name for one in runs}
+    assert len(names) == 1 and f"{run.path.resolve().name}_" in names.pop()
+    metrics = [record.metric for record in records if record.HasField("metric")]
+    assert any(one.step_metric == "train/epoch" for one in metrics)
     history = [
         {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
         for record in records
@@ -104,6 +109,11 @@ def sent(path: Path) -> list[Any]:
             found.append(record)
             data = b""
     return found
+
+
+def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
+    settings = DualEncoderSettings(model="b16", num_frames=8, lr=5e-7, batch=6, steps=20, seed=42)
+    assert run_name("captions", settings) == "captions_b16_nf8_px224_lr5e-07_bs6_st20_rs42"
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
