@@ -35,13 +35,13 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     if any("PreTraining" in name for name in config.get("architectures") or ()):
         if config.get("use_mean_pooling", True):
             remarks.append(
-                "they were pre-trained without a layer norm behind the encoder (use_mean_pooling); train mae has one, "
-                "which starts anew with --init.allow 'video.ln_post.*'"
+                "they were pre-trained without a layer norm behind the encoder (use_mean_pooling); masked autoencoders "
+                "and captioners have one, which starts anew with --init.allow 'video.ln_post.*'"
             )
         if not config.get("norm_pix_loss", True):
             remarks.append(
-                "they were pre-trained towards pixels as they are (norm_pix_loss is false), and train mae normalises "
-                "each cube: the decoder's last layer has to learn that"
+                "they were pre-trained towards pixels as they are (norm_pix_loss is false); a masked autoencoder's "
+                "decoder, which has normalised cubes to fill in, has to learn that"
             )
     side = config.get("image_size", 224)
     is_rgb = config.get("num_channels", _RGB) == _RGB
