@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from train.weights.fitting import Change, Shape
 
 _MAX_NAMED = 3
+_NOT_USED, _NEW = "not used", "new, not there"
 _TITLES = {
     "resized": "resized",
     "created": "created",
-    "dropped": "not used",
+    "dropped": _NOT_USED,
     "missing": "MISSING",
     "unexpected": "UNEXPECTED",
     "reshaped": "OTHER SHAPE",
@@ -23,8 +24,7 @@ def table_of(changes: Sequence[Change]) -> list[str]:
         first = group[0]
         name = _pattern(first.origin or first.name) if len(group) > 1 else (first.origin or first.name)
         count = f" ({len(group)} tensors)" if len(group) > 1 else ""
-        title = _TITLES[first.kind] if not first.why or first.kind in ("resized", "created") else "not used"
-        rows.append((title, f"{name}{count}", _shapes(first), first.why))
+        rows.append((_title(first), f"{name}{count}", _shapes(first), first.why))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip()
@@ -49,6 +49,12 @@ def _grouped(changes: Sequence[Change]) -> list[list[Change]]:
         key = (change.kind, _pattern(change.origin or change.name), change.old, change.new, change.why)
         groups.setdefault(key, []).append(change)
     return list(groups.values())
+
+
+def _title(change: Change) -> str:
+    if not change.why or change.kind in ("resized", "created"):
+        return _TITLES[change.kind]
+    return _NEW if change.kind == "missing" else _NOT_USED
 
 
 def _pattern(name: str) -> str:
