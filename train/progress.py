@@ -47,21 +47,35 @@ class Progress:
             self._bar.start()
 
     def show(self, line: dict[str, Any]) -> None:
-        """Shows one line of metrics.jsonl; without a terminal the first, the last, and one every few seconds."""
-        text = describe(line)
+        """Shows one line of metrics.jsonl; without a terminal the first, the last, and one every few seconds.
+
+        The numbers of an evaluation are always shown, on a line of their own.
+        """
+        text, place = describe(line), f"step {line['step']}/{self._num_steps}"
+        now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=line["step"], description=text)
-            return
-        now = time.monotonic()
-        if line["step"] in (1, self._num_steps) or now - self._last_line > _SECONDS_BETWEEN_LINES:
+        elif line["step"] in (1, self._num_steps) or now - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            self.say(f"step {line['step']}/{self._num_steps}  {text}")
+            self.say(f"{place}  {text}")
+        if found := evaluated(line):
+            self.say(f"{place}  {found}")
 
     def end(self) -> None:
         """Leaves the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def evaluated(line: dict[str, Any]) -> str:
+    """The numbers of an evaluation, behind the name of its split; nothing where the line has none."""
+    numbers: dict[str, list[str]] = {}
+    for key, value in line.items():
+        split, slash, name = key.partition("/")
+        if slash:
+            numbers.setdefault(split, []).append(f"{name} {value:.4g}")
+    return "  ".join(f"{split}: {'  '.join(its)}" for split, its in numbers.items())
 
 
 def describe(line: dict[str, Any]) -> str:

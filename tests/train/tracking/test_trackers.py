@@ -42,7 +42,9 @@ def test_metrics_have_each_step_once(track: Callable[..., RunFolder], capsys: py
     track(0, 7)
     run = track(5, 9)
     assert read_lines(run.metrics) == [line_of(step) for step in range(1, 10)]
-    assert "step 1/20  loss 1.0000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step 1/20  loss 1.0000" in printed
+    assert printed.count("step 8/20  retrieval: recall_at_1 0.25\n") == 1
     assert {path.name for path in run.path.iterdir()} == {"settings.yaml", "metrics.jsonl"}
 
 
