@@ -93,6 +93,15 @@ class RunFolder:
         if found != task:
             raise UserError(f"{self.path} is a run of train {found}, not of train {task}", hint="name another run")
 
+    def require_checkpoint(self) -> Path:
+        """The latest checkpoint; raises a UserError where there is none."""
+        from train.checkpoint import latest_checkpoint
+
+        path = latest_checkpoint(self.checkpoints)
+        if path is None:
+            raise UserError(f"{self.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+        return path
+
     def evaluation(self, name: str) -> Path:
         """Result file of one evaluation."""
         return self.path / "evaluations" / f"{name}.json"

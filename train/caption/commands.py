@@ -71,17 +71,18 @@ def evaluate_captions(
     if spice_jars is not None:
         check_jars(spice_jars)
     captioner = open_captioner(run_path, shards=shards)
+    trained = captioner.trained
     how = captioner.decoding(decoding)
     samples = captioner.task.samples(split, World())
     every = every_for(len(samples), at_most=max_samples)
-    with captioner.autocast():
+    with trained.precision.autocast():
         said = captions_of(
             captioner.model,
             samples.evaluation_batches(every=every),
             inputs=captioner.task.inputs,
             tokenizer=captioner.task.decoder.tokenizer,
             decoding=how,
-            device=captioner.device,
+            device=trained.device,
         )
     if not said.captions:
         raise FailedWork(f"none of the {len(said.failed)} clips could be decoded")
@@ -99,39 +100,39 @@ def evaluate_captions(
     )
     num_without = _num_videos_without(samples)
     without = f"; {num_without:,} videos of it have no captions" if num_without else ""
-    facts = captioner.run.data_facts(shards)
+    facts = trained.run.data_facts(shards)
     name = result_name(f"captions-{split}", facts)
     result = {
         "evaluation": "captions",
         "split": split,
         **facts,
-        "step": captioner.step,
-        "weights": captioner.weights,
+        "step": trained.step,
+        "weights": trained.weights,
         "data": samples.describe() + without,
         "variant": samples.variant_name,
-        "clip": describe_clip(captioner.settings),
+        "clip": describe_clip(trained.settings),
         "decoding": describe_decoding(how),
         "protocol": f"{_PROTOCOL} {scores.idf}",
         "num_samples": scores.num_videos,
         "num_references": scores.num_references,
         "ids_hash": scores.ids_hash,
         "loss": said.summed_loss / said.num_tokens,
-        "loss_rule": _loss_rule(captioner.settings),
+        "loss_rule": _loss_rule(trained.settings),
         "means": scores.means,
         "absent": scores.absent,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
-        "said": shown_json(samples, names, captions, references, scores, num_frames=captioner.settings.num_frames),
+        "said": shown_json(samples, names, captions, references, scores, num_frames=trained.settings.num_frames),
         "all_said": f"evaluations/{name}.html",
         "failed": [failure.as_json() for failure in said.failed],
         "command": _command(
-            captioner.run, split, max_samples=max_samples, shards=shards, decoding=decoding, spice_jars=spice_jars
+            trained.run, split, max_samples=max_samples, shards=shards, decoding=decoding, spice_jars=spice_jars
         ),
     }
-    path = _publish(captioner.run, split, result, captions=captions)
+    path = _publish(trained.run, split, result, captions=captions)
     write_captions_page(
         path.with_suffix(".html"),
-        all_shown(samples, names, captions, references, scores, num_frames=captioner.settings.num_frames),
-        title=f"What {captioner.run.path.resolve().name} says of {split}",
+        all_shown(samples, names, captions, references, scores, num_frames=trained.settings.num_frames),
+        title=f"What {trained.run.path.resolve().name} says of {split}",
         means=scores.means,
         absent=scores.absent,
         protocol={words: str(result[key]) for words, key in _ON_PAGE.items()},
@@ -178,7 +179,7 @@ def describe_decoding(settings: DecodingSettings) -> str:
 
 def _constant(captioner: TrainedCaptioner, references: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     """The best caption that ignores the clip, and how it was chosen."""
-    split = captioner.settings.split
+    split = captioner.trained.settings.split
     try:
         trained_on = captioner.task.samples(split, World())
     except UserError as error:

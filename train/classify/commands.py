@@ -1,23 +1,17 @@
 """What `train eval classification` does, once its flags are read."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import UserError
-from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
 from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassEvaluation, ClassifySettings
-from train.commands import choose_device
 from train.data.decoding.clip import Views
 from train.distributed.world import World
-from train.models.attention import open_attention
-from train.precision import open_precision
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
-from train.settings_files import load_settings
 from train.tasks.classify import ClassifyTask
+from train.trained_run import open_trained_run, read_settings
 
 _PROTOCOL = "probabilities are means over views; those of verbs and nouns are sums over their actions"
 
@@ -32,36 +26,20 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
     run = open_run(run_path)
     run.require_task(ClassifyTask.name)
     classes = read_run_classes(run)
-    settings = load_settings(run.settings, ClassifySettings)
-    if shards is not None:
-        settings = replace(settings, shards=shards)
-    path = latest_checkpoint(run.checkpoints)
-    if path is None:
-        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
-    device = choose_device(settings.device)
-    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
-    precision = open_precision(settings.precision, device_type=device.type)
-    task = ClassifyTask(settings, door=door, device=device, classes=classes)
+    settings = read_settings(run, ClassifySettings, shards=shards)
+    trained = open_trained_run(run, settings)
+    task = ClassifyTask(settings, door=trained.door, device=trained.device, classes=classes)
     views = Views(num_clips=wanted.clips, num_crops=wanted.crops)
     samples = task.samples(wanted.split, World(), views=views)
-    model = task.build_model(samples).to(device)
-    try:
-        model.load_state_dict(read_weights(path))
-    except RuntimeError as error:
-        raise UserError(
-            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
-            hint="were settings changed by hand? put back what the run was trained with",
-        ) from error
-    model.eval()
-    with precision.autocast():
+    model = trained.fill(task.build_model(samples))
+    with trained.precision.autocast():
         found = task.score(model, samples, World(), views=views)
-    has_averages = any(name.startswith("ema.") for name in read_table(path))
     result = {
         "evaluation": "classification",
         "split": wanted.split,
         **run.data_facts(shards),
-        "step": read_facts(path).step,
-        "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
+        "step": trained.step,
+        "weights": trained.weights,
         "data": samples.describe(),
         "variant": samples.variant_name,
         "clip": _describe_views(settings, views),

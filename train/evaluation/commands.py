@@ -1,25 +1,20 @@
 """What `train eval` does, once its flags are read: a run's weights, a protocol, a result file and the page."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
-from train.commands import choose_device
 from train.distributed.world import World
 from train.evaluation.embeddings import Embeddings, distinct_texts, embed_all, gathered
 from train.evaluation.examples import ShownSet, retrieval_examples
 from train.evaluation.in_loop import open_scorer, score
 from train.evaluation.settings import DualEncoderEvaluation
-from train.models.attention import open_attention
-from train.precision import open_precision
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
 from train.settings import DualEncoderSettings
-from train.settings_files import load_settings
 from train.tasks.dual_encoder import DualEncoderTask
+from train.trained_run import open_trained_run, read_settings
 
 _MAX_CLIPS = 100
 
@@ -41,33 +36,17 @@ def evaluate_run(
     """
     run = open_run(run_path)
     run.require_task(DualEncoderTask.name)
-    settings = load_settings(run.settings, DualEncoderSettings)
-    if shards is not None:
-        settings = replace(settings, shards=shards)
+    settings = read_settings(run, DualEncoderSettings, shards=shards)
     if not 1 <= num_clips <= _MAX_CLIPS or (num_clips > 1 and settings.input == "latents"):
         raise UserError(f"--clips is {num_clips}", hint=f"use 1 to {_MAX_CLIPS}; latents are looked at once")
-    device = choose_device(settings.device)
     scorer = open_scorer(wanted, settings)
-    path = latest_checkpoint(run.checkpoints)
-    if path is None:
-        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
-    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
-    task = DualEncoderTask(settings, door=door, device=device)
+    trained = open_trained_run(run, settings)
+    device = trained.device
+    task = DualEncoderTask(settings, door=trained.door, device=device)
     # Two narrations of one span are two queries of multi-instance retrieval.
     samples = task.samples(wanted.split, World(), num_clips=num_clips, each_caption=wanted.protocol == "mir")
-    step = read_facts(path).step
-    has_averages = any(name.startswith("ema.") for name in read_table(path))
-    model = task.build_model(samples).to(device)
-    try:
-        model.load_state_dict(read_weights(path))
-    except RuntimeError as error:
-        raise UserError(
-            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
-            hint="were settings changed by hand? put back what the run was trained with",
-        ) from error
-    model.eval()
-    precision = open_precision(settings.precision, device_type=device.type)
-    with precision.autocast():
+    model = trained.fill(task.build_model(samples))
+    with trained.precision.autocast():
         own = embed_all(task, model, samples.evaluation_batches(), device=device, num_clips=num_clips)
         found = gathered(own, World(), device=device)
         scores = score(scorer, found, model, device=device)
@@ -75,8 +54,8 @@ def evaluate_run(
         "evaluation": wanted.protocol,
         "split": samples.split,
         **run.data_facts(shards),
-        "step": step,
-        "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
+        "step": trained.step,
+        "weights": trained.weights,
         "data": samples.describe(),
         "variant": samples.variant_name,
         "clip": describe_clip(settings, num_clips=num_clips),

@@ -2,26 +2,21 @@
 
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
-from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
-from train.commands import choose_device
 from train.data.chunk_clips import ChunkClips
 from train.distributed.world import World
 from train.evaluation.in_loop import every_for
 from train.mae.evaluating import evaluate_reconstruction
 from train.mae.settings import MaeSettings, num_masked_places
 from train.mae.shown import chosen_pictures, has_few_pixels, shown_json
-from train.models.attention import open_attention
 from train.models.cubes import CubeGrid
-from train.precision import open_precision
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
-from train.settings_files import load_settings
 from train.tasks.mae import MaeTask, encoder_size
+from train.trained_run import open_trained_run, read_settings
 from train.weights.converted import IMAGENET_STD
 
 MAX_SAMPLES = 1000
@@ -57,26 +52,11 @@ def evaluate_reconstructions(
         raise UserError(f"--max-samples is {max_samples}", hint="it must be 1 or more")
     run = open_run(run_path)
     run.require_task(MaeTask.name)
-    settings = load_settings(run.settings, MaeSettings)
-    if shards is not None:
-        settings = replace(settings, shards=shards)
-    path = latest_checkpoint(run.checkpoints)
-    if path is None:
-        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
-    device = choose_device(settings.device)
-    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
-    precision = open_precision(settings.precision, device_type=device.type)
-    task = MaeTask(settings, door=door, device=device)
+    settings = read_settings(run, MaeSettings, shards=shards)
+    trained = open_trained_run(run, settings)
+    task = MaeTask(settings, door=trained.door, device=trained.device)
     samples = task.samples(split, World())
-    model = task.build_model(samples).to(device)
-    try:
-        model.load_state_dict(read_weights(path))
-    except RuntimeError as error:
-        raise UserError(
-            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
-            hint="were settings changed by hand? put back what the run was trained with",
-        ) from error
-    model.eval()
+    model = trained.fill(task.build_model(samples))
     every = every_for(len(samples), at_most=max_samples)
     masking = task.masking(samples)
     found = evaluate_reconstruction(
@@ -87,17 +67,16 @@ def evaluate_reconstructions(
         size=encoder_size(settings, None if isinstance(samples, ChunkClips) else samples.frame_shape),
         std=(settings.init.pixel_std or IMAGENET_STD) if settings.input == "pixels" else None,
         pictures=chosen_pictures(settings, len(samples), every=every),
-        autocast=precision.autocast,
-        device=device,
+        autocast=trained.precision.autocast,
+        device=trained.device,
     )
-    has_averages = any(name.startswith("ema.") for name in read_table(path))
     result = {
         "evaluation": "reconstruction",
         "split": split,
         **run.data_facts(shards),
         "split_chosen": chosen,
-        "step": read_facts(path).step,
-        "weights": f"{'moving average of the weights' if has_averages else 'the weights themselves'}, {precision.name}",
+        "step": trained.step,
+        "weights": trained.weights,
         "data": samples.describe(),
         "variant": samples.variant_name,
         "clip": describe_clip(settings),

@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from train.commands import choose_device
 from train.distributed.world import World
-from train.models.attention import open_attention
-from train.precision import open_precision
 from train.probe.features import tower_of
 from train.probe.probing import probe
 from train.probe.runs import FEATURES, describe_clip, open_probed_run, read_clip_settings
@@ -17,6 +14,7 @@ from train.probe.sets import open_sets
 from train.probe.settings import ProbeEvaluation
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
+from train.trained_run import open_trained_run
 
 
 def probe_run(run_path: Path, wanted: ProbeEvaluation, *, bank_split: str, shards: str | None) -> dict[str, Any]:
@@ -34,13 +32,12 @@ def probe_run(run_path: Path, wanted: ProbeEvaluation, *, bank_split: str, shard
     task, settings = read_clip_settings(run, shards=shards)
     if not wanted.labels:
         raise UserError("--label is missing", hint=f"labels there: {', '.join(labels_there(settings)) or 'none'}")
-    device = choose_device(settings.device)
+    trained = open_trained_run(run, settings)
+    device = trained.device
     sets = open_sets(settings, wanted, bank_split=bank_split, world=World(), device=device, is_whole=True)
-    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
-    precision = open_precision(settings.precision, device_type=device.type)
-    probed = open_probed_run(run, settings, split=wanted.split, door=door, device=device)
+    probed = open_probed_run(trained, split=wanted.split)
     towers = {"trained": tower_of(probed.trained), "random": tower_of(probed.random)}
-    with precision.autocast():
+    with trained.precision.autocast():
         asked, bank, *bare = sets.extract(list(towers.values()), inputs=probed.inputs, world=World(), device=device)
     findings = [
         {"encoder": name, **finding.as_json()}
@@ -53,8 +50,8 @@ def probe_run(run_path: Path, wanted: ProbeEvaluation, *, bank_split: str, shard
         "evaluation": "probe",
         "split": wanted.split,
         **run.data_facts(shards),
-        "step": probed.step,
-        "weights": f"{probed.weights}, {precision.name}",
+        "step": trained.step,
+        "weights": trained.weights,
         "data": sets.asked.describe(),
         "bank": sets.bank.describe(),
         "variant": sets.asked.variant_name,

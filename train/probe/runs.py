@@ -1,7 +1,7 @@
 """The video tower of a run, whatever it was trained for: with its weights, and with those it might have begun with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +9,17 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.checkpoint import latest_checkpoint, read_facts, read_table, read_weights
 from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassifySettings
 from train.data.batch import Batch
 from train.distributed.world import World
 from train.mae.settings import MaeSettings
-from train.models.attention import AttentionDoor
 from train.run_folder import RunFolder
 from train.settings import ClipSettings, DualEncoderSettings
-from train.settings_files import load_settings
 from train.tasks.classify import ClassifyTask
 from train.tasks.dual_encoder import DualEncoderTask
 from train.tasks.mae import MaeTask
+from train.trained_run import TrainedRun, read_settings
 
 FEATURES = {
     MaeTask.name: "mean of the encoder's tokens of all cubes, none masked",
@@ -40,14 +38,11 @@ class ProbedRun:
     """A run's models, in evaluation mode on the device.
 
     Attributes:
-        weights: which of the checkpoint's: averages where it has them.
         trained: with the weights of the latest checkpoint.
         random: with weights as the run's seed draws them.
         inputs: clips [B, C, T, H, W] of a batch, as the tower takes them in an evaluation.
     """
 
-    step: int
-    weights: str
     trained: nn.Module
     random: nn.Module
     inputs: Callable[[Batch], torch.Tensor]
@@ -68,50 +63,33 @@ def read_clip_settings(run: RunFolder, *, shards: str | None) -> tuple[str, Clip
             f"{run.path} is a run of train {task}: it has no video tower that can be probed",
             hint=f"name a run of train {', '.join(_SETTINGS)}",
         )
-    settings = load_settings(run.settings, _SETTINGS[task])
-    return task, settings if shards is None else replace(settings, shards=shards)
+    return task, read_settings(run, _SETTINGS[task], shards=shards)
 
 
-def open_probed_run(
-    run: RunFolder, settings: ClipSettings, *, split: str, door: AttentionDoor, device: torch.device
-) -> ProbedRun:
-    """Reads the latest checkpoint of a run.
+def open_probed_run(trained: TrainedRun[ClipSettings], *, split: str) -> ProbedRun:
+    """Reads the weights of a run.
 
     Args:
         split: whose samples say how large clips are.
 
     Raises:
-        UserError: there is none, or it does not fit the settings.
+        UserError: they do not fit the settings.
     """
-    path = latest_checkpoint(run.checkpoints)
-    if path is None:
-        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
-    task, inputs = _open_task(run, settings, door=door, device=device)
+    task, inputs = _open_task(trained)
     samples: Any = task.samples(split, World())
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        random = task.build_model(samples).to(device).eval()
-    trained = task.build_model(samples).to(device).eval()
-    try:
-        trained.load_state_dict(read_weights(path))
-    except RuntimeError as error:
-        raise UserError(
-            f"{path} does not fit the model of {run.settings}: {str(error).splitlines()[-1].strip()}",
-            hint="were settings changed by hand? put back what the run was trained with",
-        ) from error
-    has_averages = any(name.startswith("ema.") for name in read_table(path))
-    weights = "moving average of the weights" if has_averages else "the weights themselves"
-    return ProbedRun(read_facts(path).step, weights, trained, random, inputs)
+        torch.manual_seed(trained.settings.seed)
+        random = task.build_model(samples).to(trained.device).eval()
+    return ProbedRun(trained.fill(task.build_model(samples)), random, inputs)
 
 
-def _open_task(
-    run: RunFolder, settings: ClipSettings, *, door: AttentionDoor, device: torch.device
-) -> tuple[Any, Callable[[Batch], torch.Tensor]]:
+def _open_task(trained: TrainedRun[ClipSettings]) -> tuple[Any, Callable[[Batch], torch.Tensor]]:
+    settings, door, device = trained.settings, trained.door, trained.device
     if isinstance(settings, MaeSettings):
         autoencoder = MaeTask(settings, door=door, device=device)
         return autoencoder, autoencoder.inputs
     if isinstance(settings, ClassifySettings):
-        classifier = ClassifyTask(settings, door=door, device=device, classes=read_run_classes(run))
+        classifier = ClassifyTask(settings, door=door, device=device, classes=read_run_classes(trained.run))
         return classifier, classifier.inputs
     assert isinstance(settings, DualEncoderSettings)
     towers = DualEncoderTask(settings, door=door, device=device)

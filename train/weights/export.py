@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from manifests.errors import UserError
-from train.checkpoint import latest_checkpoint, read_weights
+from train.checkpoint import read_weights
 from train.run_folder import open_run
 from train.tasks.caption import CaptionTask
 from train.tasks.classify import ClassifyTask
@@ -35,9 +35,7 @@ def export_run(
     """
     run = open_run(run_path)
     task = run.read_facts().get("task", DualEncoderTask.name)
-    path = checkpoint or latest_checkpoint(run.checkpoints)
-    if path is None:
-        raise UserError(f"{run.path} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    path = checkpoint or run.require_checkpoint()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
     if frame_embedding != "mean" and task != DualEncoderTask.name:

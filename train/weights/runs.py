@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from manifests.errors import UserError
-from train.checkpoint import latest_checkpoint, read_facts, read_weights
+from train.checkpoint import read_facts, read_weights
 from train.models.dual_encoder import size_of
 from train.models.settings import Towers
 from train.models.transformer import NORM_EPS
@@ -37,9 +36,7 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
     import yaml
 
     run = RunFolder(folder)
-    path = latest_checkpoint(run.checkpoints)
-    if path is None:
-        raise UserError(f"{folder} has no checkpoint yet", hint="train until --checkpoint-every, or to the end")
+    path = run.require_checkpoint()
     settings: dict[str, Any] = yaml.safe_load(run.settings.read_bytes())
     tensors = read_weights(path)
     if (log_scale := read_log_scale(path)) is not None:

@@ -127,6 +127,17 @@ def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.Ca
     assert f"--clips is {clips}" in capsys.readouterr().err
 
 
+def test_weights_of_other_settings_do_not_fit(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    settings = copy / "settings.yaml"
+    settings.write_text(settings.read_text().replace("num_frames: 2", "num_frames: 4"))
+    capsys.readouterr()
+    assert call("eval", "retrieval", copy, "--split", "train") == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert f"step_000002 does not fit the model of {settings}: size mismatch for video." in error
+    assert "put back what the run was trained with" in hint
+
+
 @pytest.mark.parametrize("command", ["retrieval", "mir", "zero-shot"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("eval", command, "--help") == 0

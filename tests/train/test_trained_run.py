@@ -1,0 +1,46 @@
+"""Runs that are opened to be evaluated, and are not as they were trained."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_cli import train, two_lines
+from train.caption.settings import CaptionerSettings
+from train.classify.settings import ClassifySettings
+from train.mae.settings import MaeSettings
+from train.run_folder import RunFolder
+from train.settings import ClipSettings, DualEncoderSettings
+from train.settings_files import save_settings
+
+__all__ = ["train"]
+
+SETTINGS: dict[str, type[ClipSettings]] = {
+    "dual-encoder": DualEncoderSettings,
+    "classify": ClassifySettings,
+    "mae": MaeSettings,
+    "caption": CaptionerSettings,
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "command"),
+    [
+        ("dual-encoder", ("eval", "retrieval")),
+        ("classify", ("eval", "classification")),
+        ("mae", ("eval", "reconstruction")),
+        ("mae", ("eval", "probe", "--label", "shape")),
+        ("caption", ("eval", "caption")),
+        ("caption", ("export", "--format", "hf", "--out", "exported")),
+    ],
+)
+def test_a_run_without_a_checkpoint_is_named_before_its_data_is_opened(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, command: tuple[str, ...]
+) -> None:
+    run = RunFolder(tmp_path)
+    save_settings(SETTINGS[task](shards=str(tmp_path / "nowhere")), run.settings)
+    run.facts.write_text(json.dumps({"task": task, "classes": {"label": "shape", "names": ["a", "b"]}}))
+    assert train(*command, tmp_path) == 2
+    error, hint = two_lines(capsys)
+    assert f"{tmp_path} has no checkpoint yet" in error and "--checkpoint-every" in hint

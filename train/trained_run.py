@@ -1,0 +1,94 @@
+"""A run that has been trained, opened for what is done with its weights: evaluations, captions of videos."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.checkpoint import read_facts, read_table, read_weights
+from train.commands import choose_device
+from train.models.attention import AttentionDoor, open_attention
+from train.precision import Precision, open_precision
+from train.run_folder import RunFolder
+from train.settings import ClipSettings
+from train.settings_files import load_settings
+
+Settings = TypeVar("Settings", bound=ClipSettings)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun(Generic[Settings]):
+    """The latest checkpoint of a run, and what its weights compute with.
+
+    Attributes:
+        settings: of the run, with the data that was asked for.
+        step: of the checkpoint.
+        weights: which of the checkpoint's, and in which precision, in words.
+    """
+
+    run: RunFolder
+    settings: Settings
+    checkpoint: Path
+    step: int
+    weights: str
+    device: torch.device
+    door: AttentionDoor
+    precision: Precision
+
+    def fill(self, model: Model) -> Model:
+        """Gives a model the weights, averages where the run kept some; it is then on the device, in evaluation mode.
+
+        Raises:
+            UserError: the weights are damaged, or are not those of such a model.
+        """
+        model.to(self.device)
+        try:
+            model.load_state_dict(read_weights(self.checkpoint))
+        except RuntimeError as error:
+            raise UserError(
+                f"{self.checkpoint} does not fit the model of {self.run.settings}: "
+                f"{str(error).splitlines()[-1].strip()}",
+                hint="were settings changed by hand? put back what the run was trained with",
+            ) from error
+        return model.eval()
+
+
+def read_settings(run: RunFolder, kind: type[Settings], *, shards: str | None = None) -> Settings:
+    """The settings of a run.
+
+    Args:
+        shards: data in place of that of the run.
+
+    Raises:
+        UserError: they cannot be read, or are those of another task.
+    """
+    settings = load_settings(run.settings, kind)
+    return settings if shards is None else replace(settings, shards=shards)
+
+
+def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]:
+    """Opens the latest checkpoint of a run; neither data nor a model is needed yet.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or the settings ask for what this machine does not have.
+    """
+    checkpoint = run.require_checkpoint()
+    device = choose_device(settings.device)
+    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    precision = open_precision(settings.precision, device_type=device.type)
+    has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
+    which = "moving average of the weights" if has_averages else "the weights themselves"
+    return TrainedRun(
+        run=run,
+        settings=settings,
+        checkpoint=checkpoint,
+        step=read_facts(checkpoint).step,
+        weights=f"{which}, {precision.name}",
+        device=device,
+        door=door,
+        precision=precision,
+    )
