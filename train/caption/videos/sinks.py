@@ -101,7 +101,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> On
     SRT has the subtitles of one video in a file: for several, or where `out` is a folder, one file each.
 
     Raises:
-        UserError: they do not say how, or it cannot be written there.
+        UserError: they do not say how, a file is there already, or it cannot be written there.
     """
     form = format_of(out, wanted)
     is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
@@ -116,6 +116,10 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> On
         # A device or a pipe, which a file would take the place of.
         raise UserError(f"--out {out} is no file", hint="name a file, or leave --out out to print lines")
     folder = out if is_folder else out.parent
+    files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
+    if there := [file for file in files if file.exists()]:
+        more = f", and {len(there) - 1:,} more files of --out {out}" if len(there) > 1 else ""
+        raise UserError(f"{there[0]} exists already{more}", hint="use another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Permissions do not tell of folders that the system keeps for itself.
@@ -126,7 +130,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> On
             f"--out {out} cannot be made: {error.strerror or error}", hint="name a place where files can be written"
         ) from error
     if is_folder:
-        return FilePerVideo(dict(zip(videos, (out / name for name in subtitle_names(videos)), strict=True)))
+        return FilePerVideo(dict(zip(videos, files, strict=True)))
     return OneFile(WRITERS[form](out))
 
 

@@ -121,6 +121,25 @@ def test_a_place_that_takes_no_files_is_named_before_the_work(
     assert error.value.hint and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("out", "videos", "there"),
+    [
+        ("c.csv", ["a", "b"], "c.csv"),
+        ("c.json", ["a"], "c.json"),
+        ("a.srt", ["a"], "a.srt"),
+        ("a", ["a", "b"], "a/b.srt"),
+    ],
+)
+def test_a_file_that_is_there_is_not_replaced(tmp_path: Path, out: str, videos: list[str], there: str) -> None:
+    path = tmp_path / there
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("old")
+    form: Format | None = None if Path(out).suffix else "srt"
+    with pytest.raises(UserError, match=f"{path} exists already$"):
+        open_sink(tmp_path / out, [Path(f"{video}.mp4") for video in videos], wanted=form)
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+
 def test_a_place_that_goes_away_fails_the_work(tmp_path: Path) -> None:
     sink = open_sink(tmp_path / "new/c.csv", [Path("a.mp4")], wanted=None)
     (tmp_path / "new").rmdir()
