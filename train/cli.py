@@ -16,7 +16,7 @@ from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
 from train.mae.settings import MaeSettings
 from train.settings import DualEncoderSettings
-from train.settings_files import add_files
+from train.settings_files import add_files, hint_with_files
 
 app = App(
     name="train",
@@ -284,6 +284,9 @@ def main() -> None:
 def _call() -> None:
     try:
         app(sys.argv[1:])
+    except UserError as error:
+        error.hint = hint_with_files(error, sys.argv[1:])
+        raise
     except CycloptsError as error:
         message = " ".join(str(error).split())
         raise UserError(message[:1].lower() + message[1:], hint="see train --help, or --help after a command") from None

@@ -5,13 +5,16 @@ Where a value comes from, the strongest first: a flag, a `--config` file (later 
 took effect as RUN/settings.yaml, which loads back to an equal object.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
-from train.settings import DualEncoderSettings, TrainingSettings, plain_values
+from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_values
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
+_FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
@@ -62,8 +66,15 @@ def yaml_source(path: Path) -> Any:
     Raises:
         UserError: there is no such file, or it is not a YAML mapping.
     """
-    import yaml
     from cyclopts.config import Dict
+
+    # Keys may be spelled as the field or as the flag.
+    spelled = {str(key).replace("-", "_"): value for key, value in _read(path).items()}
+    return Dict(spelled, source=str(path), use_commands_as_keys=False)
+
+
+def _read(path: Path) -> dict[object, Any]:
+    import yaml
 
     try:
         values = yaml.safe_load(path.read_bytes())
@@ -73,9 +84,7 @@ def yaml_source(path: Path) -> Any:
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings", hint="one `key: value` a line, keys spelled as the flags")
-    # Keys may be spelled as the field or as the flag.
-    spelled = {str(key).replace("-", "_"): value for key, value in values.items()}
-    return Dict(spelled, source=str(path), use_commands_as_keys=False)
+    return values
 
 
 def preset_path(name: str, command: str = "") -> Path:
@@ -114,3 +123,32 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         sources += [preset_path(name, commands[-1]) for name in given.get("--preset", [])]
     for source in sources:
         yaml_source(source)(app, commands, arguments)
+
+
+def hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
+    """The hint of a mistake, with the flags that its message names and that nobody typed: a preset or file has them.
+
+    Args:
+        words: of the command line.
+    """
+    typed = {word.partition("=")[0] for word in words}
+    untyped = [flag for flag in dict.fromkeys(_FLAG.findall(str(error))) if flag not in typed]
+    said = [] if error.hint is None else [error.hint]
+    try:
+        sources = {str(file): Path(file) for file in reversed(_values_of("--config", words))}
+        sources |= {f"preset {name}": preset_path(name, words[0]) for name in _values_of("--preset", words)}
+        for flag in untyped:
+            having = [name for name, path in sources.items() if flag in _flags_of(path)]
+            said += [f"{flag} is from {having[0]}"] if having else []
+    except UserError:
+        pass  # a file that cannot be read, which is the mistake itself
+    return "; ".join(said) or None
+
+
+def _values_of(flag: str, words: Sequence[str]) -> list[str]:
+    following = [after for word, after in pairwise(words) if word == flag]
+    return following + [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+
+
+def _flags_of(path: Path) -> set[str]:
+    return {f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in _read(path).items()})}

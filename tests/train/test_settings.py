@@ -127,3 +127,25 @@ def test_flags_go_before_files_before_the_preset(
     tiny = load_settings(preset_path("tiny"), DualEncoderSettings)
     assert not left.value.code
     assert capsys.readouterr().out.strip() == expected.format(steps=tiny.steps, lr=tiny.lr)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--preset tiny", "a multiple of 9, the patch; --size-px is from preset tiny"),
+        ("--preset tiny --config=one.yaml", "the patch; --size-px is from one.yaml"),
+        ("--preset tiny --config one.yaml --size-px 32", "the patch"),
+        ("", "the patch"),
+    ],
+)
+def test_a_mistake_in_a_value_that_nobody_typed_says_where_it_is_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, hint: str
+) -> None:
+    (tmp_path / "one.yaml").write_text("size-px: 40")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train", "caption", "--towers.patch-px", "9", *words.split()])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    error, said = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: --size-px is ") and said.endswith(hint)
