@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.models.settings import PATCH_PX, Kind, Towers, check_picture
+from train.models.settings import PATCH_PX, Kind, Towers, check_picture, refuse_of_clip
 from train.optim.settings import OptimizerSettings
 from train.probe.settings import ProbeEvaluation, number_names
 from train.settings import ClipSettings
@@ -21,6 +21,7 @@ _OPTIMIZER = Parameter(group="Optimizer")
 _TOWERS = Parameter(group="Towers")
 _EVALUATION = Parameter(group="Evaluation", negative_iterable=(), consume_multiple=True)
 _MASK = Parameter(group="Masks")
+_HIDDEN = Parameter(show=False)
 
 _OF_PIXELS = (
     *("sampling", "stride", "size_px", "crop", "min_crop_area", "augment"),
@@ -47,17 +48,21 @@ class MaeOptimizer(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaeTowers(Towers):
-    """An encoder of the kind videomae."""
+    """An encoder of the kind videomae. The help leaves out what it does not have; runs have it in their settings."""
 
-    kind: Kind | None = "videomae"
-    """Of the video tower: videomae."""
+    kind: Annotated[Kind | None, _HIDDEN] = "videomae"
+    temporal: Annotated[Literal["zero", "random"], _HIDDEN] = "zero"
+    embedding_width: Annotated[int | None, _HIDDEN] = None
+    packed_text: Annotated[bool, _HIDDEN] = True
+    patch_dropout: Annotated[float, _HIDDEN] = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.kind != "videomae":
             raise UserError(
                 f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae", hint="leave it out"
             )
+        refuse_of_clip(self, hint="leave it out: train mae has no other kind of tower")
+        super().__post_init__()
 
 
 _NO_PROBE = ProbeEvaluation()

@@ -62,12 +62,16 @@ class Towers:
                     hint="it must be 0 or more, and less than 1",
                 )
         if self.kind == "videomae":
-            for name, none in _OF_CLIP_ALONE.items():
-                if getattr(self, name) != none:
-                    raise UserError(
-                        f"--towers.{name.replace('_', '-')} is {getattr(self, name)}, and a videomae tower has none",
-                        hint="leave it out, or use --towers.kind clip",
-                    )
+            refuse_of_clip(self, hint="leave it out, or use --towers.kind clip")
+
+
+def refuse_of_clip(towers: Towers, *, hint: str) -> None:
+    """Raises a UserError where the settings of a videomae tower say what only a tower of the kind clip has."""
+    for name, none in _OF_CLIP_ALONE.items():
+        value = getattr(towers, name)
+        if value != none:
+            flag = f"--towers.{name.replace('_', '-')}"
+            raise UserError(f"{flag} is {value}, and a videomae tower has none", hint=hint)
 
 
 def kind_of(towers: Towers) -> Kind:

@@ -62,10 +62,11 @@ def test_the_learning_rate_grows_with_the_batch() -> None:
         (("--num-frames", 15), "--num-frames 15 cannot be cut into cubes of 2 frames", "multiple of 2"),
         (("--towers.tubelet", 3), "--num-frames 16 cannot be cut into cubes of 3 frames", "multiple of 3"),
         (("--towers.kind", "clip"), "--towers.kind is clip", "leave it out"),
-        (("--towers.patch-dropout", 0.5), "a videomae tower has none", "leave it out"),
+        (("--towers.patch-dropout", 0.5), "a videomae tower has none", "leave it out: train mae has no other kind"),
+        (("--towers.temporal", "random"), "a videomae tower has none", "leave it out: train mae has no other kind"),
         (("--repeat", "masks"), "--samples-per-chunk is 1", "--samples-per-chunk 2"),
         (("--decoder-mask", "running-cell", "--decoder-mask-ratio", 0.3), "--decoder-mask-ratio is 0.3", "0.25, 0.5"),
-        (("--decoder-mask-ratio", 0), "--decoder-mask-ratio is 0", "more than 0"),
+        (("--decoder-mask", "random", "--decoder-mask-ratio", 0), "--decoder-mask-ratio is 0", "more than 0"),
         (("--augment.erase", 0.25), "noise is nothing to reconstruct", "leave it out"),
         (("--decoder-depth", 0), "--decoder-depth is 0", "from 1 to"),
         (("--optimizer.lr-batch", 0), "--optimizer.lr-batch is 0", "from 1 to"),
@@ -78,6 +79,14 @@ def test_mistakes_are_named(
     assert train("mae", *flags) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ") and message in first and second.startswith("hint: ") and hint in second
+
+
+def test_the_help_names_no_flag_that_is_always_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("mae", "--help") == 0
+    printed = capsys.readouterr().out
+    assert "--towers.drop-path " in printed
+    for name in ("kind", "temporal", "embedding-width", "packed-text", "patch-dropout"):
+        assert f"--towers.{name}" not in printed
 
 
 def test_masks_of_every_grid_hide_something_and_leave_something_with_the_ratio_of_the_hint() -> None:
