@@ -6,6 +6,7 @@ is that of an archive that OpenAI published, by open_clip's list.
 """
 
 import argparse
+import codecs
 import hashlib
 import zipfile
 from collections.abc import Mapping
@@ -45,10 +46,16 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             begin = file.read(512)
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="name a file or a folder") from error
+    if not begin:
+        raise UserError(f"{path} is empty", hint=_DOWNLOAD_AGAIN)
     if begin.lstrip()[:1] == b"<":
         raise UserError(f"{path} is a web page, not weights: the download went wrong", hint=_DOWNLOAD_AGAIN)
     if begin.startswith(b"version https://git-lfs"):
         raise UserError(f"{path} is a pointer of Git LFS, not the weights themselves", hint="run `git lfs pull` there")
+    if _is_text(begin):
+        raise UserError(
+            f"{path} is text: it is not a safetensors or torch file", hint="name the file that holds the weights"
+        )
     if path.suffix == ".safetensors" or begin[8:9] == b"{":
         return _read_safetensors(path)
     if zipfile.is_zipfile(path) and _is_program(path):
@@ -91,6 +98,16 @@ def _read_torch(path: Path) -> dict[str, torch.Tensor]:
     if not tensors:
         raise UserError(f"there are no tensors in {path}", hint=f"a state dict, alone or under {', '.join(_INNER)}")
     return tensors
+
+
+def _is_text(begin: bytes) -> bool:
+    """Whether these first bytes of a file are printable: files of tensors begin with lengths, marks and opcodes."""
+    try:
+        # Piece by piece: a letter of several bytes may be cut at the end.
+        text = codecs.getincrementaldecoder("utf-8")().decode(begin)
+    except UnicodeDecodeError:
+        return False
+    return all(letter.isprintable() or letter.isspace() for letter in text)
 
 
 def _is_program(path: Path) -> bool:

@@ -78,7 +78,15 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, is_new: bool)
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 5000, b"PK\x03\x04 not a zip"])
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w"])
+def test_what_is_empty_or_text_is_said_to_be_so(tmp_path: Path, name: str) -> None:
+    assert f"{name} is empty" in refused(tmp_path / name, b"")[0]
+    # The 512 bytes that are looked at end within a letter.
+    for text in (b"hello", b'{"model_type": "clip"}\n', b"model: tiny\n" * 100, b"x" + "ü".encode() * 400):
+        assert "is text: it is not a safetensors or torch file" in refused(tmp_path / name, text)[0]
+
+
+@pytest.mark.parametrize("content", [b"\x00" * 5000, b"PK\x03\x04 not a zip", b"\x80\x02 cut"])
 def test_other_bytes_are_no_weights(tmp_path: Path, content: bytes) -> None:
     for name in ("w.pt", "w.safetensors"):
         refused(tmp_path / name, content)
