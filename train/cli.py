@@ -14,6 +14,7 @@ from train.caption.settings import CaptionerSettings
 from train.caption.videos.formats import Format
 from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
+from train.idle_flags import refuse_idle_flags
 from train.mae.settings import MaeSettings
 from train.settings import DualEncoderSettings
 from train.settings_files import add_files, hint_with_files
@@ -25,7 +26,7 @@ app = App(
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
-    config=[add_files, refuse_fractions],
+    config=[add_files, refuse_fractions, refuse_idle_flags],
 )
 app.command(evaluate)
 

@@ -1,0 +1,61 @@
+"""Flags that cannot have an effect: those that somebody gave are refused, those of presets and files are let pass."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.test_cli import Train, train, two_lines
+from train.mae.settings import MaeSettings
+from train.settings_files import save_settings
+
+__all__ = ["train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "beside", "hint"),
+    [
+        ("mae --sampling uniform --stride 2", "--stride is 2", "--sampling is uniform", "--sampling stride"),
+        ("mae --preset tiny --sampling lavila --stride 2", "--stride is 2", "--sampling is lavila", "--sampling"),
+        ("dual-encoder --stride 8", "--stride is 8", "--sampling is uniform", "--sampling stride"),
+        ("caption --crop centre --min-crop-area .3", "--min-crop-area is .3", "--crop is centre", "--crop random"),
+        ("mae --min-crop-area 0.3", "--min-crop-area is 0.3", "--crop is multi-scale", "--crop random"),
+        ("mae --decoder-mask-ratio 0.75", "--decoder-mask-ratio is 0.75", "--decoder-mask is none", "running-cell"),
+        ("classify --augment.rand-std 1", "--augment.rand-std is 1", "--augment.rand-ops is 0", "1 or more"),
+        ("mae --evaluate.labels shape motion", "labels is shape motion", "--evaluate.every is 0", "every STEPS"),
+        ("mae --evaluate.methods linear", "methods is linear", "--evaluate.every is 0", "every STEPS"),
+        ("classify --evaluate.crops 3", "--evaluate.crops is 3", "--evaluate.every is 0", "every STEPS"),
+        ("dual-encoder --evaluate.split test", "--evaluate.split is test", "--evaluate.every is 0", "every STEPS"),
+    ],
+)
+def test_a_flag_that_has_no_effect_is_refused_with_the_one_that_it_goes_with(
+    train: Train, capsys: pytest.CaptureFixture[str], words: str, flag: str, beside: str, hint: str
+) -> None:
+    assert train(*words.split()) == 2
+    first, second = two_lines(capsys)
+    assert f"{flag}, which has no effect: {beside}" in first and "leave it out" in second and hint in second
+
+
+def test_what_has_an_effect_or_nobody_gave_is_let_pass(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chosen: list[Any] = []
+    for command in ("train_dual_encoder", "train_classify", "train_mae", "train_caption"):
+        monkeypatch.setattr(f"train.commands.{command}", lambda settings, resume: chosen.append(settings))
+    save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
+    for words in (
+        # Of presets and files.
+        "mae --preset tiny --sampling uniform --crop centre --decoder-mask none",
+        f"mae --config {tmp_path / 'mae.yaml'}",
+        # What holds anyway.
+        "mae --sampling uniform --stride 4 --evaluate.methods knn --evaluate.max-samples 5000",
+        # What goes with another flag, a preset or a default.
+        "mae --stride 8 --evaluate.labels shape --evaluate.every 5",
+        "mae --preset tiny --min-crop-area 0.3 --decoder-mask-ratio 0.75",
+        "dual-encoder --min-crop-area 0.3 --sampling stride --stride 8",
+        # These look at the split in any case.
+        "mae --evaluate.split test",
+        "classify --evaluate.split test",
+    ):
+        assert train(*words.split()) == 0, words
+    assert [(one.stride, one.sampling) for one in chosen[:2]] == [(24, "uniform"), (8, "uniform")]
