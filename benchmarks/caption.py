@@ -28,7 +28,7 @@ import torch
 from benchmarks.allocated import peak_bytes
 from benchmarks.caption_steps import Shape, captioners, generate, take, timed, write
 from benchmarks.report import Rows, parser_for, print_report
-from train.caption.decoding.settings import DecodingSettings
+from train.caption.decoding.settings import DecodingSettings, max_tokens_of
 from train.models.captioner import Captioner
 from train.models.transformer import Stack
 
@@ -72,7 +72,7 @@ def main() -> None:
     if DECODING in arguments.parts:
         num_tokens = 1 + shape.num_frames * (shape.image_px // shape.patch_px) ** 2
         states = torch.randn(num_captions, num_tokens, shape.width, device=device)
-        title = f"decoding by {shape.decoder}, {num_captions} captions of {METHODS['greedy'].max_tokens} tokens"
+        title = f"decoding by {shape.decoder}, {num_captions} captions of {max_tokens_of(METHODS['greedy'])} tokens"
         tables[title] = decoding_rows(ours, theirs, states, num_rounds=arguments.rounds)
     (title, rows), *further = tables.items()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
@@ -156,7 +156,7 @@ def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rou
         length = min(one.shape[1] for one in written.values())
         same = (written[OURS][:, :length] == written[HF][:, :length]).float().mean().item()
         times = in_turn(ways, device=device, num_rounds=num_rounds, title=f"{DECODING}, {method}")
-        count = len(states) * settings.max_tokens
+        count = len(states) * max_tokens_of(settings)
         rows += [
             {
                 "method": method,

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.vit_steps import wait_for
 from train.caption.decoding.decode import write_captions
-from train.caption.decoding.settings import DecodingSettings
+from train.caption.decoding.settings import DecodingSettings, max_tokens_of
 from train.models.attention import open_attention
 from train.models.captioner import Captioner
 from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name
@@ -104,7 +104,7 @@ class FromStates:
 
 def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> torch.Tensor:
     """Tokens by our decoding, as many as may be."""
-    settings = replace(settings, min_tokens=settings.max_tokens - 1)
+    settings = replace(settings, min_tokens=max_tokens_of(settings) - 1)
     samples = range(len(states))
     return write_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
 
@@ -118,7 +118,7 @@ def generate(theirs: Any, states: torch.Tensor, settings: DecodingSettings) -> t
         encoder_outputs=BaseModelOutput(last_hidden_state=states),
         do_sample=False,
         num_beams=settings.num_beams or 1,
-        max_new_tokens=settings.max_tokens,
-        min_new_tokens=settings.max_tokens - 1,
+        max_new_tokens=max_tokens_of(settings),
+        min_new_tokens=max_tokens_of(settings) - 1,
     )
     return found[:, 1:]

@@ -10,7 +10,13 @@ import numpy as np
 
 from manifests.errors import FailedWork, UserError
 from train.caption.constant import RULE, best_constant
-from train.caption.decoding.settings import DecodingSettings, length_penalty_of, num_beams_of, temperature_of
+from train.caption.decoding.settings import (
+    DecodingSettings,
+    length_penalty_of,
+    max_tokens_of,
+    num_beams_of,
+    temperature_of,
+)
 from train.caption.evaluating import captions_of
 from train.caption.metrics.coco_results import write_coco_results
 from train.caption.metrics.scores import score_captions
@@ -174,7 +180,7 @@ def describe_decoding(settings: DecodingSettings) -> str:
             how = f"{num_beams_of(settings)} beams, length penalty {length_penalty_of(settings):g}"
             how += ", early stopping" if settings.early_stopping else ""
     least = f"{settings.min_tokens} to " if settings.min_tokens else "at most "
-    return f"{how}, {least}{settings.max_tokens} tokens"
+    return f"{how}, {least}{max_tokens_of(settings)} tokens"
 
 
 def _constant(captioner: TrainedCaptioner, references: Mapping[str, Sequence[str]]) -> tuple[str, str]:

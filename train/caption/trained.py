@@ -38,7 +38,7 @@ class TrainedCaptioner:
             UserError: a limit that was asked for is beyond the context.
         """
         chosen = self.trained.settings.decoding if wanted is None else wanted
-        return within(chosen, self.task.decoder.size.context_length)
+        return within(chosen, self.task.decoder.size.context_length, is_of_run=wanted is None)
 
     @torch.no_grad()
     def captions(self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int]) -> list[str]:

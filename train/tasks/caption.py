@@ -65,7 +65,7 @@ class CaptionTask:
     ) -> None:
         tower_size(settings)  # a mistake in it ends the run before it begins
         self._settings, self._door, self._device, self._say = settings, door, device, say
-        self._decoder = decoder
+        self._decoder, self._is_of_run = decoder, decoder is not None
         self._start: Loaded | None = None
         self._held_out: CaptionedClips | None = None
 
@@ -200,7 +200,8 @@ class CaptionTask:
         return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
 
     def _decoding(self) -> DecodingSettings:
-        return within(self._settings.decoding, self.decoder.size.context_length)
+        context_length = self.decoder.size.context_length
+        return within(self._settings.decoding, context_length, is_of_run=self._is_of_run)
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:

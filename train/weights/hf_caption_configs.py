@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from manifests.errors import UserError
-from train.caption.decoding.settings import DecodingSettings, length_penalty_of, num_beams_of, temperature_of
+from train.caption.decoding.settings import (
+    DecodingSettings,
+    length_penalty_of,
+    max_tokens_of,
+    num_beams_of,
+    temperature_of,
+)
 from train.models.gpt2 import Gpt2Size
 from train.models.settings import Activation
 from train.models.transformer import TransformerSize
@@ -141,7 +147,7 @@ def hf_generation_config(
     }
     if decoding is None:
         return tokens
-    longest = min(decoding.max_tokens, context_length or decoding.max_tokens)
+    longest = min(max_tokens_of(decoding), context_length or max_tokens_of(decoding))
     lengths: dict[str, Any] = {"max_new_tokens": longest}
     if decoding.min_tokens:
         lengths["min_new_tokens"] = min(decoding.min_tokens, longest - 1)

@@ -93,7 +93,7 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(
     tokens = AutoTokenizer.from_pretrained(folder)
     assert tokens("the middle of a")["input_ids"] == ours.tokenizer.ids("the middle of a")
     assert theirs.config.decoder_start_token_id == ours.tokenizer.end_id
-    # It writes what the run writes, and as long: the context of this run is shorter than --decoding.max-tokens.
+    # It writes what the run writes, and as long: the context of this run is shorter than 30, the default.
     assert theirs.generation_config.max_new_tokens == ours.size.context_length == 12
     captioner = build_captioner(
         load_settings(RunFolder(run).settings, CaptionerSettings), ours.size, attend=attend_with_sdpa
@@ -183,7 +183,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
         (("--captions.min-relevancy", "0.5"), "a captioner must not say"),
         (("--evaluate.every", "1", "--evaluate.split", "test"), "no videos of split 'test'"),
         (("--input", "latents"), "--input"),
-        (("--decoding.max-tokens", "2000"), "--decoding.max-tokens is 2000, and the decoder's context has"),
+        (("--decoding.max-tokens", "30"), "--decoding.max-tokens is 30, and the decoder's context has 12 tokens"),
         (("--captions-per-visit", "0"), "--captions-per-visit is 0"),
     ],
 )

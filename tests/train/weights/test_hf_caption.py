@@ -19,7 +19,7 @@ from transformers import (
 from manifests.errors import UserError
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
 from train.caption.decoding.decode import write_captions
-from train.caption.decoding.settings import DecodingSettings
+from train.caption.decoding.settings import DecodingSettings, max_tokens_of
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2, Gpt2Size
@@ -100,8 +100,8 @@ def test_transformers_writes_the_same_captions_from_our_folder(tmp_path: Path) -
 @pytest.mark.parametrize(
     "decoding",
     [
-        DecodingSettings(max_tokens=26),
         DecodingSettings(max_tokens=26, min_tokens=24),
+        DecodingSettings(),
         DecodingSettings(max_tokens=50),  # of a context of 40
         DecodingSettings(method="beam", num_beams=3, length_penalty=-1.0, early_stopping=True, max_tokens=9),
         DecodingSettings(method="beam", num_beams=1, length_penalty=2.0, max_tokens=9),
@@ -118,7 +118,7 @@ def test_generate_writes_as_a_folder_says(tmp_path: Path, decoding: DecodingSett
     theirs.generation_config.validate(strict=True)
     expected = theirs.generate(for_them(clips(2)))[:, 1:]
     written = write_captions(
-        ours, clips(2), replace(decoding, max_tokens=min(40, decoding.max_tokens)), end_id=END, samples=range(2)
+        ours, clips(2), replace(decoding, max_tokens=min(40, max_tokens_of(decoding))), end_id=END, samples=range(2)
     ).tokens_VL
     length = max(written.shape[1], expected.shape[1])
     found = [

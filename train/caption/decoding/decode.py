@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from train.caption.decoding.beam import write_by_beams
-from train.caption.decoding.settings import DecodingSettings, length_penalty_of, num_beams_of
+from train.caption.decoding.settings import DecodingSettings, length_penalty_of, max_tokens_of, num_beams_of
 from train.caption.decoding.single import drawing, likeliest, write_single
 from train.caption.decoding.writer import C, Writer, Written
 
@@ -32,7 +32,7 @@ def write_captions(
     """
     if prompt_VP is None:
         prompt_VP = torch.full((len(samples), 1), end_id, device=video.device)
-    limits = {"end_id": end_id, "min_tokens": settings.min_tokens, "max_tokens": settings.max_tokens}
+    limits = {"end_id": end_id, "min_tokens": settings.min_tokens, "max_tokens": max_tokens_of(settings)}
     if settings.method == "beam":
         return write_by_beams(
             writer,

@@ -7,7 +7,7 @@ from manifests.errors import UserError
 
 Method = Literal["greedy", "sample", "beam"]
 
-_TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY = 1.0, 4, 1.0
+_TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
 _OF_METHOD: dict[Method, tuple[str, ...]] = {
     "greedy": (),
     "sample": ("temperature", "top_k", "top_p"),
@@ -36,8 +36,8 @@ class DecodingSettings:
     """beam: stop at as many finished captions as beams; else, and when left out, once no better ones can come."""
     min_tokens: int = 0
     """Tokens before a caption may end."""
-    max_tokens: int = 30
-    """Tokens of a caption at most, its end included."""
+    max_tokens: int | None = None
+    """Tokens of a caption at most, its end included; 30 when left out, or the decoder's context if that is less."""
     seed: int = 0
     """sample: of what is drawn, with the clip's own number."""
 
@@ -65,12 +65,13 @@ class DecodingSettings:
             raise UserError(f"{_flag('num_beams')} is {self.num_beams}", hint=f"it must be from 1 to {_MOST_BEAMS:,}")
         if self.length_penalty is not None and not abs(self.length_penalty) < float("inf"):
             raise UserError(f"{_flag('length_penalty')} is {self.length_penalty}", hint="it must be a number")
-        if self.max_tokens < 1:
-            raise UserError(f"{_flag('max_tokens')} is {self.max_tokens}", hint="it must be at least 1")
-        if not 0 <= self.min_tokens < self.max_tokens:
+        most = max_tokens_of(self)
+        if most < 1:
+            raise UserError(f"{_flag('max_tokens')} is {most}", hint="it must be at least 1")
+        if not 0 <= self.min_tokens < most:
             raise UserError(
                 f"{_flag('min_tokens')} is {self.min_tokens}",
-                hint=f"it must be from 0 to below {_flag('max_tokens')}, {self.max_tokens}",
+                hint=f"it must be from 0 to below {_flag('max_tokens')}, {most}",
             )
 
 
@@ -89,13 +90,23 @@ def length_penalty_of(settings: DecodingSettings) -> float:
     return _LENGTH_PENALTY if settings.length_penalty is None else settings.length_penalty
 
 
-def within(settings: DecodingSettings, context_length: int) -> DecodingSettings:
-    """The same for a decoder whose texts have at most so many tokens; the default of `max_tokens` gives way to it.
+def max_tokens_of(settings: DecodingSettings) -> int:
+    """Tokens of a caption at most, where the decoder's context has as many."""
+    return _MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
+
+
+def within(settings: DecodingSettings, context_length: int, *, is_of_run: bool = False) -> DecodingSettings:
+    """The same for a decoder whose texts have at most so many tokens, with `max_tokens` as a number.
+
+    Args:
+        is_of_run: they were saved with a run; runs of before have a default of 30 there, which nobody asked for.
 
     Raises:
         UserError: a limit that was asked for is beyond them.
     """
-    if settings.max_tokens > context_length and settings.max_tokens != DecodingSettings.max_tokens:
+    if is_of_run and settings.max_tokens == _MAX_TOKENS:
+        settings = replace(settings, max_tokens=None)
+    if settings.max_tokens is not None and settings.max_tokens > context_length:
         raise UserError(
             f"{_flag('max_tokens')} is {settings.max_tokens}, and the decoder's context has {context_length} tokens",
             hint=f"give {context_length} at most, or leave it out",
@@ -105,7 +116,7 @@ def within(settings: DecodingSettings, context_length: int) -> DecodingSettings:
             f"{_flag('min_tokens')} is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
             hint=f"give {context_length - 1} at most",
         )
-    return replace(settings, max_tokens=min(settings.max_tokens, context_length))
+    return replace(settings, max_tokens=min(max_tokens_of(settings), context_length))
 
 
 def _flag(name: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from train.caption.decoding.filters import among_likeliest, drawn, in_nucleus, warmed
-from train.caption.decoding.settings import DecodingSettings, temperature_of
+from train.caption.decoding.settings import DecodingSettings, max_tokens_of, temperature_of
 from train.caption.decoding.writer import C, Writer, Written
 from train.data.chance import uniform
 
@@ -69,7 +69,7 @@ def drawing(settings: DecodingSettings, samples: Sequence[int], *, device: torch
     """
     positions = np.asarray(samples, dtype=np.int64)
     draws_VL = torch.from_numpy(
-        uniform(positions, settings.max_tokens, seed=settings.seed, purpose="tokens of a caption")
+        uniform(positions, max_tokens_of(settings), seed=settings.seed, purpose="tokens of a caption")
     ).to(device)
 
     def choose(logits_rW: torch.Tensor, videos_r: torch.Tensor, number: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from manifests.errors import UserError
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
 from train.caption.decoding.decode import write_captions
 from train.caption.decoding.filters import among_likeliest, drawn, in_nucleus, warmed
-from train.caption.decoding.settings import DecodingSettings
+from train.caption.decoding.settings import DecodingSettings, max_tokens_of, within
 from train.models.captioner import Captioner
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
@@ -63,7 +63,7 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Captioner:
 def sampled(captioner: Captioner, rows: list[int], settings: DecodingSettings) -> list[list[int]]:
     video = clips(6)[rows]
     written = write_captions(captioner, video, settings, end_id=END, samples=[100 + row for row in rows]).tokens_VL
-    padded = torch.nn.functional.pad(written, (0, settings.max_tokens - written.shape[1]), value=END)
+    padded = torch.nn.functional.pad(written, (0, max_tokens_of(settings) - written.shape[1]), value=END)
     return [list(row) for row in padded.tolist()]
 
 
@@ -106,3 +106,26 @@ def test_one_beam_is_greedy(captioner: Captioner) -> None:
 def test_settings_that_mean_nothing_are_refused(options: dict[str, float], flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         DecodingSettings(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "context_length", "is_of_run", "found"),
+    [
+        (None, 12, False, 12),
+        (None, 40, False, 30),
+        (12, 12, False, 12),
+        (30, 40, True, 30),
+        (30, 12, True, 12),  # as runs of before were saved
+        (30, 12, False, None),
+        (13, 12, True, None),
+    ],
+)
+def test_the_default_length_gives_way_to_the_context_and_a_length_that_was_asked_for_does_not(
+    wanted: int | None, context_length: int, is_of_run: bool, found: int | None
+) -> None:
+    settings = DecodingSettings(max_tokens=wanted)
+    if found is None:
+        with pytest.raises(UserError, match=f"--decoding.max-tokens is {wanted}, and the decoder's context has 12 tok"):
+            within(settings, context_length, is_of_run=is_of_run)
+    else:
+        assert within(settings, context_length, is_of_run=is_of_run).max_tokens == found
