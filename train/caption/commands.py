@@ -19,6 +19,7 @@ from train.caption.decoding.settings import (
 )
 from train.caption.evaluating import captions_of
 from train.caption.metrics.coco_results import write_coco_results
+from train.caption.metrics.meteor import Meteor
 from train.caption.metrics.scores import score_captions
 from train.caption.metrics.spice import check_jars
 from train.caption.report.page import write_captions_page
@@ -97,13 +98,12 @@ def evaluate_captions(
     names = clip_names(samples, sorted(said.captions))
     captions = {name: one_line(said.captions[number]) for number, name in names.items()}
     references = {name: samples.references(number) for number, name in names.items()}
-    scores = score_captions(captions, references, with_java=with_java, spice_jars=spice_jars)
     constant, chosen = _constant(captioner, references)
-    # The same programs for both, so that both rows have the same numbers.
-    has_java = any(name in scores.means for name in ("meteor", "spice"))
-    of_constant = score_captions(
-        dict.fromkeys(references, constant), references, with_java=has_java, spice_jars=spice_jars
-    )
+    with Meteor() as meteor:
+        scores, of_constant = (
+            score_captions(said_of, references, with_java=with_java, spice_jars=spice_jars, meteor=meteor)
+            for said_of in (captions, dict.fromkeys(references, constant))
+        )
     num_without = _num_videos_without(samples)
     without = f"; {num_without:,} videos of it have no captions" if num_without else ""
     facts = trained.run.data_facts(shards)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from train.caption.metrics.bleu import bleu
 from train.caption.metrics.cider import cider
 from train.caption.metrics.grams import MAX_ORDER, Corpus, Floats, count_grams
 from train.caption.metrics.java import Absent
-from train.caption.metrics.meteor import meteor
+from train.caption.metrics.meteor import Meteor
 from train.caption.metrics.ptb_tokenizer import tokenize
 from train.caption.metrics.rouge import rouge_l
 from train.caption.metrics.spice import check_jars, spice
@@ -66,6 +67,7 @@ def score_captions(
     *,
     with_java: bool = True,
     spice_jars: Path | None = None,
+    meteor: Meteor | None = None,
 ) -> CaptionScores:
     """Scores one caption for each video against all its references.
 
@@ -74,6 +76,7 @@ def score_captions(
         references: video id to captions, as people wrote them; for the same videos, one at least for each.
         with_java: whether METEOR and SPICE are tried, which take seconds to start and longer for each video.
         spice_jars: the folder of the two jars that SPICE needs.
+        meteor: is entered already, where several sets of captions are scored; one of its own when left out.
 
     Raises:
         UserError: no videos, not the same videos, a video without references, no jars in `spice_jars`.
@@ -93,13 +96,14 @@ def score_captions(
 
     columns, means = _plain_scores(ours, theirs)
     absent: dict[str, str] = {}
-    for name, metric in _java_metrics(ours, theirs, spice_jars).items():
-        try:
-            if not with_java:
-                raise Absent("not asked for")
-            means[name], columns[name] = metric()
-        except Absent as reason:
-            absent[name] = str(reason)
+    with nullcontext(meteor) if meteor is not None else Meteor() as own:
+        for name, metric in _java_metrics(ours, theirs, spice_jars, own).items():
+            try:
+                if not with_java:
+                    raise Absent("not asked for")
+                means[name], columns[name] = metric()
+            except Absent as reason:
+                absent[name] = str(reason)
     num_references = sum(map(len, theirs.values()))
     return CaptionScores(
         means={name: means[name] for name in LABELS if name in means},
@@ -149,7 +153,7 @@ def _plain_scores(
 
 
 def _java_metrics(
-    ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]], spice_jars: Path | None
+    ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]], spice_jars: Path | None, meteor: Meteor
 ) -> dict[str, Callable[[], tuple[float, dict[str, float]]]]:
     def spiced() -> tuple[float, dict[str, float]]:
         if spice_jars is None:

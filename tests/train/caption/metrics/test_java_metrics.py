@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.caption.metrics.java import Absent, Dialogue
+from train.caption.metrics.java import Absent, Dialogue, java
+from train.caption.metrics.meteor import Meteor
 from train.caption.metrics.scores import score_captions
 
 CANDIDATES = {"a": "a man is playing the guitar", "b": "", "c": "cooking a woman ||| x", "d": "日本"}
@@ -36,8 +37,18 @@ def jars(folder: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("java") is None, reason="METEOR needs Java")
-def test_meteor_is_that_of_pycocoevalcap() -> None:
-    scores = score_captions(CANDIDATES, REFERENCES)
+def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def counted() -> str:
+        started.append(1)
+        return java()
+
+    monkeypatch.setattr("train.caption.metrics.meteor.java", counted)
+    with Meteor() as meteor:
+        worse = score_captions(dict.fromkeys(CANDIDATES, "a man"), REFERENCES, meteor=meteor)
+        scores = score_captions(CANDIDATES, REFERENCES, meteor=meteor)
+    assert started == [1] and 0 < worse.means["meteor"] < scores.means["meteor"]
     assert scores.means["meteor"] == pytest.approx(0.2581132614670123, abs=1e-6)
     ours = {video_id: its_scores["meteor"] for video_id, its_scores in scores.per_video.items()}
     assert ours == pytest.approx(METEOR, abs=1e-6)
