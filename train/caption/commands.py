@@ -104,8 +104,6 @@ def evaluate_captions(
             score_captions(said_of, references, with_java=with_java, spice_jars=spice_jars, meteor=meteor)
             for said_of in (captions, dict.fromkeys(references, constant))
         )
-    num_without = _num_videos_without(samples)
-    without = f"; {num_without:,} videos of it have no captions" if num_without else ""
     facts = trained.run.data_facts(shards)
     name = result_name(f"captions-{split}", facts)
     result = {
@@ -114,7 +112,7 @@ def evaluate_captions(
         **facts,
         "step": trained.step,
         "weights": trained.weights,
-        "data": samples.describe() + without,
+        "data": "; ".join([samples.describe(), *_left_out(samples, every=every)]),
         "variant": samples.variant_name,
         "clip": describe_clip(trained.settings),
         "decoding": describe_decoding(how),
@@ -197,10 +195,18 @@ def _constant(captioner: TrainedCaptioner, references: Mapping[str, Sequence[str
     return best_constant(known), f"{RULE}: of split {split!r}, {len(known):,} clips spread evenly over it"
 
 
-def _num_videos_without(samples: CaptionedClips) -> int:
+def _left_out(samples: CaptionedClips, *, every: int) -> list[str]:
+    """What of a split is not captioned: videos without captions, and clips that --max-samples passes over."""
     chunks = samples.clips.chunks
     captioned = np.unique(chunks.table.video_row[samples.clips.spans.first_chunk])
-    return len(chunks.video_ids) - len(captioned)
+    num_without = len(chunks.video_ids) - len(captioned)
+    said = []
+    if num_without:
+        have = "video of it has" if num_without == 1 else "videos of it have"
+        said.append(f"{num_without:,} {have} no captions")
+    if every > 1:
+        said.append(f"one clip in {every:,} is captioned: {len(range(0, len(samples), every)):,}")
+    return said
 
 
 def _loss_rule(settings: CaptionerSettings) -> str:

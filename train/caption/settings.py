@@ -104,7 +104,7 @@ class CaptionEvaluation(EvaluationSettings):
     """How a captioner is evaluated while it is trained: by the captions that it finds."""
 
     max_samples: int = 500
-    """Clips at most, spread evenly over the split."""
+    """Clips at most: every k-th of the split, with the smallest k that is enough."""
 
 
 _ENCODER = CaptionTowers()

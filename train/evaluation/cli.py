@@ -236,7 +236,7 @@ def reconstruction(
     split
         Split to reconstruct clips of.
     max_samples
-        Clips at most, spread evenly over the split.
+        Clips at most: every k-th of the split, with the smallest k that is enough (12 of 52: every 5th, 11).
     as_json
         Print one JSON object, without the pictures.
     """
@@ -274,7 +274,7 @@ def caption(
     split
         Split to caption.
     max_samples
-        Clips at most, spread evenly over the split.
+        Clips at most: every k-th of the split, with the smallest k that is enough (12 of 52: every 5th, 11).
     spice_jars
         Folder of the two jars that SPICE needs; no SPICE when left out.
     decoding

@@ -31,7 +31,7 @@ class EvaluationSettings:
     split: str = "val"
     """Split to evaluate on."""
     max_samples: int = 5000
-    """Samples at most, spread evenly over the split."""
+    """Samples at most: every k-th of the split, with the smallest k that is enough."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("max_samples", 2)):

@@ -100,7 +100,7 @@ def test_captions_as_nobody_wants_them_are_escaped_and_counted(
     assert train("eval", "caption", captioner_run, "--shards", odd_data, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["num_samples"], found["num_references"]) == (1, len(BAD))
-    assert "1 videos of it have no captions" in found["data"]
+    assert "; 1 video of it has no captions" in found["data"]
     assert "cut to 12 tokens" in found["data"]
     assert "as there is nothing of split 'train'" in found["constant"]["chosen"]
     assert "said" not in found
@@ -130,6 +130,7 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     assert "2 beams, length penalty 1, early stopping, at most 12 tokens" in text
     found = json.loads((captioner_run / "evaluations/captions-train.json").read_bytes())
     assert found["num_samples"] == 2
+    assert found["data"].endswith("; one clip in 5 is captioned: 2")
     shown = " ".join(map(str, flags))
     assert set(found["command"].split()) == {"train", "eval", "caption", str(captioner_run), "--split", *shown.split()}
     for wrong, message in (
