@@ -8,7 +8,7 @@ import torch
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
-from train.caption.runs import read_decoder_parts
+from train.caption.runs import read_decoder_parts, start_lines
 from train.caption.settings import CaptionerSettings
 from train.checkpoint import latest_checkpoint
 from train.classify.run_classes import read_run_classes
@@ -177,6 +177,9 @@ def _train(
     # The folder is made last: a mistake in the flags leaves nothing behind.
     run = old_run or world.first(lambda: create_run(settings))
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
+    about = task.facts()
+    for line in start_lines(about):
+        progress.say(line)
     facts = {
         "task": task.name,
         "processes": _processes(settings.parallel, world),
@@ -185,8 +188,8 @@ def _train(
         "data": samples.describe(),
         "variant": samples.variant_name,
         **_latents_facts(samples),
-        **task.facts(),
         **_weights_facts(start, old_run),
+        **about,
         "machine": machine(device),
         "versions": versions(),
     }
@@ -229,10 +232,9 @@ def _latents_facts(samples: object) -> dict[str, Any]:
 
 def _weights_facts(start: Loaded | None, old_run: RunFolder | None) -> dict[str, Any]:
     """What the run began with: also of one that is resumed, which does not read it again."""
-    if start is not None:
-        return {"weights": start.as_json()}
     old = {} if old_run is None else old_run.read_facts()
-    return {"weights": old["weights"]} if "weights" in old else {}
+    kept = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
+    return kept if start is None else {**kept, "weights": start.as_json()}
 
 
 def choose_device(name: str) -> torch.device:

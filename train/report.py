@@ -51,7 +51,7 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "curves": training_curves(lines),
         "evaluation_curves": evaluation_curves(lines),
         "results": [{**result, "table": table_of(result), "other_data": other_data(result)} for result in results],
-        "weights": _weights(facts.get("weights")),
+        "weights": [_weights(facts[name]) for name in ("weights", "decoder_weights") if name in facts],
         "failures": read_lines(run.failures),
     }
 
@@ -102,10 +102,8 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _weights(report: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What became of each tensor of the weights that a run began with; equal changes of several blocks in one row."""
-    if report is None:
-        return None
+def _weights(report: dict[str, Any]) -> dict[str, Any]:
+    """What became of each tensor of weights that a run began with; equal changes of several blocks in one row."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for change in report["changes"]:
         name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])

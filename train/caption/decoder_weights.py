@@ -24,12 +24,14 @@ class DecoderParts:
 
     Attributes:
         tensors: its weights by a captioner's names; empty where they are new.
+        source: where the weights are from, as the user named it.
         hint: what to do where tokenizer and decoder do not belong together.
     """
 
     tokenizer: CaptionTokenizer
     size: Gpt2Size
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    source: str = ""
     hint: InitVar[str] = "use the tokenizer that the decoder was trained with"
 
     def __post_init__(self, hint: str) -> None:
@@ -72,7 +74,9 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     hint = "name the tokenizer of the decoder, or leave --decoder.tokenizer out"
     if settings.tokenizer is None:
         hint = f"the tokenizer is that of {folder}: name the decoder's own with --decoder.tokenizer, or mend the folder"
-    return DecoderParts(tokenizer=tokenizer, size=found.config.decoder, tensors=tensors, hint=hint)
+    return DecoderParts(
+        tokenizer=tokenizer, size=found.config.decoder, tensors=tensors, source=str(settings.weights), hint=hint
+    )
 
 
 def decoder_folder(wanted: str, *, say: Say) -> Path:

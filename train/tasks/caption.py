@@ -4,6 +4,7 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from train.caption.decoding.settings import DecodingSettings, within
 from train.caption.evaluating import captions_of, numbers_of
 from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
-from train.caption.runs import decoder_facts
+from train.caption.runs import decoder_facts, start_facts
 from train.caption.settings import CaptionerSettings
 from train.caption.staged import whole_captioner
 from train.caption.start import start_of_captioner
@@ -77,7 +78,11 @@ class CaptionTask:
 
     def facts(self) -> dict[str, Any]:
         """For run.json."""
-        return {"decoder": decoder_facts(self.decoder.size)}
+        model, parts = self._on_meta(), self.decoder
+        freeze(model, self._settings.freeze)
+        if self._start is not None and any(name.startswith("decoder.") for name in self._start.fitted.tensors):
+            parts = replace(parts, tensors={})  # they give way to those of --init.weights
+        return {"decoder": decoder_facts(parts.size), **start_facts(model, parts, frozen=self._settings.freeze)}
 
     def files(self) -> dict[str, bytes]:
         """The tokenizer, without which a run's weights say nothing."""
@@ -129,9 +134,7 @@ class CaptionTask:
         Raises:
             UserError: they do not, and nothing explains why.
         """
-        with torch.device("meta"):
-            model = self._captioner()
-        self._start = start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
+        self._start = start_of_captioner(self._on_meta(), source, allow=self._settings.init.allow, say=say)
         return self._start
 
     def build_model(self, samples: CaptionedClips | None = None) -> Captioner:
@@ -207,6 +210,10 @@ class CaptionTask:
         if self._decoder is None:
             self._decoder = open_decoder(self._settings.decoder, texts, say=self._say)
         return self._decoder.tokenizer
+
+    def _on_meta(self) -> Captioner:
+        with torch.device("meta"):
+            return self._captioner()
 
     def _captioner(self) -> Captioner:
         return build_captioner(self._settings, self.decoder.size, attend=self._door.attend)

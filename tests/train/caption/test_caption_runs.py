@@ -152,7 +152,22 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     assert torch.equal(found["decoder.token_embedding.weight"], theirs.transformer.wte.weight)
     second = theirs.get_parameter("transformer.h.1.mlp.c_fc.weight")
     assert torch.equal(found["decoder.transformer.resblocks.1.mlp.c_fc.weight"], second.T)
-    assert any(".cross_attn." in name for name in found)
+    # What is copied, new and frozen stands in the log, on the page, and in run.json, also once the run was resumed.
+    printed = capsys.readouterr().out
+    new = [name for name in found if ".cross_attn." in name or ".ln_cross." in name]
+    of_decoder = [name for name in found if name.startswith("decoder.")]
+    num_copied = len(of_decoder) - len(new)
+    copied = f"{folder}: {num_copied} of {len(of_decoder)} tensors copied as they are, {len(new)} are new"
+    assert new and f"decoder: {copied} (cross-attention)\n" in printed
+    num_frozen = sum(found[name].numel() for name in of_decoder if name not in new)
+    total = sum(one.numel() for one in found.values())
+    said = f"{total:,}, {num_frozen:,} of them frozen (decoder-except-cross-attention)"
+    assert f"parameters: {said}\n" in printed
+    assert train("caption", "--out", out, "--resume") == 0
+    start = facts(out)["decoder_weights"]
+    assert (start["source"], start["num_copied"]) == (str(folder), num_copied) and facts(out)["parameters"] == said
+    assert sorted(change["name"] for change in start["changes"]) == sorted(new)
+    assert f"{folder}: {num_copied} tensors copied as they are" in (out / "index.html").read_text()
     # Tokens that the decoder does not know.
     config.vocab_size = tokenizer.vocabulary_size - 1
     GPT2LMHeadModel(config).save_pretrained(folder)
