@@ -165,6 +165,11 @@ def _train(
             f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
             "batches are others than on one process"
         )
+    if settings.warmup_steps >= settings.steps:
+        progress.say(
+            f"--warmup-steps {settings.warmup_steps} leaves nothing of --steps {settings.steps}: the learning rate "
+            "rises to the end"
+        )
     old_run = reopen_run(settings) if resume else None
     has_weights = old_run is not None and latest_checkpoint(old_run.checkpoints) is not None
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)

@@ -76,7 +76,7 @@ def test_a_run_leaves_settings_metrics_a_checkpoint_and_a_page(finished_run: Pat
     assert "8" in run.page.read_text() and "sdpa" in run.page.read_text()
 
 
-def test_the_first_line_says_which_attention_and_why(
+def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = train(
@@ -85,8 +85,9 @@ def test_the_first_line_says_which_attention_and_why(
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
     assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a cpu)"
-    assert lines[1].startswith("data: 9 of 9 captions of split 'train'")
-    assert lines[2].startswith("step 1/1  loss ")
+    assert lines[1] == "--warmup-steps 2 leaves nothing of --steps 1: the learning rate rises to the end"
+    assert lines[2].startswith("data: 9 of 9 captions of split 'train'")
+    assert lines[3].startswith("step 1/1  loss ")
 
 
 def test_retrieval_prints_recalls_chance_and_protocol(
