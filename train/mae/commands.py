@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
-from train.data.chunk_clips import ChunkClips
 from train.distributed.world import World
 from train.evaluation.in_loop import every_for
 from train.mae.evaluating import evaluate_reconstruction
@@ -15,9 +14,8 @@ from train.mae.shown import chosen_pictures, has_few_pixels, shown_json
 from train.models.cubes import CubeGrid
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
-from train.tasks.mae import MaeTask, encoder_size
+from train.tasks.mae import MaeTask
 from train.trained_run import open_trained_run, read_settings
-from train.weights.converted import IMAGENET_STD
 
 MAX_SAMPLES = 1000
 _PROTOCOL = (
@@ -64,8 +62,8 @@ def evaluate_reconstructions(
         samples.evaluation_batches(every=every),
         inputs=task.inputs,
         masking=masking,
-        size=encoder_size(settings, None if isinstance(samples, ChunkClips) else samples.frame_shape),
-        std=(settings.init.pixel_std or IMAGENET_STD) if settings.input == "pixels" else None,
+        size=task.size(samples),
+        std=task.std,
         pictures=chosen_pictures(settings, len(samples), every=every),
         autocast=trained.precision.autocast,
         device=trained.device,

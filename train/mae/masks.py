@@ -37,16 +37,13 @@ def mask_counts(
     return MaskCounts(num_masked=num_masked, num_predicted=num_masked - left_out)
 
 
-def tube_masks(
-    positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int, device: torch.device | None = None
-) -> torch.Tensor:
+def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
     """Masked cubes of clips, bool [B, N]: int(ratio * P) patches, the same at every step (VideoMAE, section 3.2).
 
     Args:
-        positions_B: int64, places of the samples in the order of a run.
-        device: where they are drawn; that of the positions when left out.
+        positions_B: int64, places of the samples in the order of a run, on the device where masks are drawn.
     """
-    drawn_BP = uniform(positions_B, grid.patches, seed=seed, purpose="tube mask", device=device)
+    drawn_BP = uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
     masked_BP = _lowest(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
     return masked_BP.repeat(1, grid.steps)
 

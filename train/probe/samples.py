@@ -2,23 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import cast
 
 import torch
 
-from manifests.errors import UserError
 from manifests.store import read_captions
 from train.classify.classes import ClassList, label_names, read_classes
 from train.data.decoding.clip import Views
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.labelled import LabelledLatents
-from train.data.remote.address import is_remote
-from train.data.remote.folder import open_data_folder
-from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.settings import ClipSettings
-from train.tasks.clips import clip_shape, loader_settings
+from train.tasks.clips import clip_shape, loader_settings, open_labelled_folder
+from train.tasks.latents import LatentSettings, open_latents
 
 Labelled = LabelledClips | LabelledLatents
 
@@ -31,7 +28,7 @@ def read_probe_classes(
     Raises:
         UserError: the data is no folder with a manifest, the captions have no such label, or fewer than two classes.
     """
-    folder = _labelled_folder(settings)
+    folder = open_labelled_folder(settings).path
     return tuple(read_classes(folder, label=label, splits=splits) for label in labels)
 
 
@@ -41,16 +38,7 @@ def labels_there(settings: ClipSettings) -> list[str]:
     Raises:
         UserError: the data is no folder with a manifest.
     """
-    return label_names(read_captions(_labelled_folder(settings)))
-
-
-def _labelled_folder(settings: ClipSettings) -> Path:
-    if names_tars(settings.shards):
-        raise UserError(
-            f"{settings.shards} is a stream of tars, and labels are in the manifest of a data folder",
-            hint="name the data folder that prep made",
-        )
-    return open_data_folder(settings.shards, cache=settings.cache).path
+    return label_names(read_captions(open_labelled_folder(settings).path))
 
 
 def open_labelled(
@@ -63,23 +51,14 @@ def open_labelled(
     """
     own, *also = classes
     if getattr(settings, "input", "pixels") == "latents":
-        if is_remote(settings.shards):
-            raise UserError(
-                f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
-                hint="copy the data folder to this machine",
-            )
-        return LabelledLatents(
-            Path(settings.shards),
+        return open_latents(
+            partial(LabelledLatents, classes=own, also=also),
+            cast(LatentSettings, settings),
             split=split,
-            classes=own,
-            also=also,
-            segment=cast(str, settings.segment),  # type: ignore[attr-defined]
+            world=world,
             batch=_batch(settings, world),
-            seed=settings.seed,
-            rank=world.rank,
-            num_ranks=world.size,
         )
-    folder = open_data_folder(settings.shards, cache=settings.cache)
+    folder = open_labelled_folder(settings)
     loading = loader_settings(settings, world, device=device)
     return LabelledClips(
         folder.path,

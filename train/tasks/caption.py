@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.caption.building import build_captioner, copy_decoder, freeze, tower_size
@@ -28,9 +27,7 @@ from train.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.data.batch import Batch
 from train.data.captioned_clips import CaptionedClips
 from train.data.decoding.clip import Views
-from train.data.remote.folder import open_data_folder
 from train.data.stages import batches_on_all_stages
-from train.data.streams.tars import names_tars
 from train.distributed.partition import LayerCost
 from train.distributed.world import World
 from train.evaluation.in_loop import every_for
@@ -39,7 +36,7 @@ from train.models.captioner import Captioner
 from train.models.settings import kind_of
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
-from train.tasks.clips import clip_shape, loader_settings
+from train.tasks.clips import clip_shape, loader_settings, open_folder
 from train.weights.converted import MEANS, STDS
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source
@@ -109,12 +106,7 @@ class CaptionTask:
             UserError: there are none, or the decoder that is named cannot be had.
         """
         settings = self._settings
-        if names_tars(settings.shards):
-            raise UserError(
-                f"{settings.shards} is a stream of tars, and train caption reads data folders",
-                hint="name the data folder that prep made",
-            )
-        folder = open_data_folder(settings.shards, cache=settings.cache)
+        folder = open_folder(settings, reason="train caption reads data folders")
         return CaptionedClips(
             folder.path,
             split=split,

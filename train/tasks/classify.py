@@ -6,7 +6,6 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels (or numbers of a l
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,16 +27,13 @@ from train.data.decoding.clip import Views
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.labelled import LabelledLatents
 from train.data.order import Positions
-from train.data.remote.address import is_remote
-from train.data.remote.folder import open_data_folder
-from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.models.attention import AttentionDoor
 from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
-from train.tasks.clips import clip_shape, loader_settings
-from train.tasks.latents import check_latents, size_on_latents, spread, window
+from train.tasks.clips import clip_shape, loader_settings, open_labelled_folder
+from train.tasks.latents import open_latents, size_on_latents, spread, window
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source
@@ -89,12 +85,7 @@ class ClassifyTask:
             UserError: there are none, or all are of one class.
         """
         settings = self._settings
-        if names_tars(settings.shards):
-            raise UserError(
-                f"{settings.shards} is a stream of tars, and labels are in the manifest of a data folder",
-                hint="name the data folder that prep made",
-            )
-        folder = open_data_folder(settings.shards, cache=settings.cache)
+        folder = open_labelled_folder(settings)
         if self._classes is None:
             splits = (settings.split, settings.evaluate.split)
             self._classes = read_classes(folder.path, label=settings.label, splits=splits)
@@ -123,7 +114,7 @@ class ClassifyTask:
         settings = self._settings
         if settings.input == "latents":
             return self._latents(split, world, views=views)
-        folder = open_data_folder(settings.shards, cache=settings.cache)
+        folder = open_labelled_folder(settings)
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
         if views is not None:
@@ -147,23 +138,7 @@ class ClassifyTask:
                 f"{views.num_clips} clips x {views.num_crops} crops are looks at pictures, and latents are none",
                 hint="leave --clips and --crops out with --input latents",
             )
-        if is_remote(settings.shards):
-            raise UserError(
-                f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
-                hint="copy the data folder to this machine",
-            )
-        latents = LabelledLatents(
-            Path(settings.shards),
-            split=split,
-            classes=self.classes,
-            segment=settings.segment,
-            batch=world.share(settings.batch),
-            seed=settings.seed,
-            rank=world.rank,
-            num_ranks=world.size,
-        )
-        check_latents(latents, num_frames=settings.num_frames, segment=settings.segment)
-        return latents
+        return open_latents(partial(LabelledLatents, classes=self.classes), settings, split=split, world=world)
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
         """Has `build_model` give towers these weights, once they fit; the last layer is always new.

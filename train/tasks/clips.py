@@ -1,12 +1,33 @@
-"""How the clips of a task look and how they are loaded, by its settings."""
+"""Where the clips of a task are, how they look and how they are loaded, by its settings."""
 
 import torch
 
+from manifests.errors import UserError
 from train.data.clips import Sampling
 from train.data.decoding.clip import ClipShape, Views
 from train.data.loader import LoaderSettings
+from train.data.remote.folder import DataFolder, open_data_folder
+from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.settings import ClipSettings
+
+
+def open_folder(settings: ClipSettings, *, reason: str) -> DataFolder:
+    """The data folder of a task that tars will not do for, by `reason`.
+
+    Raises:
+        UserError: the settings name tars, or the folder cannot be read.
+    """
+    if names_tars(settings.shards):
+        raise UserError(
+            f"{settings.shards} is a stream of tars, and {reason}", hint="name the data folder that prep made"
+        )
+    return open_data_folder(settings.shards, cache=settings.cache)
+
+
+def open_labelled_folder(settings: ClipSettings) -> DataFolder:
+    """The data folder of a task that is about labels; UserError as `open_folder`."""
+    return open_folder(settings, reason="labels are in the manifest of a data folder")
 
 
 def clip_shape(settings: ClipSettings, *, views: Views) -> ClipShape:

@@ -7,7 +7,6 @@ another one made once.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from train.models.transformer import blocks_of, compile_blocks
 from train.objective import Objective
 from train.settings import DualEncoderSettings
 from train.tasks.clips import clip_shape, loader_settings
-from train.tasks.latents import check_latents, size_on_latents, spread
+from train.tasks.latents import open_latents, size_on_latents, spread
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
@@ -114,24 +113,8 @@ class DualEncoderTask:
 
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         settings = self._settings
-        if is_remote(settings.shards) or names_tars(settings.shards):
-            raise UserError(
-                f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
-                hint="copy the data folder to this machine",
-            )
-        latents = CaptionedLatents(
-            Path(settings.shards),
-            split=split,
-            segment=settings.segment,
-            batch=world.share(settings.batch),
-            seed=settings.seed,
-            rank=world.rank,
-            num_ranks=world.size,
-            tokenize=tokenize,
-            sources=settings.captions.sources,
-        )
-        check_latents(latents, num_frames=settings.num_frames, segment=settings.segment)
-        return latents
+        make = partial(CaptionedLatents, tokenize=tokenize, sources=settings.captions.sources)
+        return open_latents(make, settings, split=split, world=world)
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
         """Has `build_model` give models these weights, once they fit.

@@ -1,43 +1,82 @@
-"""Latents as tasks show them: which frames of a segment make a clip, and which tower sees them.
+"""Latents as tasks show them: their set, which frames of a segment make a clip, and which tower sees them.
 
 Shape suffixes: B batch, F frames of a segment, C channels, H and W values of a latent, K parts of a segment.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from train.data.latents.loader import LatentLoader
 from train.data.latents.records import FrameShape
+from train.data.remote.address import is_remote
+from train.data.streams.tars import names_tars
+from train.distributed.world import World
 from train.models.video_vit import VideoViTSize
 
 # A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
 LATENT_PATCH = 2
 
 
-class Segments(Protocol):
-    """Samples that are segments of latents."""
+Latents = TypeVar("Latents", bound=LatentLoader)
+
+
+class LatentSettings(Protocol):
+    """Settings of a task that `--input latents` goes with."""
 
     @property
-    def frame_shape(self) -> FrameShape: ...
+    def shards(self) -> str: ...
 
     @property
-    def segment_frames(self) -> int: ...
+    def segment(self) -> str: ...
 
     @property
-    def variant_name(self) -> str: ...
+    def num_frames(self) -> int: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
 
 
-def size_on_latents(size: VideoViTSize, shape: FrameShape) -> VideoViTSize:
-    """The tower for latents of a shape."""
-    return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels)
+def open_latents(
+    make: Callable[..., Latents], settings: LatentSettings, *, split: str, world: World, batch: int | None = None
+) -> Latents:
+    """This rank's part of the segments of latents of a split.
+
+    Args:
+        make: `LatentLoader`, or a kind of it with what is its own.
+        batch: samples at once; this rank's share of the settings' when left out.
+
+    Raises:
+        UserError: there are none, they lie elsewhere, or clips cannot be made of them.
+    """
+    if is_remote(settings.shards) or names_tars(settings.shards):
+        raise UserError(
+            f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
+            hint="copy the data folder to this machine",
+        )
+    latents = make(
+        Path(settings.shards),
+        split=split,
+        segment=settings.segment,
+        batch=batch or world.share(settings.batch),
+        seed=settings.seed,
+        rank=world.rank,
+        num_ranks=world.size,
+    )
+    _check(latents, num_frames=settings.num_frames, segment=settings.segment)
+    return latents
 
 
-def check_latents(latents: Segments, *, num_frames: int, segment: str) -> None:
-    """Raises a UserError where segments are too short, or latents cannot be cut into cubes."""
+def _check(latents: LatentLoader, *, num_frames: int, segment: str) -> None:
     shape, length = latents.frame_shape, latents.segment_frames
     if num_frames > length:
         raise UserError(
@@ -49,6 +88,11 @@ def check_latents(latents: Segments, *, num_frames: int, segment: str) -> None:
             f"latents of {shape.height} x {shape.width} cannot be cut into squares of {LATENT_PATCH}",
             hint=f"make them with a --size that gives an even side: {latents.variant_name}",
         )
+
+
+def size_on_latents(size: VideoViTSize, shape: FrameShape) -> VideoViTSize:
+    """The tower for latents of a shape."""
+    return replace(size, patch_px=LATENT_PATCH, num_channels=shape.channels)
 
 
 def window(latents_BFCHW: torch.Tensor, *, num_frames: int, within_B: NDArray[np.float64] | None) -> torch.Tensor:

@@ -6,13 +6,11 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels, F frames of a seg
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.data.batch import Batch
@@ -21,10 +19,7 @@ from train.data.chunk_clips import ChunkClips
 from train.data.chunk_set import videos_of_split
 from train.data.decoding.clip import Views
 from train.data.latents.loader import LatentLoader
-from train.data.latents.records import FrameShape
-from train.data.remote.address import is_remote
 from train.data.remote.folder import open_data_folder
-from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.mae.masking import Masking
 from train.mae.objective import MaskedReconstruction
@@ -38,8 +33,8 @@ from train.models.video_vit import VideoViTSize
 from train.objective import Objective
 from train.probe.in_loop import LoopProbe
 from train.probe.settings import ProbeEvaluation
-from train.tasks.clips import clip_shape, loader_settings
-from train.tasks.latents import LATENT_PATCH, check_latents, size_on_latents, window
+from train.tasks.clips import clip_shape, loader_settings, open_folder
+from train.tasks.latents import LATENT_PATCH, open_latents, size_on_latents, window
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
@@ -93,14 +88,9 @@ class MaeTask:
             UserError: there are none, or they do not fit the settings.
         """
         settings = self._settings
-        if names_tars(settings.shards):
-            raise UserError(
-                f"{settings.shards} is a stream of tars, and train mae reads data folders",
-                hint="name the data folder that prep made",
-            )
         if settings.input == "latents":
             return self._latents(split, world)
-        folder = open_data_folder(settings.shards, cache=settings.cache)
+        folder = open_folder(settings, reason="train mae reads data folders")
         return ChunkClips(
             folder.path,
             split=split,
@@ -113,22 +103,7 @@ class MaeTask:
 
     def _latents(self, split: str, world: World) -> LatentLoader:
         settings = self._settings
-        if is_remote(settings.shards):
-            raise UserError(
-                f"--input latents cannot be read from {settings.shards}: latents are mapped into memory",
-                hint="copy the data folder to this machine",
-            )
-        latents = LatentLoader(
-            Path(settings.shards),
-            split=split,
-            segment=settings.segment,
-            batch=world.share(settings.batch),
-            seed=settings.seed,
-            rank=world.rank,
-            num_ranks=world.size,
-            text=False,
-        )
-        check_latents(latents, num_frames=settings.num_frames, segment=settings.segment)
+        latents = open_latents(partial(LatentLoader, text=False), settings, split=split, world=world)
         check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 
@@ -154,18 +129,26 @@ class MaeTask:
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """The error of what is reconstructed."""
-        settings = self._settings
         inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
-        std = (settings.init.pixel_std or IMAGENET_STD) if settings.input == "pixels" else None
-        return MaskedReconstruction(inputs, self.masking(samples), size=self._size(samples), std=std)
+        return MaskedReconstruction(inputs, self.masking(samples), size=self.size(samples), std=self.std)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of encoder and decoder."""
         return blocks_of(model)
 
+    @property
+    def std(self) -> Sequence[float] | None:
+        """By which the clips' channels are divided; None where they are not."""
+        return (self._settings.init.pixel_std or IMAGENET_STD) if self._settings.input == "pixels" else None
+
+    def size(self, samples: Samples) -> VideoViTSize:
+        """The size of the encoder, for clips as `samples` has them."""
+        size = size_of(self._settings.model, self._settings.towers).video
+        return size if isinstance(samples, ChunkClips) else size_on_latents(size, samples.frame_shape)
+
     def masking(self, samples: Samples) -> Masking:
         """Draws the masks of clips as `samples` has them."""
-        settings, size = self._settings, self._size(samples)
+        settings, size = self._settings, self.size(samples)
         side = _side(settings, samples) // size.patch_px
         return Masking(settings, CubeGrid(settings.num_frames // size.cube_frames, side, side))
 
@@ -192,25 +175,16 @@ class MaeTask:
         """Numbers of the probes that the settings name, as `<split>/<name>`."""
         return {} if self._probe is None else self._probe(model, world)
 
-    def _size(self, samples: Samples) -> VideoViTSize:
-        return encoder_size(self._settings, None if isinstance(samples, ChunkClips) else samples.frame_shape)
-
     def _autoencoder(self, samples: Samples) -> MaskedAutoencoder:
         settings = self._settings
         return MaskedAutoencoder(
-            self._size(samples),
+            self.size(samples),
             decoder_depth=settings.decoder_depth,
             image_px=_side(settings, samples),
             num_frames=settings.num_frames,
             attend=self._door.attend,
             towers=settings.towers,
         )
-
-
-def encoder_size(settings: MaeSettings, latents: FrameShape | None) -> VideoViTSize:
-    """The size of the encoder, for pictures or for latents of a shape."""
-    size = size_of(settings.model, settings.towers).video
-    return size if latents is None else size_on_latents(size, latents)
 
 
 def _side(settings: MaeSettings, samples: Samples) -> int:
