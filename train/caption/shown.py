@@ -3,13 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from train.caption.metrics.scores import CaptionScores
 from train.caption.report.page import CaptionedVideo
 from train.caption.report.sheet import sheet_uri
 from train.caption.tokenizer import one_line
-from train.evaluation.examples import ShownSet, jpeg_uri, spread_over
+from train.evaluation.shown import ShownSet, from_end_to_end, from_middles, jpeg_uri
 
 _NUM_SHOWN = 12
 _MAX_PICTURES = 4
@@ -32,10 +30,8 @@ def shown_json(
         names: of the samples that were captioned.
         num_frames: pictures of a clip.
     """
-    numbers = list(names)
-    chosen = np.unique(np.linspace(0, len(numbers) - 1, _NUM_SHOWN).round().astype(int))
     shown = []
-    for number in (numbers[place] for place in chosen):
+    for number in from_end_to_end(list(names), at_most=_NUM_SHOWN):
         name = names[number]
         begin_s, end_s = samples.span_s(number)
         pictures = samples.pictures(number, num_frames=num_frames)
@@ -44,7 +40,7 @@ def shown_json(
                 "key": samples.key(number),
                 "begin_s": begin_s,
                 "end_s": end_s,
-                "frames": [jpeg_uri(frame) for frame in spread_over(pictures, at_most=_MAX_PICTURES)],
+                "frames": [jpeg_uri(frame) for frame in from_middles(pictures, at_most=_MAX_PICTURES)],
                 "caption": captions[name],
                 "references": [one_line(reference) for reference in references[name]],
                 "cider_d": scores.per_video[name]["cider_d"],

@@ -7,9 +7,10 @@ from typing import Any
 from manifests.errors import UserError
 from train.distributed.world import World
 from train.evaluation.embeddings import Embeddings, distinct_texts, embed_all, gathered
-from train.evaluation.examples import ShownSet, retrieval_examples
+from train.evaluation.examples import retrieval_examples
 from train.evaluation.in_loop import open_scorer, score
 from train.evaluation.settings import DualEncoderEvaluation
+from train.evaluation.shown import ShownSet
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
 from train.settings import DualEncoderSettings

@@ -1,36 +1,16 @@
 """A few queries of a retrieval with the clips that were found, as pictures for the results page."""
 
-import base64
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from train.evaluation.retrieval import ranks
+from train.evaluation.shown import ShownSet, from_end_to_end, from_middles, jpeg_uri
 
 _NUM_QUERIES = 6
 _NUM_FOUND = 4
 _MAX_PICTURES = 4
-
-
-class ShownSet(Protocol):
-    """A set whose samples can be shown."""
-
-    def text(self, sample: int) -> str:
-        """The words of the caption."""
-        ...
-
-    def key(self, sample: int) -> str:
-        """The chunk in which the clip begins."""
-        ...
-
-    def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of the clip in its video, seconds."""
-        ...
-
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames of the clip, RGB [H, W, 3]; none where they cannot be had."""
-        ...
 
 
 def retrieval_examples(
@@ -54,7 +34,7 @@ def retrieval_examples(
     num_texts = similarity_NM.shape[1]
     rank_M = ranks(similarity_NM.T, (text_of_clip[:, None] == np.arange(num_texts)).T)
     examples = []
-    for text in np.unique(np.linspace(0, num_texts - 1, _NUM_QUERIES).round().astype(int)):
+    for text in from_end_to_end(range(num_texts), at_most=_NUM_QUERIES):
         best = np.argsort(-similarity_NM[:, text], kind="stable")[:_NUM_FOUND]
         examples.append(
             {
@@ -85,26 +65,5 @@ def _found(samples: ShownSet, sample: int, *, num_frames: int, score: float, is_
         "text": samples.text(sample),
         "score": score,
         "is_right": is_right,
-        "frames": [jpeg_uri(frame) for frame in spread_over(pictures, at_most=_MAX_PICTURES)],
+        "frames": [jpeg_uri(frame) for frame in from_middles(pictures, at_most=_MAX_PICTURES)],
     }
-
-
-def spread_over(pictures: list[NDArray[np.uint8]], *, at_most: int) -> list[NDArray[np.uint8]]:
-    """Some of the pictures, from the middles of equal parts of their row."""
-    if len(pictures) <= at_most:
-        return pictures
-    return [pictures[(2 * number + 1) * len(pictures) // (2 * at_most)] for number in range(at_most)]
-
-
-def jpeg_uri(frame: NDArray[np.uint8]) -> str:
-    """A picture (uint8 RGB [H, W, 3]) as a data URI."""
-    import av
-
-    encoder = av.CodecContext.create("mjpeg", "w")
-    encoder.height, encoder.width = frame.shape[:2]
-    encoder.pix_fmt = "yuvj420p"
-    encoder.time_base = 1  # type: ignore[assignment]
-    encoder.options = {"qscale": "3"}
-    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24").reformat(format="yuvj420p")
-    packets = [*encoder.encode(picture), *encoder.encode(None)]
-    return "data:image/jpeg;base64," + base64.b64encode(b"".join(bytes(packet) for packet in packets)).decode()

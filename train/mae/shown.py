@@ -1,6 +1,5 @@
 """The clips of a reconstruction as the results page shows them: which frames, from when, as pictures in the page."""
 
-import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +12,12 @@ from train.data.latents.captioned import SPREAD
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import times_us
 from train.data.loader import Visit
-from train.evaluation.examples import jpeg_uri
+from train.evaluation.shown import from_end_to_end, from_middles, jpeg_uri, png_uri
 from train.mae.evaluating import Look, Pictures, ShownClip
 from train.mae.settings import MaeSettings
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
 
-NUM_SHOWN = 4
+_NUM_SHOWN = 4
 _MAX_FRAMES = 4
 _FEW_PX = 96  # pictures of smaller sides are enlarged pixel by pixel, and not blurred by JPEG
 Samples = ChunkClips | LatentLoader
@@ -26,11 +25,9 @@ Samples = ChunkClips | LatentLoader
 
 def chosen_pictures(settings: MaeSettings, num_samples: int, *, every: int) -> Pictures:
     """Clips spread evenly over every `every`-th of `num_samples`, and frames from the middles of equal parts."""
-    visited = np.arange(0, num_samples, every)
-    chosen = visited[np.unique(np.linspace(0, len(visited) - 1, NUM_SHOWN).round().astype(int))]
-    count = min(_MAX_FRAMES, settings.num_frames)
-    frames = [(2 * number + 1) * settings.num_frames // (2 * count) for number in range(count)]
-    return Pictures(frozenset(chosen.tolist()), frames, _look(settings))
+    chosen = from_end_to_end(range(0, num_samples, every), at_most=_NUM_SHOWN)
+    frames = from_middles(range(settings.num_frames), at_most=_MAX_FRAMES)
+    return Pictures(frozenset(chosen), frames, _look(settings))
 
 
 def _look(settings: MaeSettings) -> Look:
@@ -81,18 +78,3 @@ def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, fl
 def picture_uri(frame: NDArray[np.uint8]) -> str:
     """A picture (uint8 RGB [H, W, 3]) as a data URI: JPEG, and PNG where it has few pixels."""
     return png_uri(frame) if min(frame.shape[:2]) < _FEW_PX else jpeg_uri(frame)
-
-
-def png_uri(frame: NDArray[np.uint8]) -> str:
-    """A picture (uint8 RGB [H, W, 3]) as a data URI without loss."""
-    import av
-
-    encoder = av.CodecContext.create("png", "w")
-    encoder.height, encoder.width = frame.shape[:2]
-    encoder.pix_fmt = "rgb24"
-    encoder.time_base = 1  # type: ignore[assignment]
-    packets = [
-        *encoder.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")),
-        *encoder.encode(None),
-    ]
-    return "data:image/png;base64," + base64.b64encode(b"".join(bytes(packet) for packet in packets)).decode()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from train.evaluation.examples import spread_over
+from train.evaluation.shown import from_middles
 
 _NUM_COLUMNS = 2
 _MAX_FRAMES = 4
@@ -24,7 +24,7 @@ def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
     """
     import cv2
 
-    chosen = spread_over(list(frames), at_most=_MAX_FRAMES)
+    chosen = from_middles(list(frames), at_most=_MAX_FRAMES)
     if not chosen:
         return ""
     height, width = chosen[0].shape[:2]
