@@ -25,7 +25,6 @@ from train.caption.metrics.spice import check_jars
 from train.caption.report.page import write_captions_page
 from train.caption.settings import CaptionerSettings
 from train.caption.shown import all_shown, shown_json
-from train.caption.tokenizer import one_line
 from train.caption.trained import TrainedCaptioner, open_captioner
 from train.data.captioned_clips import CaptionedClips
 from train.distributed.world import World
@@ -96,7 +95,7 @@ def evaluate_captions(
     if not np.isfinite(said.summed_loss):
         raise FailedWork("predictions are not finite: the weights have diverged")
     names = clip_names(samples, sorted(said.captions))
-    captions = {name: one_line(said.captions[number]) for number, name in names.items()}
+    captions = {name: said.captions[number] for number, name in names.items()}
     references = {name: samples.references(number) for number, name in names.items()}
     constant, chosen = _constant(captioner, references)
     with Meteor() as meteor:

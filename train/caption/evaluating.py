@@ -15,7 +15,7 @@ from train.caption.decoding.decode import write_captions
 from train.caption.decoding.settings import DecodingSettings
 from train.caption.metrics.scores import score_captions
 from train.caption.objective import shifted, summed_loss, without_padding
-from train.caption.tokenizer import NO_TOKEN, CaptionTokenizer, one_line
+from train.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 from train.data.batch import Batch, to_device
 from train.data.failures import FailedSample
 from train.data.filling import LoadedBatch
@@ -79,7 +79,7 @@ def numbers_of(parts: Sequence[Said], *, references: Callable[[int], Sequence[st
     Raises:
         FailedWork: nothing could be decoded, or logits are no numbers.
     """
-    captions = {str(number): one_line(text) for part in parts for number, text in part.captions.items()}
+    captions = {str(number): text for part in parts for number, text in part.captions.items()}
     num_failed = sum(len(part.failed) for part in parts)
     if not captions:
         raise FailedWork(f"none of the {num_failed} clips could be decoded")

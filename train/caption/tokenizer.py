@@ -57,11 +57,11 @@ class CaptionTokenizer:
         return targets
 
     def text(self, ids: Sequence[int]) -> str:
-        """The words of tokens up to the first end; bytes that are no UTF-8 become U+FFFD."""
+        """The words of tokens up to the first end, in one line; bytes that are no UTF-8 become U+FFFD."""
         ids = list(ids)
         if self.end_id in ids:
             ids = ids[: ids.index(self.end_id)]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        return one_line(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def num_longer(self, texts: Iterable[str], *, max_tokens: int) -> int:
         """How many captions have no room for all of their tokens and an end."""

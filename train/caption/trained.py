@@ -10,7 +10,6 @@ from train.caption.decoding.decode import write_captions
 from train.caption.decoding.settings import DecodingSettings, within
 from train.caption.runs import read_decoder_parts
 from train.caption.settings import CaptionerSettings
-from train.caption.tokenizer import one_line
 from train.data.batch import Batch, to_device
 from train.models.captioner import Captioner
 from train.run_folder import open_run
@@ -52,7 +51,7 @@ class TrainedCaptioner:
             clips = self.task.inputs(batch)
             written = write_captions(self.model, clips, decoding, end_id=self.end_id, samples=samples)
         tokenizer = self.task.decoder.tokenizer
-        return [one_line(tokenizer.text(ids)) for ids in written.tokens_VL.tolist()]
+        return [tokenizer.text(ids) for ids in written.tokens_VL.tolist()]
 
 
 def open_captioner(run_path: Path, *, shards: str | None = None) -> TrainedCaptioner:

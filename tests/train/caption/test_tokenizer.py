@@ -20,6 +20,13 @@ def test_every_text_comes_back_but_for_control_characters_and_spaces(text: str) 
     assert TOKENIZER.text(TOKENIZER.ids(text)) == one_line(text)
 
 
+def test_a_caption_is_one_line_whatever_tokens_a_model_finds() -> None:
+    vocabulary = json.loads(TOKENIZER.as_json())["model"]["vocab"]
+    line_end, tab = vocabulary["Ċ"], vocabulary["ĉ"]
+    found = [tab, *TOKENIZER.ids("a red"), line_end, line_end, *TOKENIZER.ids("square")]
+    assert TOKENIZER.text(found) == "a red square"
+
+
 def test_the_same_captions_give_the_same_tokenizer() -> None:
     assert train_tokenizer(TEXTS, vocabulary_size=320).as_json() == TOKENIZER.as_json()
     assert TOKENIZER.vocabulary_size <= 320
