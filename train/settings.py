@@ -262,15 +262,19 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str) -> None:
+_GO_ON = "leave it out to go on with the run, or begin a new one with another --out"
+
+
+def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = _GO_ON) -> None:
     """Raises a UserError where a setting that decides the weights is another one (both as of `shaping`).
 
     Args:
         where: whose the old ones are.
+        hint: what to do then.
     """
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise UserError(
                 f"--{name.replace('_', '-')} is {new[name]}, {where} has {old[name]}",
-                hint="leave it out to go on with the run, or begin a new one with another --out",
+                hint=hint,
             )

@@ -13,7 +13,7 @@ from train.commands import choose_device
 from train.models.attention import AttentionDoor, open_attention
 from train.precision import Precision, open_precision
 from train.run_folder import RunFolder
-from train.settings import ClipSettings
+from train.settings import ClipSettings, require_same, shaping
 from train.settings_files import load_settings
 
 Settings = TypeVar("Settings", bound=ClipSettings)
@@ -74,9 +74,17 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
     """Opens the latest checkpoint of a run; neither data nor a model is needed yet.
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, or the settings ask for what this machine does not have.
+        UserError: there is no checkpoint, it is damaged, the settings are not those that it was trained with, or they
+            ask for what this machine does not have.
     """
     checkpoint = run.require_checkpoint()
+    facts = read_facts(checkpoint)
+    require_same(
+        facts.settings,
+        shaping(settings),
+        where=str(checkpoint),
+        hint=f"was {run.settings} changed by hand? put back what the run was trained with",
+    )
     device = choose_device(settings.device)
     door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     precision = open_precision(settings.precision, device_type=device.type)
@@ -86,7 +94,7 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
         run=run,
         settings=settings,
         checkpoint=checkpoint,
-        step=read_facts(checkpoint).step,
+        step=facts.step,
         weights=f"{which}, {precision.name}",
         device=device,
         door=door,

@@ -127,15 +127,29 @@ def test_no_look_at_a_clip_is_a_mistake(run: Path, clips: int, capsys: pytest.Ca
     assert f"--clips is {clips}" in capsys.readouterr().err
 
 
-def test_weights_of_other_settings_do_not_fit(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("num_frames: 2", "num_frames: 4", "--num-frames is 4, {} has 2"),
+        # All weights fit with these.
+        ("sampling: uniform", "sampling: lavila", "--sampling is lavila, {} has uniform"),
+        ("activation: null", "activation: quick_gelu", "--towers.activation is quick_gelu, {} has None"),
+    ],
+)
+def test_settings_that_were_changed_by_hand_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     settings = copy / "settings.yaml"
-    settings.write_text(settings.read_text().replace("num_frames: 2", "num_frames: 4"))
+    assert old in settings.read_text()
+    settings.write_text(settings.read_text().replace(old, new))
     capsys.readouterr()
-    assert call("eval", "retrieval", copy, "--split", "train") == 2
-    error, hint = capsys.readouterr().err.splitlines()
-    assert f"step_000002 does not fit the model of {settings}: size mismatch for video." in error
-    assert "put back what the run was trained with" in hint
+    checkpoint = copy / "checkpoints" / "step_000002"
+    for command in (("eval", "retrieval", copy, "--split", "train"), ("eval", "probe", copy, "--label", "verb")):
+        assert call(*command) == 2
+        error, hint = capsys.readouterr().err.splitlines()
+        assert error == f"error: {said.format(checkpoint)}"
+        assert f"was {settings} changed by hand? put back what the run was trained with" in hint
 
 
 @pytest.mark.parametrize("command", ["retrieval", "mir", "zero-shot"])
