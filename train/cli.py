@@ -1,7 +1,9 @@
 """The command line of training. What the commands do is imported when one of them runs."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +20,8 @@ from train.idle_flags import refuse_idle_flags
 from train.mae.settings import MaeSettings
 from train.settings import DualEncoderSettings
 from train.settings_files import add_files, hint_with_files
+
+_FIRST_SPEAKS_S = 5.0
 
 app = App(
     name="train",
@@ -287,10 +291,22 @@ def _call() -> None:
         app(sys.argv[1:])
     except UserError as error:
         error.hint = hint_with_files(error, sys.argv[1:])
+        _let_first_speak()
         raise
     except CycloptsError as error:
         message = " ".join(str(error).split())
+        _let_first_speak()
         raise UserError(message[:1].lower() + message[1:], hint="see train --help, or --help after a command") from None
+
+
+def _let_first_speak() -> None:
+    """Waits where a launcher started several processes on this machine, and this one is not the first.
+
+    They make a user's mistake together. Once the first one has said it and left, torchrun ends the others; one that is
+    still there has made a mistake of its own, and says it.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_FIRST_SPEAKS_S)
 
 
 if __name__ == "__main__":

@@ -149,3 +149,26 @@ def test_a_mistake_in_a_value_that_nobody_typed_says_where_it_is_from(
     assert left.value.code == 2
     error, said = capsys.readouterr().err.splitlines()
     assert error.startswith("error: --size-px is ") and said.endswith(hint)
+
+
+@pytest.mark.parametrize(("local_rank", "pauses"), [("", []), ("0", []), ("1", [5.0])])
+@pytest.mark.parametrize(
+    "words", [["caption", "--steps", "0"], ["caption", "--steps", "many"], ["eval", "probe", "no"]]
+)
+def test_of_several_processes_the_first_says_a_mistake_and_the_others_wait_to_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    local_rank: str,
+    pauses: list[float],
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    slept: list[float] = []
+    monkeypatch.setattr("train.cli.time.sleep", slept.append)
+    monkeypatch.setattr("sys.argv", ["train", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    # Nobody has ended this one: it was alone with its mistake.
+    assert left.value.code == 2 and slept == pauses and capsys.readouterr().err.startswith("error: ")
