@@ -12,41 +12,23 @@ With --folder the videos, shards and runs stay there, and a benchmark that was s
 same options. CPU seconds are those of training, with its decoding.
 """
 
-import contextlib
-import json
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mae_learning import kept_folder, make_data
-from benchmarks.report import parser_for, print_report
-from manifests.publish import publish_json
+from benchmarks.learning import found_of_seeds, learning_parser
+from benchmarks.report import print_report
 from train.caption.commands import evaluate_captions
 from train.caption.metrics.scores import LABELS
-from train.cli import app
 
 _SHOWN = ("cider_d", "cider", "bleu4", "rouge_l", "exact_match")
 
 
 def main() -> None:
     """Runs the benchmark and prints its table."""
-    parser = parser_for(__doc__ or "")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--videos", type=int, default=60, help="of one minute each")
-    parser.add_argument("--minutes", type=float, default=1.0, help="length of a video")
-    parser.add_argument("--preset", default="tiny-caption")
-    parser.add_argument("--folder", type=Path, help="where everything is kept")
-    arguments, flags = parser.parse_known_args()
-    with kept_folder(arguments.folder) as folder:
-        data = make_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
-        seeds = []
-        for seed in range(arguments.seeds):
-            words = ["--preset", arguments.preset, "--seed", str(seed), *flags]
-            seeds.append(score_seed(folder / f"seed-{seed}", words, data=data))
-            print(f"seed {seed}: {seeds[-1]['means']}", file=sys.stderr, flush=True)
+    arguments, flags = learning_parser(__doc__ or "", preset="tiny-caption").parse_known_args()
+    seeds = found_of_seeds("caption", arguments, flags, score=score_run, in_words=lambda found: found["means"])
     print_report(
         f"Captions of held-out clips, --preset {arguments.preset} {' '.join(flags)}".rstrip(),
         rows_of(seeds),
@@ -59,28 +41,10 @@ def main() -> None:
     )
 
 
-def score_seed(out: Path, words: Sequence[str], *, data: Path) -> dict[str, Any]:
-    """Trains and scores one seed, and keeps what it found beside the run."""
-    found = out.with_suffix(".json")
-    if found.exists():
-        kept: dict[str, Any] = json.loads(found.read_bytes())
-        return kept
-    begun = (out / "settings.yaml").exists()
-    began_s = time.process_time()
-    with contextlib.redirect_stdout(sys.stderr):
-        app(["caption", "--shards", str(data), "--out", str(out), *(["--resume"] if begun else words)])
-    cpu_s = time.process_time() - began_s
+def score_run(out: Path) -> dict[str, Any]:
+    """What the captions of a run are worth on held-out clips."""
     scored = evaluate_captions(out, split="val", with_java=False)
-    result = {
-        "means": scored["means"],
-        "constant": scored["constant"],
-        "loss": scored["loss"],
-        "num_samples": scored["num_samples"],
-        "cpu_s": cpu_s,
-        "was_resumed": begun,
-    }
-    publish_json(found, result)
-    return result
+    return {name: scored[name] for name in ("means", "constant", "loss", "num_samples")}
 
 
 def rows_of(seeds: Sequence[dict[str, Any]]) -> list[dict[str, object]]:

@@ -12,20 +12,14 @@ With --folder the videos, shards and runs stay there, and a benchmark that was s
 same options. CPU seconds are those of training, with its decoding and its page.
 """
 
-import contextlib
-import json
 import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import prep_command, run_measured
-from benchmarks.report import parser_for, print_report
-from manifests.publish import publish_json
-from train.cli import app
+from benchmarks.learning import found_of_seeds, learning_parser
+from benchmarks.report import print_report
 from train.probe.commands import probe_run
 from train.probe.settings import METHODS, ProbeEvaluation
 from train.run_folder import RunFolder, read_lines
@@ -37,21 +31,11 @@ _LAST_STEPS = 20
 
 def main() -> None:
     """Runs the benchmark and prints its table."""
-    parser = parser_for(__doc__ or "")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--videos", type=int, default=60, help="of one minute each")
-    parser.add_argument("--minutes", type=float, default=1.0, help="length of a video")
-    parser.add_argument("--preset", default="tiny-mae")
+    parser = learning_parser(__doc__ or "", preset="tiny-mae")
     parser.add_argument("--neighbours", type=int, default=20)
-    parser.add_argument("--folder", type=Path, help="where everything is kept")
     arguments, flags = parser.parse_known_args()
-    with kept_folder(arguments.folder) as folder:
-        data = make_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
-        seeds = []
-        for seed in range(arguments.seeds):
-            words = ["--preset", arguments.preset, "--seed", str(seed), *flags]
-            seeds.append(score_seed(folder / f"seed-{seed}", words, data=data, neighbours=arguments.neighbours))
-            print(f"seed {seed}: {_one_line(seeds[-1])}", file=sys.stderr, flush=True)
+    score = partial(score_run, neighbours=arguments.neighbours)
+    seeds = found_of_seeds("mae", arguments, flags, score=score, in_words=_one_line)
     losses = ", ".join(f"{one['first_loss']:.3f} to {one['last_loss']:.3f}" for one in seeds)
     print_report(
         f"Held-out accuracy of frozen features, --preset {arguments.preset} {' '.join(flags)}".rstrip(),
@@ -65,53 +49,16 @@ def main() -> None:
     )
 
 
-@contextlib.contextmanager
-def kept_folder(kept: Path | None) -> Iterator[Path]:
-    """The folder that a benchmark works in; a temporary one where none is to be kept."""
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept.resolve()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
-def make_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
-    """Videos, their manifest and chunks; both commands find what is done already."""
-    data = folder / "data"
-    if not (data / "manifest").exists():
-        run_measured(
-            prep_command(
-                "manifest", "synthetic", "--videos", str(num_videos), "--minutes", str(minutes), "--data", data
-            )
-        )
-    run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
-    return data
-
-
-def score_seed(out: Path, words: Sequence[str], *, data: Path, neighbours: int) -> dict[str, Any]:
-    """Trains and probes one seed, and keeps what it found beside the run."""
-    found = out.with_suffix(".json")
-    if found.exists():
-        kept: dict[str, Any] = json.loads(found.read_bytes())
-        return kept
-    begun = (out / "settings.yaml").exists()
-    began_s = time.process_time()
-    with contextlib.redirect_stdout(sys.stderr):
-        app(["mae", "--shards", str(data), "--out", str(out), *(["--resume"] if begun else words)])
-    cpu_s = time.process_time() - began_s
+def score_run(out: Path, *, neighbours: int) -> dict[str, Any]:
+    """Probes a run, and reads its losses."""
     wanted = ProbeEvaluation(labels=LABELS, methods=METHODS, neighbours=neighbours)
     probed = probe_run(out, wanted, bank_split="train", shards=None)
     losses = [line["loss"] for line in read_lines(RunFolder(out).metrics)]
-    result = {
+    return {
         "findings": probed["findings"],
         "first_loss": losses[0],
         "last_loss": statistics.mean(losses[-_LAST_STEPS:]),
-        "cpu_s": cpu_s,
-        "was_resumed": begun,
     }
-    publish_json(found, result)
-    return result
 
 
 def rows_of(seeds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, object]]:

@@ -46,6 +46,7 @@ NOT_BENCHMARKS = {
     "caption_steps",
     "environment",
     "launch",
+    "learning",
     "made_data",
     "mae_data",
     "mae_steps",
