@@ -175,7 +175,8 @@ def caption_video(
     len
         Length of a window; a rest shorter than a quarter of it joins the last one.
     out
-        File to write; lines on standard output when left out. Subtitles of several videos are files in this folder.
+        File to write, which is not there yet; lines on standard output when left out. Subtitles of several videos are
+        files in this folder.
     form
         csv, json or srt; by the suffix of --out when left out.
     batch
