@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from manifests.errors import FailedWork, UserError
+from manifests.errors import UserError
 from train.caption.constant import RULE, best_constant
 from train.caption.decoding.settings import (
     DecodingSettings,
@@ -17,7 +17,7 @@ from train.caption.decoding.settings import (
     num_beams_of,
     temperature_of,
 )
-from train.caption.evaluating import captions_of
+from train.caption.evaluating import captions_of, loss_of
 from train.caption.metrics.coco_results import write_coco_results
 from train.caption.metrics.meteor import Meteor
 from train.caption.metrics.scores import score_captions
@@ -90,10 +90,7 @@ def evaluate_captions(
             decoding=how,
             device=trained.device,
         )
-    if not said.captions:
-        raise FailedWork(f"none of the {len(said.failed)} clips could be decoded")
-    if not np.isfinite(said.summed_loss):
-        raise FailedWork("predictions are not finite: the weights have diverged")
+    loss = loss_of([said])
     names = clip_names(samples, sorted(said.captions))
     captions = {name: said.captions[number] for number, name in names.items()}
     references = {name: samples.references(number) for number, name in names.items()}
@@ -119,7 +116,7 @@ def evaluate_captions(
         "num_samples": scores.num_videos,
         "num_references": scores.num_references,
         "ids_hash": scores.ids_hash,
-        "loss": said.summed_loss / said.num_tokens,
+        "loss": loss,
         "loss_rule": _loss_rule(trained.settings),
         "means": scores.means,
         "absent": scores.absent,

@@ -70,6 +70,21 @@ def captions_of(
     return said
 
 
+def loss_of(parts: Sequence[Said]) -> float:
+    """Cross-entropy of a token, mean over those of all parts.
+
+    Raises:
+        FailedWork: nothing could be decoded, or predictions are no numbers.
+    """
+    num_tokens = sum(part.num_tokens for part in parts)
+    if not num_tokens:
+        raise FailedWork(f"none of the {sum(len(part.failed) for part in parts)} clips could be decoded")
+    loss = sum(part.summed_loss for part in parts) / num_tokens
+    if not math.isfinite(loss):
+        raise FailedWork("predictions are not finite: the weights have diverged")
+    return loss
+
+
 def numbers_of(parts: Sequence[Said], *, references: Callable[[int], Sequence[str]]) -> dict[str, float]:
     """What all ranks' captions are worth: loss, metrics without Java, exact matches; and how many clips failed.
 
@@ -77,14 +92,10 @@ def numbers_of(parts: Sequence[Said], *, references: Callable[[int], Sequence[st
         references: all captions of a clip.
 
     Raises:
-        FailedWork: nothing could be decoded, or logits are no numbers.
+        FailedWork: as `loss_of`.
     """
+    loss = loss_of(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
     num_failed = sum(len(part.failed) for part in parts)
-    if not captions:
-        raise FailedWork(f"none of the {num_failed} clips could be decoded")
-    loss = sum(part.summed_loss for part in parts) / sum(part.num_tokens for part in parts)
-    if not math.isfinite(loss):
-        raise FailedWork("logits are not finite: the weights have diverged")
     scores = score_captions(captions, {number: references(int(number)) for number in captions}, with_java=False)
     return {"loss": loss, **scores.means, **({"num_failed": float(num_failed)} if num_failed else {})}
