@@ -1,5 +1,6 @@
 """Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -205,11 +206,7 @@ class DualEncoderSettings(ClipSettings):
                 hint="leave it out, or use --input pixels",
             )
         _require("batch", self.batch, self.batch >= 2, "at least 2: a caption needs others to be told from")
-        numbers = [f"{self.evaluate.split}/{name}" for name in NUMBERS[self.evaluate.protocol]]
-        if self.best is not None and self.best not in numbers:
-            raise UserError(
-                f"--best {self.best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}"
-            )
+        check_best(self.best, split=self.evaluate.split, names=NUMBERS[self.evaluate.protocol])
         if self.input == "pixels":
             check_picture(self.model, size_px=self.size_px)
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
@@ -217,6 +214,13 @@ class DualEncoderSettings(ClipSettings):
                 f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",
                 hint="leave it out with --text-tower frozen",
             )
+
+
+def check_best(best: str | None, *, split: str, names: Iterable[str]) -> None:
+    """Raises a UserError where `--best` is none of the numbers of an evaluation of `split`."""
+    numbers = [f"{split}/{name}" for name in names]
+    if best is not None and best not in numbers:
+        raise UserError(f"--best {best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}")
 
 
 def _check_ranges(settings: Any, ranges: dict[str, tuple[float, float]]) -> None:

@@ -1,7 +1,6 @@
 """Which captioner the settings mean."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -9,14 +8,14 @@ from torch import nn
 from manifests.errors import UserError
 from train.caption.decoder_weights import CROSS_ATTENTION, DecoderParts
 from train.caption.settings import CaptionerSettings, Frozen
+from train.caption.sizes import tower_size
 from train.models.attention import Attend
 from train.models.captioner import Captioner
-from train.models.dual_encoder import size_of
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.settings import kind_of
 from train.models.timesformer import TimeSformer
 from train.models.transformer import checkpoint_blocks, drop_path_of
-from train.models.video_vit import VideoViT, VideoViTSize
+from train.models.video_vit import VideoViT
 from train.models.videomae import VideoMAEEncoder
 
 
@@ -32,28 +31,6 @@ def build_captioner(settings: CaptionerSettings, decoder: Gpt2Size, *, attend: A
     if settings.towers.activation_checkpointing:
         checkpoint_blocks(captioner)
     return captioner
-
-
-def tower_size(settings: CaptionerSettings) -> VideoViTSize:
-    """The size of the video tower: that of `--model`, with what the settings change in it.
-
-    Raises:
-        UserError: the heads cannot share the width.
-    """
-    towers = settings.towers
-    size = size_of(settings.model, towers).video
-    trunk = replace(
-        size.trunk,
-        width=towers.width or size.trunk.width,
-        depth=towers.depth or size.trunk.depth,
-        num_heads=towers.heads or size.trunk.num_heads,
-    )
-    if trunk.width % trunk.num_heads:
-        raise UserError(
-            f"--towers.width is {trunk.width}, which {trunk.num_heads} heads cannot share",
-            hint=f"use a multiple of {trunk.num_heads}, or other --towers.heads",
-        )
-    return replace(size, trunk=trunk, patch_px=towers.patch_px or size.patch_px)
 
 
 @torch.no_grad()

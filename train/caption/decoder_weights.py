@@ -1,15 +1,16 @@
 """The decoder and its tokens: those of a folder, those of a name that they are downloaded under, or new ones."""
 
 from collections.abc import Iterable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 import torch
 
 from manifests.errors import UserError
 from train.caption.settings import DecoderSettings
+from train.caption.sizes import decoder_size
 from train.caption.tokenizer import CaptionTokenizer, read_tokenizer, train_tokenizer
-from train.models.gpt2 import Gpt2Size, gpt2_size
+from train.models.gpt2 import Gpt2Size
 from train.weights.hf_caption import read_caption_folder
 from train.weights.sources import Say
 
@@ -60,7 +61,8 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     else:
         tokenizer = train_tokenizer(texts, vocabulary_size=settings.vocabulary)
     if folder is None:
-        return DecoderParts(tokenizer=tokenizer, size=_new_size(settings, tokenizer))
+        size = decoder_size(settings, vocabulary_size=tokenizer.vocabulary_size)
+        return DecoderParts(tokenizer=tokenizer, size=size)
     found = read_caption_folder(folder)
     if found.config.decoder is None:
         raise UserError(f"{folder} has no GPT-2 (--decoder.weights)", hint="name a folder that has one")
@@ -102,20 +104,3 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
             f"{str(error).splitlines()[0]}",
             hint="is there a network? On a machine with one, fill the cache; or name a folder with GPT-2's files",
         ) from error
-
-
-def _new_size(settings: DecoderSettings, tokenizer: CaptionTokenizer) -> Gpt2Size:
-    """The size of a decoder with new weights, for the tokens that there are and captions of the length wanted."""
-    size = gpt2_size(settings.name, vocabulary_size=tokenizer.vocabulary_size, context_length=settings.max_tokens)
-    trunk = replace(
-        size.trunk,
-        width=settings.width or size.trunk.width,
-        depth=settings.depth or size.trunk.depth,
-        num_heads=settings.heads or size.trunk.num_heads,
-    )
-    if trunk.width % trunk.num_heads:
-        raise UserError(
-            f"--decoder.width is {trunk.width}, which {trunk.num_heads} heads cannot share",
-            hint=f"use a multiple of {trunk.num_heads}, or other --decoder.heads",
-        )
-    return replace(size, trunk=trunk)

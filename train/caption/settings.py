@@ -10,7 +10,7 @@ from train.caption.decoding.settings import DecodingSettings
 from train.data.caption_settings import CaptionSettings
 from train.evaluation.settings import EvaluationSettings
 from train.models.settings import PATCH_PX, Towers
-from train.settings import ClipSettings
+from train.settings import ClipSettings, check_best
 
 DecoderName = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 Frozen = Literal["encoder", "decoder", "decoder-except-cross-attention"]
@@ -47,11 +47,6 @@ class CaptionTowers(Towers):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= 65_536:
                 raise UserError(f"--towers.{name.replace('_', '-')} is {value}", hint="it must be from 1 to 65,536")
-        if self.width is not None and self.heads is not None and self.width % self.heads:
-            raise UserError(
-                f"--towers.width is {self.width}, which {self.heads} heads cannot share",
-                hint="use a multiple of --towers.heads",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +151,4 @@ class CaptionerSettings(ClipSettings):
             raise UserError(f"--size-px is {self.size_px}", hint=f"it must be a multiple of {patch_px}, the patch")
         if "decoder" in self.freeze and "encoder" in self.freeze:
             raise UserError("--freeze encoder decoder leaves nothing to train", hint="leave one of them out")
-        numbers = [f"{self.evaluate.split}/{name}" for name in NUMBERS]
-        if self.best is not None and self.best not in numbers:
-            raise UserError(
-                f"--best {self.best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}"
-            )
+        check_best(self.best, split=self.evaluate.split, names=NUMBERS)

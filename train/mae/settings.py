@@ -10,7 +10,7 @@ from manifests.errors import UserError
 from train.models.settings import PATCH_PX, Kind, Towers, check_picture, refuse_of_clip
 from train.optim.settings import OptimizerSettings
 from train.probe.settings import ProbeEvaluation, number_names
-from train.settings import ClipSettings
+from train.settings import ClipSettings, check_best
 
 DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]
@@ -135,11 +135,7 @@ class MaeSettings(ClipSettings):
                 "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
                 hint="use --samples-per-chunk 2 or more, or leave --repeat out",
             )
-        numbers = [f"{self.evaluate.split}/{name}" for name in number_names(self.evaluate)]
-        if self.best is not None and self.best not in numbers:
-            raise UserError(
-                f"--best {self.best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}"
-            )
+        check_best(self.best, split=self.evaluate.split, names=number_names(self.evaluate))
         if self.input == "pixels":
             check_picture(self.model, size_px=self.size_px)
             check_mask(self.mask_ratio, num_places=(self.size_px // PATCH_PX[self.model]) ** 2)

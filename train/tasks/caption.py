@@ -13,7 +13,7 @@ from torch import nn
 
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
-from train.caption.building import build_captioner, copy_decoder, freeze, tower_size
+from train.caption.building import build_captioner, copy_decoder, freeze
 from train.caption.decoder_weights import DecoderParts, open_decoder
 from train.caption.decoding.settings import DecodingSettings, within
 from train.caption.evaluating import captions_of, numbers_of
@@ -21,6 +21,7 @@ from train.caption.layers import layers_of, part_of
 from train.caption.objective import CaptionLoss
 from train.caption.runs import decoder_facts, start_facts
 from train.caption.settings import CaptionerSettings
+from train.caption.sizes import tower_size
 from train.caption.staged import whole_captioner
 from train.caption.start import start_of_captioner
 from train.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
