@@ -238,7 +238,7 @@ def _latents_facts(samples: object) -> dict[str, Any]:
 def _weights_facts(start: Loaded | None, old_run: RunFolder | None) -> dict[str, Any]:
     """What the run began with: also of one that is resumed, which does not read it again."""
     old = {} if old_run is None else old_run.read_facts()
-    kept = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
+    kept: dict[str, Any] = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
     return kept if start is None else {**kept, "weights": start.as_json()}
 
 
