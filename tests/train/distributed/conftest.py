@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import (
     STRATEGIES,
     exact_plane,
     masked,
+    run_ranks,
     towers,
     train_masked,
     train_plane,
@@ -74,7 +76,7 @@ def slurm_environment(folder: Path, *, job: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """What `tests.train.distributed.runs` makes on one process and on two."""
     data_dir = write_columns(tmp_path_factory.mktemp("columns"))
     made = Runs(tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two"), data_dir)
@@ -84,12 +86,8 @@ def runs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         shutil.copytree(made.one / "plane", resumed)
         for path in sorted((resumed / "checkpoints").iterdir())[1:]:
             shutil.rmtree(path)
-    ranks = launch(
-        [sys.executable, "-m", "tests.train.distributed.runs", str(made.two), str(data_dir)], repository=repository
-    )
+    ranks = fork_ranks(run_ranks, made.two, data_dir, size=2, folder=tmp_path_factory.mktemp("said"))
     train_towers(towers(made.one / "towers", data_dir), ONE)
     train_masked(masked(made.one / "masked", data_dir), ONE)
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=240)
-        assert rank.returncode == 0, errors[-3000:]
+    end_well(ranks)
     return made

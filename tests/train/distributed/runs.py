@@ -1,7 +1,6 @@
-"""Runs of the loop that one process or two make alike, in float64; `python -m` this is one of two ranks."""
+"""Runs of the loop that one process or two make alike, in float64."""
 
 import json
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +165,8 @@ def _all_runs(folder: Path, data_dir: Path, world: World) -> None:
     (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
 
 
-if __name__ == "__main__":
+def run_ranks(folder: Path, data_dir: Path) -> None:
+    """One rank of two."""
     torch.set_num_threads(1)
     with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
-        _all_runs(Path(sys.argv[1]), Path(sys.argv[2]), launched)
+        _all_runs(folder, data_dir, launched)

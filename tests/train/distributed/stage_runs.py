@@ -1,8 +1,7 @@
-"""Runs of a captioner on one process and on a pipeline's stages, in float64; `python -m` this is one of the ranks."""
+"""Runs of a captioner on one process and on a pipeline's stages, in float64."""
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -154,7 +153,7 @@ def clips_of(batch: Batch, rows: slice) -> torch.Tensor:
 
 
 def chosen_of(out: Path, *, parallel: ParallelSettings = ONE_STAGE, **changes: Any) -> TrainingSettings:
-    base = settings(out, batch=8, steps=6, checkpoint_every=3, microbatch=2, parallel=parallel)
+    base = settings(out, batch=8, steps=4, checkpoint_every=2, microbatch=2, parallel=parallel)
     # Gradients are longer than this: what clipping does shows.
     return replace(base, **{"optimizer": replace(base.optimizer, ema=0.9), "max_grad_norm": 0.5, **changes})
 
@@ -206,7 +205,7 @@ def _on_two(folder: Path, world: World) -> None:
     for schedule in SCHEDULES:
         parallel = ParallelSettings(stages=2, schedule=schedule, partition="6,3")
         train_stages(chosen_of(folder / f"2-{schedule}", parallel=parallel), world)
-    for name, points, most in (("poisoned", Captions(poisoned=7), 9), ("budget", Captions(failing=FAILING), 2)):
+    for name, points, most in (("poisoned", Captions(poisoned=7), 9), ("budget", Captions(failing=FAILING), 1)):
         try:
             train_stages(chosen_of(folder / name, max_failures=most, parallel=parallel), world, points)
         except FailedWork as error:
@@ -215,7 +214,7 @@ def _on_two(folder: Path, world: World) -> None:
     train_stages(failing, world, Captions(failing=FAILING))
     (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
     # Until one of the two is killed.
-    endless = chosen_of(folder / "endless", parallel=parallel, steps=10**6, checkpoint_every=20)
+    endless = chosen_of(folder / "endless", parallel=parallel, steps=10**6, checkpoint_every=5)
     train_stages(endless, world)
 
 
@@ -250,13 +249,13 @@ def _on_four(folder: Path, world: World, two_by_two: World) -> None:
         train_stages(chosen_of(folder / name, parallel=four), world, dropout=0.5)
 
 
-if __name__ == "__main__":
+def run_stages(folder: Path) -> None:
+    """One rank of two, three or four."""
     torch.set_num_threads(1)
     with suppress(BrokenPipeError), open_world(device_type="cpu") as launched:
-        base = Path(sys.argv[1])
         if launched.size == 2:
-            _on_two(base, launched.cut(2))
+            _on_two(folder, launched.cut(2))
         elif launched.size == 3:
-            _on_three(base, launched.cut(3))
+            _on_three(folder, launched.cut(3))
         else:
-            _on_four(base, launched.cut(4), launched.cut(2))
+            _on_four(folder, launched.cut(4), launched.cut(2))

@@ -1,9 +1,5 @@
-"""Some steps of every loss, on one rank or on several, and what came of them.
+"""Some steps of every loss, on one rank or on several, and what came of them."""
 
-As a program it is one rank of several: `python -m tests.train.losses.runs RANK SIZE FOLDER`.
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -53,12 +49,11 @@ def _run(name: str, settings: Loss, world: World, microbatch: int | None, result
     return objective
 
 
-def main() -> None:
-    """One rank: runs all, saves state for another number of ranks and reads what one rank saved."""
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def run_rank(folder: Path) -> None:
+    """One rank of several: runs all, saves state for another number of ranks and reads what one rank saved."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
-    world = World(rank=rank, size=size)
+    dist.init_process_group("gloo")
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
     results, objectives = run_all(world)
     for kind, convention in SAVED:
         name = f"{kind}/{convention}"
@@ -71,10 +66,6 @@ def main() -> None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             results[f"{name}/loaded/{key}"] = whole.clone()
     results["kept rows"] = world.gather(torch.tensor([len(objectives["fastclip-v3/paper"].get_buffer("clips.rows"))]))
-    if rank == 0:
+    if world.rank == 0:
         torch.save(results, folder / "results.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

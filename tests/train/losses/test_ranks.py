@@ -1,16 +1,12 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.losses.pairs import CASES, objective_of, settings_of
-from tests.train.losses.runs import SAVED, run_all
+from tests.train.losses.runs import SAVED, run_all, run_rank
 from train.distributed.world import World
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:
@@ -21,17 +17,7 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
         state = objectives[name].state_dict()
         dcp.save({"objective": state}, checkpoint_id=tmp_path / "by-one" / name, no_dist=True)
         expected |= {f"{name}/loaded/{key}": value for key, value in state.items()}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.train.losses.runs", str(rank), "2", str(tmp_path)],
-            cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    end_well(fork_ranks(run_rank, tmp_path, size=2, folder=tmp_path))
     found = torch.load(tmp_path / "results.pt", weights_only=True)
     assert found.pop("kept rows").tolist() == [5, 4]  # 7 clips as 4 and 3, and a spare row each
     assert set(found) == set(expected)

@@ -1,0 +1,74 @@
+"""Ranks forked off a process that has imported what they need: the imports of one cost more than all that it does."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# What ranks run; a module that is not named here is imported by each rank.
+# The last one is what a first step imports by itself.
+RUNS = [
+    "tests.train.distributed.runs",
+    "tests.train.distributed.stage_runs",
+    "tests.train.losses.runs",
+    "tests.train.optim.sharded_steps",
+    "torch._dynamo",
+]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank, and the file that it writes its errors to."""
+
+    process: BaseProcess
+    said: Path
+
+    def end(self, *, within_s: float = 240) -> tuple[int | None, str]:
+        """Its status, None when it had to be killed because it did not end, and what it said."""
+        self.process.join(within_s)
+        status = self.process.exitcode
+        self.process.kill()
+        return status, self.said.read_text()
+
+
+def fork_ranks(run: Callable[..., None], *arguments: Any, size: int, folder: Path) -> list[Rank]:
+    """Starts `size` ranks that call `run`, in an environment as torchrun makes it; what they say goes to `folder`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(RUNS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = []
+    for rank in range(size):
+        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        said = folder / f"said-by-{rank}-of-{size}.txt"
+        said.touch()
+        process = context.Process(target=_run, args=(run, arguments, environment, said), daemon=True)
+        process.start()
+        ranks.append(Rank(process, said))
+    return ranks
+
+
+def end_well(ranks: list[Rank]) -> None:
+    """Waits for all of them; fails with what one says that fails."""
+    try:
+        for rank in ranks:
+            status, said = rank.end()
+            assert status == 0, f"status {status}: {said[-3000:]}"
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+
+
+def _run(run: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str], said: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    run(*arguments)

@@ -1,0 +1,88 @@
+"""Steps of every optimizer with whole weights and with sharded ones, by each of two ranks."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from train.objective import Objective
+from train.optim.ema import Ema
+from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from train.optim.settings import OptimizerName, OptimizerSettings
+from train.settings import TrainingSettings
+
+NAMES: tuple[OptimizerName, ...] = ("adamw", "lamb", "lion", "sgd")
+
+
+class Temperature(Objective):
+    """An objective with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = nn.Parameter(torch.tensor(0.07, dtype=torch.float64))
+
+
+def compare_steps() -> None:
+    """One rank: fails where sharded weights do not become what whole ones do."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    for name in NAMES:
+        whole, sharded = (_steps(_model(its_mesh), name) for its_mesh in (None, mesh))
+        for one, other in zip(whole, sharded, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
+        assert not torch.allclose(whole[4], whole[5])
+    dist.destroy_process_group()
+
+
+def _model(mesh: DeviceMesh | None) -> nn.Sequential:
+    torch.manual_seed(0)
+    # Rows that two ranks share unequally, and a bias of which the second has nothing.
+    model = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 1)).double()
+    for one in model.parameters():
+        nn.init.normal_(one)
+    if mesh is not None:
+        for part in (model[0], model[3], model):
+            fully_shard(part, mesh=mesh)
+        assert any(hasattr(one, "full_tensor") for one in model.parameters())
+    return model
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _steps(model: nn.Sequential, name: OptimizerName) -> list[torch.Tensor]:
+    """Norms of gradients, outputs with averages and without, and all weights and states after four steps."""
+    settings = TrainingSettings(
+        lr=0.05, warmup_steps=2, steps=8, optimizer=OptimizerSettings(name=name, layer_decay=0.9)
+    )
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    objective = Temperature()
+    optimizer, ema = make_optimizer(model, objective, settings), Ema(model, decay=0.9)
+    seen = []
+    for step in range(1, 5):
+        set_learning_rates(optimizer, step, settings, objective=objective)
+        optimizer.zero_grad()
+        # Both ranks see the same rows, so that their mean is what one process has.
+        (((model(x) - 3) ** 2).mean() / objective.tau).backward()
+        norm = clip_gradients([*model.parameters(), objective.tau], max_norm=1.0)
+        optimizer.step()
+        ema.update(model, step=step)
+        seen.append(torch.tensor(norm, dtype=torch.float64))
+    with ema.swapped(model), torch.no_grad():
+        seen.append(model(x))
+    # The next pass must gather the weights again, not go on with averages.
+    seen.append(model(x).detach())
+    with torch.no_grad():
+        seen.append(model(x))
+    with ema.swapped(model), torch.no_grad():
+        seen.append(model(x))
+    seen += [_whole(one) for one in ema.state_dict().values()]
+    seen += [_whole(one.detach()) for one in model.parameters()] + [objective.tau.detach()]
+    states = optimizer.state_dict()["state"].values()
+    return seen + [_whole(value) for state in states for value in state.values() if torch.is_tensor(value)]
