@@ -69,7 +69,7 @@ class Clips:
 
 
 def draw_clips(split: str, count: int) -> Clips:
-    """The first scenes of a split, each over a background of its own."""
+    """The first scenes of a split, each over a ground of its own."""
     scenes: dict[object, Scene] = {}
     for number in range(count):
         for place, scene in enumerate(plan_scenes(duration_s=60, seed=0, split=split, number=number)):

@@ -20,7 +20,7 @@ from prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
 # Part of every file's name: raise it when the same settings make other pictures.
-GENERATION = 1
+GENERATION = 2
 # Real collections mix rates.
 FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
 VIDEOS_PER_VAL = 5  # every fifth video is held out

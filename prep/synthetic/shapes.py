@@ -74,14 +74,14 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
 
 
 def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: int) -> Iterator[np.ndarray]:
-    """Frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], over a still, textured background."""
-    background = _background(seed)
+    """Frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], over a plain ground."""
+    ground = _ground(seed)
     scene_number = 0
     for n in range(num_frames):
         time_s = float(n / fps)
         while time_s >= scenes[scene_number].end_s and scene_number + 1 < len(scenes):
             scene_number += 1
-        frame = background.copy()
+        frame = ground.copy()
         _draw(frame, scenes[scene_number], time_s)
         yield frame
 
@@ -93,13 +93,17 @@ def _card(seed: int, split: str, position: int) -> tuple[str, str, str]:
     return order[place]
 
 
-def _background(seed: int) -> np.ndarray:
-    """Dim blobs and grain, of no strong colour."""
+def _ground(seed: int) -> np.ndarray:
+    """One dim level, of no strong colour.
+
+    It has no texture: one that is drawn pixel by pixel cannot be told from its surroundings, as that of natural videos
+    can, and would be most of what a masked autoencoder is asked for.
+    """
     rng = np.random.default_rng(seed)
     frame = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
-    blobs = np.kron(rng.integers(50, 100, (HEIGHT // 20, WIDTH // 20)), np.ones((20, 20), np.int64))
-    frame[:HEIGHT] = blobs + rng.integers(-6, 7, (HEIGHT, WIDTH))
-    frame[HEIGHT:] = rng.integers(124, 133, (HEIGHT // 2, WIDTH))
+    frame[:HEIGHT] = rng.integers(50, 100)
+    for plane in frame[HEIGHT:].reshape(2, HEIGHT // 2, WIDTH // 2):
+        plane[:] = rng.integers(122, 134)
     return frame
 
 
