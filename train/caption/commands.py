@@ -28,6 +28,7 @@ from train.caption.shown import all_shown, shown_json
 from train.caption.trained import TrainedCaptioner, open_captioner
 from train.data.captioned_clips import CaptionedClips
 from train.distributed.world import World
+from train.evaluation.clip_in_words import clip_in_words
 from train.evaluation.in_loop import every_for
 from train.report import write_page
 from train.result_data import result_name
@@ -110,7 +111,7 @@ def evaluate_captions(
         "weights": trained.weights,
         "data": "; ".join([samples.describe(), *_left_out(samples, every=every)]),
         "variant": samples.variant_name,
-        "clip": describe_clip(trained.settings),
+        "clip": clip_in_words(trained.settings),
         "decoding": describe_decoding(how),
         "protocol": f"{_PROTOCOL} {scores.idf}",
         "num_samples": scores.num_videos,
@@ -149,16 +150,6 @@ def clip_names(samples: CaptionedClips, numbers: Sequence[int]) -> dict[int, str
         begin_s, end_s = samples.span_s(number)
         names[number] = videos[number] if is_alone else f"{videos[number]} {begin_s:.2f}-{end_s:.2f} s"
     return names
-
-
-def describe_clip(settings: CaptionerSettings) -> str:
-    """What a clip is made of, in words: frames, their moments, crop, size."""
-    moments = {
-        "uniform": "one in the middle of each of equal segments",
-        "stride": f"every {settings.stride} frames, in the middle",
-        "lavila": "one in the middle of each of LaViLa's segments",
-    }[settings.sampling]
-    return f"T = {settings.num_frames} frames, {moments}, 1 crop (centre square), {settings.size_px} px"
 
 
 def describe_decoding(settings: DecodingSettings) -> str:

@@ -8,6 +8,7 @@ from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassEvaluation, ClassifySettings
 from train.data.decoding.clip import Views
 from train.distributed.world import World
+from train.evaluation.clip_in_words import clip_in_words
 from train.report import write_page
 from train.run_folder import RunFolder, open_run
 from train.tasks.classify import ClassifyTask
@@ -42,7 +43,7 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
         "weights": trained.weights,
         "data": samples.describe(),
         "variant": samples.variant_name,
-        "clip": _describe_views(settings, views),
+        "clip": clip_in_words(settings, views=views, mean_of="probabilities", is_in_row=settings.sampling == "stride"),
         "label": classes.label,
         "num_classes": {
             **{name: len(set(part.tolist())) for name, part in classes.parts.items()},
@@ -58,21 +59,6 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
     run.write_evaluation(f"classification-{wanted.split}{suffix}", result)
     write_page(run)
     return result
-
-
-def _describe_views(settings: ClassifySettings, views: Views) -> str:
-    if settings.input == "latents":
-        which = "in a row, in the middle" if settings.sampling == "stride" else "one in each of equal parts"
-        return f"T = {settings.num_frames} frames of latents of a segment of {settings.segment}, {which}"
-    moments = {
-        "uniform": "one in each of equal segments",
-        "stride": f"every {settings.stride} frames",
-        "lavila": "one in each of LaViLa's segments",
-    }[settings.sampling]
-    crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
-    looks = "1 clip" if views.num_clips == 1 else f"{views.num_clips} clips"
-    mean = "" if len(views) == 1 else ", mean of their probabilities"
-    return f"T = {settings.num_frames} frames, {moments}, {looks} x {crops}, {settings.size_px} px{mean}"
 
 
 def _command(run: RunFolder, wanted: ClassEvaluation, *, shards: str | None) -> str:

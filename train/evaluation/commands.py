@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from train.data.decoding.clip import Views
 from train.distributed.world import World
+from train.evaluation.clip_in_words import clip_in_words
 from train.evaluation.embeddings import Embeddings, distinct_texts, embed_all, gathered
 from train.evaluation.examples import retrieval_examples
 from train.evaluation.in_loop import open_scorer, score
@@ -59,7 +61,7 @@ def evaluate_run(
         "weights": trained.weights,
         "data": samples.describe(),
         "variant": samples.variant_name,
-        "clip": describe_clip(settings, num_clips=num_clips),
+        "clip": clip_in_words(settings, views=Views(num_clips=num_clips), mean_of="embeddings"),
         **scores,
         "failed": [failure.as_json() for failure in found.failed],
         "command": _command(run, wanted, shards=shards, num_clips=num_clips),
@@ -69,26 +71,6 @@ def evaluate_run(
     run.write_evaluation(_file_name(wanted, num_clips=num_clips), result)
     write_page(run)
     return result, found.num_failed
-
-
-def describe_clip(settings: DualEncoderSettings, *, num_clips: int = 1) -> str:
-    """What a video embedding is made of, in words: frames, their moments, crop, size, looks."""
-    frames = f"T = {settings.num_frames}"
-    if settings.input == "latents":
-        return f"{frames}: latents of {settings.segment}, the middle frames of equal parts; first caption"
-    moments = {
-        "uniform": "at the centres of equal segments",
-        "stride": f"every {settings.stride} frames in the middle",
-        "lavila": "at the middles of LaViLa's segments",
-    }[settings.sampling]
-    if num_clips > 1:
-        moments = {
-            "uniform": "at places of equal segments",
-            "stride": f"every {settings.stride} frames",
-            "lavila": "at places of LaViLa's segments",
-        }[settings.sampling]
-    looks = "1 clip" if num_clips == 1 else f"{num_clips} clips spread over the span, mean of their embeddings"
-    return f"{frames} frames {moments}, {looks}, 1 crop (centre square), {settings.size_px} px"
 
 
 def _examples(found: Embeddings, samples: ShownSet, *, num_frames: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from manifests.errors import FailedWork, UserError
 from train.distributed.world import World
+from train.evaluation.clip_in_words import clip_in_words
 from train.evaluation.in_loop import every_for
 from train.mae.evaluating import evaluate_reconstruction
 from train.mae.settings import MaeSettings, num_masked_places
@@ -77,7 +78,7 @@ def evaluate_reconstructions(
         "weights": trained.weights,
         "data": samples.describe(),
         "variant": samples.variant_name,
-        "clip": describe_clip(settings),
+        "clip": clip_in_words(settings, is_in_row=True),
         "mask": describe_mask(settings, masking.grid),
         "share_hidden": masking.counts.num_masked / masking.grid.cubes,
         "protocol": _PROTOCOL,
@@ -110,19 +111,6 @@ def reconstruct_at_end(run: RunFolder, settings: MaeSettings, *, say: Callable[[
             evaluate_reconstructions(run.path, split=settings.split, chosen=chosen)
     except (UserError, FailedWork) as error:
         say(f"reconstruction: no pictures: {error}")
-
-
-def describe_clip(settings: MaeSettings) -> str:
-    """What a clip is made of, in words: frames, their moments, crop, size."""
-    frames = f"T = {settings.num_frames} frames"
-    if settings.input == "latents":
-        return f"{frames} in a row, in the middle of segments of {settings.segment} of latents; false colours"
-    moments = {
-        "uniform": "one in the middle of each of equal parts of a chunk",
-        "stride": f"every {settings.stride} frames, in the middle of a chunk",
-        "lavila": "one in the middle of each of LaViLa's parts of a chunk",
-    }[settings.sampling]
-    return f"{frames}, {moments}, 1 crop (centre square), {settings.size_px} px"
 
 
 def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:

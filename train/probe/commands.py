@@ -6,9 +6,10 @@ from typing import Any
 
 from manifests.errors import UserError
 from train.distributed.world import World
+from train.evaluation.clip_in_words import clip_in_words
 from train.probe.features import tower_of
 from train.probe.probing import probe
-from train.probe.runs import FEATURES, describe_clip, open_probed_run, read_clip_settings
+from train.probe.runs import FEATURES, open_probed_run, read_clip_settings, shows_row
 from train.probe.samples import labels_there
 from train.probe.sets import open_sets
 from train.probe.settings import ProbeEvaluation
@@ -55,7 +56,7 @@ def probe_run(run_path: Path, wanted: ProbeEvaluation, *, bank_split: str, shard
         "data": sets.asked.describe(),
         "bank": sets.bank.describe(),
         "variant": sets.asked.variant_name,
-        "clip": describe_clip(settings),
+        "clip": clip_in_words(settings, is_in_row=shows_row(settings)),
         "features": f"{FEATURES[task]}; random: the same tower with the weights that seed {settings.seed} draws",
         "protocol": _protocol(wanted, bank_split=bank_split),
         "num_samples": len(bare[0].sample),

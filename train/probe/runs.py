@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,17 +95,8 @@ def _open_task(trained: TrainedRun[ClipSettings]) -> tuple[Any, Callable[[Batch]
     return towers, towers.clips
 
 
-def describe_clip(settings: ClipSettings) -> str:
-    """What features are made of, in words: frames, their moments, crop, size."""
-    frames = f"T = {settings.num_frames} frames"
-    if getattr(settings, "input", "pixels") == "latents":
-        is_in_row = not isinstance(settings, DualEncoderSettings) and settings.sampling == "stride"
-        which = "in a row, in the middle" if is_in_row else "one in each of equal parts"
-        segment: Path | str = settings.segment  # type: ignore[attr-defined]
-        return f"{frames} of latents of a segment of {segment}, {which}"
-    moments = {
-        "uniform": "one in each of equal segments",
-        "stride": f"every {settings.stride} frames in the middle",
-        "lavila": "one in each of LaViLa's segments",
-    }[settings.sampling]
-    return f"{frames}, {moments}, 1 clip x 1 crop (centre square), {settings.size_px} px"
+def shows_row(settings: ClipSettings) -> bool:
+    """Whether the frames of latents that a run looks at are neighbours."""
+    if isinstance(settings, ClassifySettings):
+        return settings.sampling == "stride"
+    return isinstance(settings, MaeSettings)
