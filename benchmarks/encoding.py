@@ -87,9 +87,15 @@ def write_captions(folder: Path, *, name: str, lengths: tuple[int, int], count: 
 
 
 def compare(
-    what: str, ours: list[str], plain: list[str], *, count: int, num_rounds: int, forget: Callable[[], None]
+    what: str,
+    ours: list[str],
+    plain: list[str],
+    *,
+    count: Callable[[], int],
+    num_rounds: int,
+    forget: Callable[[], None],
 ) -> list[dict[str, object]]:
-    """Rows of both ways; `forget` removes what ours made, before each round."""
+    """Rows of both ways; `forget` removes what ours made, before each round, and `count` counts what it made."""
     seconds: dict[str, list[float]] = {"prep": [], "plain loop": []}
     for number in range(num_rounds):
         forget()
@@ -101,9 +107,9 @@ def compare(
         {
             "what": what,
             "way": name,
-            "number": count,
+            "number": count(),
             "CPU s": statistics.median(taken),
-            "a CPU s": count / statistics.median(taken),
+            "a CPU s": count() / statistics.median(taken),
             "/ plain loop": statistics.median(ratios) if name == "prep" else 1.0,
         }
         for name, taken in seconds.items()
@@ -130,13 +136,16 @@ def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: in
     run_measured(prep_command("chunk", "--len", "15s", "--data", data, "--engine", "processes"))
     settings = ("--vae", vae, "--size", str(size), "--fps", fps, "--segment", segment, "--batch", str(BATCH))
     ours = prep_command("latents", *settings, "--data", data, *ENGINE)
-    run_measured(ours)
-    shards = Variant.open(data, column="latents").shards()
+
+    def count() -> int:
+        shards = Variant.open(data, column="latents").shards()
+        return sum(int(shard.index["num_frames"].to_numpy().sum()) for shard in shards)
+
     return compare(
         f"latents: {what}",
         ours,
         _plain("latents", str(data), vae, str(size), fps, str(BATCH), str(folder / "plain.npy")),
-        count=sum(int(shard.index["num_frames"].to_numpy().sum()) for shard in shards),
+        count=count,
         num_rounds=num_rounds,
         forget=lambda: forget_column(data, "latents"),
     )
@@ -152,7 +161,7 @@ def text_rows(folder: Path, *, case: str, num_rounds: int) -> list[dict[str, obj
         f"text: {what}",
         prep_command("text", *words, *ENGINE),
         _plain("text", str(data), str(weights), str(TEXT_BATCH), str(folder / "plain.npy")),
-        count=count,
+        count=lambda: count,
         num_rounds=num_rounds,
         forget=lambda: forget_column(data, "text"),
     )

@@ -41,6 +41,7 @@ from benchmarks.report import parser_for, print_report
 from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 
 OURS, MEMCPY, SEEDS = "LatentLoader", "memcpy", ("seed, 1 worker", "seed, 2 workers")
+AT_LEAST_S = 0.5  # of a turn
 Rates = dict[str, list[float]]  # segments a second by the name of the way, one a round
 
 
@@ -204,7 +205,7 @@ def main() -> None:
         wanted = digest([(segments.latents, segments.text[segments.video_of_segment])])
         ways, missing = start_ways(arguments.ways, folder, stack=stack)
         for batch in arguments.batches:
-            rates = race(ways, batch=batch, num_rounds=arguments.rounds, at_least_s=0.5, wanted=wanted)
+            rates = race(ways, batch=batch, num_rounds=arguments.rounds, at_least_s=AT_LEAST_S, wanted=wanted)
             rows += rows_of(batch, rates, arguments.ways)
         memory_rows, jump_rows = measure_costs(folder, copies=arguments.copies)
     notes = [
