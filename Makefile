@@ -59,7 +59,7 @@ demo: setup
 else
 demo: setup
 	rm -rf demo/data demo/run demo/run-* demo/chunks.html demo/index.html
-	$(BIN)/prep manifest synthetic --videos 24 --minutes 1 --data demo/data
+	$(BIN)/prep manifest synthetic --videos 40 --minutes 1 --data demo/data
 	$(BIN)/prep chunk --len 15s --data demo/data
 	$(BIN)/prep latents --vae tiny --size 64 --engine processes --data demo/data
 	$(BIN)/prep text --clip tiny --engine processes --data demo/data
@@ -70,7 +70,7 @@ demo: setup
 	$(BIN)/train dual-encoder --shards demo/data --preset tiny-latents --out demo/run-latents
 	$(BIN)/train eval retrieval demo/run-latents --shards demo/data
 	$(BIN)/train mae --shards demo/data --preset tiny --out demo/run-mae
-	$(BIN)/train eval probe demo/run-mae --shards demo/data --label motion --label shape
+	$(BIN)/train eval probe demo/run-mae --shards demo/data --label motion --label shape --neighbours 5
 	$(BIN)/train caption --shards demo/data --preset tiny --out demo/run-caption
 	$(BIN)/train eval caption demo/run-caption --shards demo/data
 	$(BIN)/train overview demo/run demo/run-latents demo/run-mae demo/run-caption --out demo/index.html
