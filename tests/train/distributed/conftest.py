@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import socket
 import stat
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,25 +33,6 @@ class Runs:
     one: Path
     two: Path
     data_dir: Path
-
-
-def launch(command: list[str], *, repository: Path, size: int = 2) -> list[subprocess.Popen[str]]:
-    """Starts `size` ranks of `command` with nobody over them who would end one when another one ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            command,
-            cwd=repository,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
 
 
 def slurm_environment(folder: Path, *, job: int) -> dict[str, str]:

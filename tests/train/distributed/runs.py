@@ -1,6 +1,7 @@
 """Runs of the loop that one process or two make alike, in float64."""
 
 import json
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 
 from manifests.errors import FailedWork
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
+from train.cli import main
 from train.data.batch import Batch
 from train.distributed.launch import open_world
 from train.distributed.settings import ParallelSettings, Strategy
@@ -163,6 +165,12 @@ def _all_runs(folder: Path, data_dir: Path, world: World) -> None:
         except FailedWork as error:
             shown[name] = str(error)
     (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
+
+
+def run_command(*arguments: str) -> None:
+    """One rank of the whole program."""
+    sys.argv = ["train", *arguments]
+    main()
 
 
 def run_ranks(folder: Path, data_dir: Path) -> None:

@@ -2,21 +2,24 @@
 
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.train.distributed.conftest import launch, slurm_environment
+from tests.train.distributed.conftest import slurm_environment
+from tests.train.distributed.forked import fork_ranks
+from tests.train.distributed.runs import run_command
 from tests.train.test_latents_training import FLAGS, write_columns
+from tests.train.weights.test_export import run_train
 from train.checkpoint import all_checkpoints
 from train.run_folder import RunFolder, read_lines
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
 # Long enough to be caught in the middle.
-NUM_STEPS = 400
-STEPS = ("--steps", str(NUM_STEPS), "--checkpoint-every", "20")
+NUM_STEPS = 160
+STEPS = ("--steps", str(NUM_STEPS), "--checkpoint-every", "30")
 
 
 @pytest.fixture(scope="module")
@@ -24,40 +27,39 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_columns(tmp_path_factory.mktemp("columns"))
 
 
-def wait_for(path: Path, *, num_lines: int, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None and len(read_lines(path)) < num_lines:
+def wait_for(path: Path, *, num_lines: int, runs: Callable[[], bool]) -> None:
+    while runs() and len(read_lines(path)) < num_lines:
         time.sleep(0.01)
-    assert process.poll() is None, process.communicate()
+    assert runs(), "it ended before it could be stopped"
 
 
-def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(
-    repository: Path, columns: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(columns: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     metrics, checkpoints = RunFolder(out).metrics, RunFolder(out).checkpoints
-    program = [sys.executable, "-m", "train", *TRAIN, "--shards", str(columns), "--out", str(out)]
+    command = [*TRAIN, "--shards", str(columns), "--out", str(out)]
 
-    ranks = launch([*program, *STEPS], repository=repository)
-    wait_for(metrics, num_lines=5, process=ranks[1])
-    ranks[1].send_signal(signal.SIGTERM)
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [143, 143], said
+    first, second = fork_ranks(run_command, *command, *STEPS, size=2, folder=tmp_path)
+    wait_for(metrics, num_lines=5, runs=second.process.is_alive)
+    second.process.terminate()
+    ends = [rank.end(within_s=60) for rank in (first, second)]
+    said = [errors for _, errors in ends]
+    assert [status for status, _ in ends] == [143, 143], said
     (stopped_at,) = all_checkpoints(checkpoints)
     assert stopped_at == read_lines(metrics)[-1]["step"]
     assert all(f"stopped: step {stopped_at} is saved, go on with --resume" in one for one in said)
 
-    ranks = launch([*program, "--resume"], repository=repository)
-    wait_for(metrics, num_lines=stopped_at + 25, process=ranks[1])
-    ranks[1].kill()
-    ranks[1].wait()
+    first, second = fork_ranks(run_command, *command, "--resume", size=2, folder=tmp_path)
+    wait_for(metrics, num_lines=stopped_at + 35, runs=second.process.is_alive)
+    second.process.kill()
+    second.process.join()
     killed_s = time.monotonic()
-    _, error = ranks[0].communicate(timeout=60)
-    assert ranks[0].returncode == 1 and time.monotonic() - killed_s < 60
+    status, error = first.end(within_s=60)
+    assert status == 1 and time.monotonic() - killed_s < 60
     assert "failed: rank 0 of 2 has lost another rank" in error and "--resume" in error
     assert "Traceback" not in error
 
     assert max(all_checkpoints(checkpoints)) > stopped_at
-    subprocess.run([*program, "--resume"], cwd=repository, check=True, capture_output=True)
+    assert run_train("dual-encoder", "--resume", "--out", out) == 0
     assert [line["step"] for line in read_lines(metrics)] == list(range(1, NUM_STEPS + 1))
 
 
@@ -73,7 +75,7 @@ def test_the_slurm_script_launches_one_torchrun_a_node(repository: Path, columns
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    wait_for(RunFolder(out).metrics, num_lines=5, process=process)
+    wait_for(RunFolder(out).metrics, num_lines=5, runs=lambda: process.poll() is None)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=90)
     assert process.returncode != 0
