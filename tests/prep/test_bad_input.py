@@ -14,7 +14,7 @@ from manifests.keys import safe_video_id
 from prep.ffmpeg import find_ffmpeg
 from shards.reader import Variant
 from tests.prep.numbered import Source, frame_numbers
-from tests.prep.running import ENGINES, chunk, contents, manifest, prep
+from tests.prep.running import ENGINES, Ran, chunk, contents, manifest
 
 STRANGE_NAMES = [
     "dots.in.it",
@@ -84,7 +84,9 @@ def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_bad_source_is_named_and_all_others_are_made(engine: str, videos: Path, tmp_path: Path) -> None:
+def test_each_bad_source_is_named_and_all_others_are_made(
+    prep: Callable[..., Ran], engine: str, videos: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     shutil.copytree(videos.parent / "manifest-only", data)
     summary = chunk(data, "--len", "1s", engine=engine, status=1)
@@ -109,12 +111,15 @@ def test_each_bad_source_is_named_and_all_others_are_made(engine: str, videos: P
     before = contents(data)
     share = 100 * len(EXPECTED) // (len(EXPECTED) + len(ids)) + 1
     for budget, status in ((len(EXPECTED) - 1, 1), (len(EXPECTED), 0), (f"{share}%", 0)):
-        again = chunk(data, "--len", "1s", "--max-failures", budget, status=status)
+        flags = ("--len", "1s", "--max-failures", budget, "--engine", "processes", "--workers", 2, "--json")
+        again = prep("chunk", "--data", data, *flags, status=status).summary
         assert again["num_encoded"] == 0 and again["failures"] == summary["failures"]
     assert contents(data) == before
 
 
-def test_a_mended_source_is_made_by_retry_and_nothing_else_is(tmp_path: Path, write_video: Callable[..., Path]) -> None:
+def test_a_mended_source_is_made_by_retry_and_nothing_else_is(
+    prep: Callable[..., Ran], tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
     videos, data = tmp_path / "videos", tmp_path / "data"
     good = write_video(videos / "good.mp4", seconds=2)
     write_video(tmp_path / "late.mp4", seconds=2, first_number=500)
