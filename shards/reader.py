@@ -1,6 +1,7 @@
 """Reading a variant: its committed shards, any member of any sample, and the place of a key."""
 
 import json
+import shlex
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -126,8 +127,8 @@ class Variant:
         Raises:
             UserError: there is no such variant, or nothing is committed in it.
         """
-        command = "chunk" if column == "video" else column
-        hint = f"run prep {command} --data {data_dir}"
+        command = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}[column]
+        hint = f"run prep {command} --data {shlex.quote(str(data_dir))}"
         name = variant or current_variant(data_dir, column)
         if name is None:
             raise UserError(f"{data_dir} holds no {column} shards", hint=hint)

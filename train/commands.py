@@ -109,7 +109,7 @@ def train_mae(settings: MaeSettings, *, resume: bool) -> None:
 
     def effective(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
         if unused := without_effect(settings):
-            say(f"--input {settings.input} has no use for {', '.join(unused)}")
+            say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
         return effective_clip_settings(settings, source, say=say)
 
     def at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> None:

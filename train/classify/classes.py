@@ -88,7 +88,7 @@ def names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
         if name not in captions.column_names:
             there = label_names(captions)
             raise UserError(
-                f"the captions have no column {name} (asked for by --label {label})",
+                f"the captions have no column {name} (asked for as label {label!r})",
                 hint=f"labels there: {', '.join(there) or 'none'}",
             )
         if pa.types.is_nested(captions[name].type):

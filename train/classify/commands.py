@@ -14,7 +14,8 @@ from train.run_folder import RunFolder, open_run
 from train.tasks.classify import ClassifyTask
 from train.trained_run import open_trained_run, read_settings
 
-_PROTOCOL = "probabilities are means over views; those of verbs and nouns are sums over their actions"
+_PROTOCOL = "probabilities are means over views"
+_OF_PARTS = "; those of verbs and nouns are sums over their actions"
 
 
 def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str | None) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
             **{name: len(set(part.tolist())) for name, part in classes.parts.items()},
             classes.label: len(classes),
         },
-        "protocol": _PROTOCOL,
+        "protocol": _PROTOCOL + (_OF_PARTS if classes.parts else ""),
         "num_samples": found.num_samples,
         "numbers": found.numbers,
         "failed": [failure.as_json() for failure in found.failed],

@@ -12,7 +12,7 @@ def read_run_classes(run: RunFolder) -> ClassList:
         UserError: it is no run of `train classify`.
     """
     try:
-        facts = run.read_facts()
+        facts = run.require_facts()
         return ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))
     except (KeyError, TypeError) as error:
         raise UserError(

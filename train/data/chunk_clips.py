@@ -81,7 +81,9 @@ class ChunkClips(ClipSamples):
         """One line: the chunks, how often each is shown, and what is not as it was asked for."""
         chunks = self.clips.chunks
         num_videos = len(np.unique(chunks.table.video_row))
-        parts = [f"{self.num_clips:,} chunks of {num_videos:,} videos of split {self.split!r}"]
+        videos = "1 video" if num_videos == 1 else f"{num_videos:,} videos"
+        chunks_there = "1 chunk" if self.num_clips == 1 else f"{self.num_clips:,} chunks"
+        parts = [f"{chunks_there} of {videos} of split {self.split!r}"]
         if num_without := len(chunks.video_ids) - num_videos:
             parts.append(f"{num_without:,} videos without chunks")
         if self._per_chunk > 1:

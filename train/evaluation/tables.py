@@ -18,6 +18,7 @@ _CAPTION_COLUMNS = {
     "exact_match": "exact match",
 }
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
+_FEW = 5  # classes, of which the first five cannot be wrong
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,10 @@ def _classification(result: dict[str, Any]) -> Table:
     for name, num_classes in result["num_classes"].items():
         shares = [result["numbers"][f"{name}_{key}"] for key in ("top1", "top5", "mean_class")]
         chances = [min(k / num_classes, 1.0) for k in (1, 5, 1)]
-        cells = tuple(_share(share, chance) for share, chance in zip(shares, chances, strict=True))
-        rows.append(Row(name, f"{result['num_samples']:,} clips, {num_classes:,} classes", cells))
+        cells = [_share(share, chance) for share, chance in zip(shares, chances, strict=True)]
+        if num_classes <= _FEW:
+            cells[1] = _share(None)
+        rows.append(Row(name, f"{result['num_samples']:,} clips, {num_classes:,} classes", tuple(cells)))
     protocol = _protocol(result, f"{result['num_samples']:,} clips")
     return Table("Classification", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
 
@@ -196,8 +199,8 @@ def _probe(result: dict[str, Any]) -> Table:
     for one in result["findings"]:
         found, chance = one["found"], one["chance"]
         cells = [_share(found[name], chance[name]) for name in ("top1", "top5", "mean_class")]
-        if one["num_classes"] <= 5:
-            cells[1] = _share(None)  # nothing can be wrong
+        if one["num_classes"] <= _FEW:
+            cells[1] = _share(None)
         words = [one["label"], methods[one["method"]], *(["random"] if one["encoder"] == "random" else [])]
         detail = f"{one['num_samples']:,} clips, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
         detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"

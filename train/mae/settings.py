@@ -142,7 +142,7 @@ class MaeSettings(ClipSettings):
 
 
 def without_effect(settings: MaeSettings) -> list[str]:
-    """Flags that were given, and that the input which is chosen has no use for."""
+    """Flags that are set, and that the input which is chosen has no use for."""
     defaults, unused = MaeSettings(), _OF_PIXELS if settings.input == "latents" else _OF_LATENTS
     flags = [name.replace("_", "-") for name in unused if getattr(settings, name) != getattr(defaults, name)]
     if settings.input == "latents" and (settings.init.pixel_mean, settings.init.pixel_std) != (None, None):

@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +20,8 @@ from train.weights.converted import (
 )
 from train.weights.run_weights import read_log_scale
 
+_TOWERS = "towers."
+
 
 def is_run(folder: Path) -> bool:
     """Whether a folder was made by a training command."""
@@ -33,31 +34,29 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
     Raises:
         UserError: it has no checkpoint, or one that cannot be read.
     """
-    import yaml
-
-    run = RunFolder(folder)
-    path = run.require_checkpoint()
-    settings: dict[str, Any] = yaml.safe_load(run.settings.read_bytes())
+    path = RunFolder(folder).require_checkpoint()
+    facts = read_facts(path)
+    # What the checkpoint was trained with; settings.yaml may have been changed by hand since.
+    settings = facts.settings
     tensors = read_weights(path)
     if (log_scale := read_log_scale(path)) is not None:
         tensors[LOGIT_SCALE] = torch.tensor(log_scale)
-    init = settings["init"]
-    towers: dict[str, Any] = settings["towers"]
+    towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
     common = {field.name for field in fields(Towers)}
     size = size_of(settings["model"], Towers(**{name: value for name, value in towers.items() if name in common}))
     kind = kind_of_tensors(tensors) or "clip"
-    facts = Facts(
+    known = Facts(
         activation=size.video.trunk.activation,
         video_eps=size.video.trunk.norm_eps,
         text_eps=NORM_EPS,
-        mean=_triple(init["pixel_mean"]) or MEANS[kind],
-        std=_triple(init["pixel_std"]) or STDS[kind],
+        mean=_triple(settings["init.pixel_mean"]) or MEANS[kind],
+        std=_triple(settings["init.pixel_std"]) or STDS[kind],
         video_heads=towers.get("heads") or size.video.trunk.num_heads,
         text_heads=size.text.trunk.num_heads,
         picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
     )
     converted = Converted(tensors=tensors, origins={name: name for name in tensors})
-    return converted, facts, f"{folder} (step {read_facts(path).step} of a run)"
+    return converted, known, f"{folder} (step {facts.step} of a run)"
 
 
 def _triple(values: list[float] | None) -> tuple[float, float, float] | None:

@@ -113,7 +113,7 @@ def test_latents_are_reconstructed_without_decoding_and_without_captions(
     flags = ("mae", "--shards", data_dir, *LATENTS, "--num-frames", 4, *STEPS, "--crop", "centre")
     assert train(*flags, *RATE, *FOUR, "--out", tmp_path / "whole") == 0
     printed = capsys.readouterr().out
-    assert "--input latents has no use for --crop" in printed
+    assert "without effect with --input latents, given or from a preset: --crop" in printed
     assert "4 segments of 8 frames (4 x 8 x 8 float16 at 4 frames a second) in 2 chunks" in printed
     assert weights(tmp_path / "whole")["video.conv1.weight"].shape == (128, 4, 2, 2, 2)
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")

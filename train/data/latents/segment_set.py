@@ -134,7 +134,7 @@ class SegmentSet:
                 f"no segment of split {split!r} can be shown: {self.describe()}",
                 hint="labels of captions come from prep manifest"
                 if classes and len(self.segments)
-                else "use a shorter segment, or tails='pad'; segments without captions need text=False",
+                else "use a shorter segment" + (", or data with captions" if captions != "none" else ""),
             )
 
     def __len__(self) -> int:
