@@ -29,6 +29,7 @@ from train.settings_files import load_settings, save_settings
 
 # Captions in COCO's results format, which lie beside the results of evaluations.
 COCO_SUFFIX = ".coco.json"
+EVALUATIONS = "evaluations"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,16 @@ class RunFolder:
         """
         return read_object(self.facts) if self.facts.exists() else {}
 
+    def require_facts(self) -> dict[str, Any]:
+        """What run.json says, which has to be there.
+
+        Raises:
+            UserError: it is missing or damaged.
+        """
+        if not self.facts.exists():
+            raise UserError(f"{self.facts} is missing", hint="put back what the run wrote, or train anew")
+        return self.read_facts()
+
     def require_task(self, task: str) -> None:
         """Raises a UserError where the run is one of another task."""
         found = self.read_facts().get("task", task)
@@ -104,7 +115,7 @@ class RunFolder:
 
     def evaluation(self, name: str) -> Path:
         """Result file of one evaluation."""
-        return self.path / "evaluations" / f"{name}.json"
+        return self.path / EVALUATIONS / f"{name}.json"
 
     def results(self) -> list[Path]:
         """The result files of all evaluations, by name."""
@@ -168,17 +179,19 @@ def open_run(path: Path) -> RunFolder:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object of a .json file of a run.
+    """The object of a .json file of a run: of its facts, or of an evaluation, which can be made again.
 
     Raises:
         UserError: it cannot be read, or holds none.
     """
+    is_evaluation = path.parent.name == EVALUATIONS
+    hint = "put back what `train eval` wrote, or remove it" if is_evaluation else "put back what the run wrote"
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", hint="remove it, or put back what the run wrote") from error
+        raise UserError(f"{path} cannot be read: {error}", hint=hint) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no object", hint="remove it, or put back what the run wrote")
+        raise UserError(f"{path} holds no object", hint=hint)
     return value
 
 

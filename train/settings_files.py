@@ -38,7 +38,7 @@ def save_settings(settings: TrainingSettings, path: Path) -> None:
 
 
 def load_settings(path: Path, kind: type[Settings]) -> Settings:
-    """Reads a YAML file of settings through the parser that reads the command line.
+    """Reads the settings that a run saved, through the parser that reads the command line.
 
     Raises:
         UserError: the file cannot be read, or has a key or value that `kind` does not know.
@@ -53,11 +53,19 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
     def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
         return settings
 
-    app.config = [yaml_source(path)]
     try:
+        app.config = [yaml_source(path)]
         return app([])
-    except CycloptsError as error:
-        raise UserError(str(error).splitlines()[0], hint=f"mend {path}, or remove it") from error
+    except (CycloptsError, UserError) as error:
+        wrong = str(error).splitlines()[0]
+        wrong = wrong if str(path) in wrong else f"{path}: {wrong}"
+        hints = ["put back what the run wrote"]
+        if isinstance(error, UserError) and error.hint:
+            hints.append(error.hint)
+        if path.is_file() and not path.read_bytes().endswith(b"\n"):
+            # What a run saves ends in a whole line.
+            wrong = f"{path} is cut off in the middle of a line; {wrong}"
+        raise UserError(wrong, hint="; ".join(hints)) from error
 
 
 def yaml_source(path: Path) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.run_folder import RunFolder, keep_lines, read_lines
+from train.run_folder import RunFolder, keep_lines, read_lines, read_object
 
 
 @pytest.mark.parametrize("bad", ["garbage", "3", '"text"', "\udcff"])
@@ -46,8 +46,25 @@ def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
     run = RunFolder(tmp_path)
     assert run.read_facts() == {}
     run.facts.write_text(content)
-    with pytest.raises(UserError, match=r"run\.json"):
+    with pytest.raises(UserError, match=r"run\.json") as caught:
         run.read_facts()
+    # Without it, nothing knows the run any more.
+    assert caught.value.hint == "put back what the run wrote"
+
+
+def test_facts_that_have_to_be_there_are_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run\.json is missing") as caught:
+        RunFolder(tmp_path).require_facts()
+    assert "put back" in (caught.value.hint or "")
+
+
+def test_a_damaged_result_may_go(tmp_path: Path) -> None:
+    path = RunFolder(tmp_path).evaluation("retrieval-val")
+    path.parent.mkdir()
+    path.write_text("{")
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        read_object(path)
+    assert "or remove it" in (caught.value.hint or "")
 
 
 def test_a_run_of_another_task_is_named(tmp_path: Path) -> None:

@@ -72,8 +72,15 @@ def test_a_setting_out_of_range_is_named(field: str, value: float, rule: str) ->
 def test_a_bad_file_of_settings_is_named(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         load_settings(path, DualEncoderSettings)
+    assert str(path) in str(caught.value) and "is cut off" in str(caught.value)
+    # A run is nothing without its settings.
+    assert "put back what the run wrote" in (caught.value.hint or "") and "remove" not in (caught.value.hint or "")
+    path.write_text(f"{content}\n")
+    with pytest.raises(UserError, match=message) as caught:
+        load_settings(path, DualEncoderSettings)
+    assert str(path) in str(caught.value) and "is cut off" not in str(caught.value)
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:

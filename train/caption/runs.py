@@ -72,7 +72,7 @@ def read_decoder_parts(run: RunFolder) -> DecoderParts:
         UserError: it is no run of `train caption`.
     """
     try:
-        facts = run.read_facts()["decoder"]
+        facts = run.require_facts()["decoder"]
         trunk = TransformerSize(width=facts["width"], depth=facts["depth"], num_heads=facts["heads"])
         size = Gpt2Size(trunk=trunk, vocabulary_size=facts["vocabulary"], context_length=facts["context"])
     except (KeyError, TypeError) as error:

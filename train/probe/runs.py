@@ -56,7 +56,7 @@ def read_clip_settings(run: RunFolder, *, shards: str | None) -> tuple[str, Clip
     Raises:
         UserError: it is a run of a task that has no tower to probe.
     """
-    task = str(run.read_facts().get("task", DualEncoderTask.name))
+    task = str(run.require_facts().get("task", DualEncoderTask.name))
     if task not in _SETTINGS:
         raise UserError(
             f"{run.path} is a run of train {task}: it has no video tower that can be probed",

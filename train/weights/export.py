@@ -34,8 +34,8 @@ def export_run(
         UserError: there is no checkpoint, `out` is there already, or the format cannot hold such a model.
     """
     run = open_run(run_path)
-    task = run.read_facts().get("task", DualEncoderTask.name)
     path = checkpoint or run.require_checkpoint()
+    task = run.require_facts().get("task", DualEncoderTask.name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
     if frame_embedding != "mean" and task != DualEncoderTask.name:

@@ -127,7 +127,7 @@ def _encoder_config(run: RunFolder, settings: ClipSettings, weights: Tensors) ->
 def _side_of_latents(run: RunFolder) -> int:
     """Raises a UserError where run.json does not say it."""
     try:
-        return int(run.read_facts()["latents"]["side"])
+        return int(run.require_facts()["latents"]["side"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{run.facts} does not say how large the latents were, and config.json has to",

@@ -1,6 +1,7 @@
 """`train eval caption` from outside, on a captioner that has learned a little."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,26 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     ):
         assert train("eval", "caption", captioner_run, *wrong) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", None, "run.json is missing"),
+        ("run.json", "{", "run.json cannot be read"),
+    ],
+)
+def test_a_run_that_lacks_a_file_is_not_told_to_lose_more(
+    train: Train,
+    captioner_run: Path,
+    tmp_path: Path,
+    name: str,
+    content: str | None,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = shutil.copytree(captioner_run, tmp_path / "run")
+    (run / name).unlink() if content is None else (run / name).write_text(content)
+    assert train("eval", "caption", run) == 2
+    err = capsys.readouterr().err
+    assert message in err and "hint: put back what the run wrote" in err and "remove" not in err
