@@ -94,7 +94,7 @@ def test_numbers_that_are_not_finite_are_named_and_not_stored(prep: Prep, shard_
     assert "5 x not_finite of latents" in text and "failures.jsonl" in text
     retry = ("retry", "--column", "latents", "--engine", "processes", "--only", "not_finite", "--data", shard_set.data)
     assert "there is no VAE folder copy" in prep(*retry, status=2).error
-    ran = prep(*retry, "--weights", copy, "--json", status=1)
+    ran = prep(*retry, "--weights", copy, "--json", "--workers", 1, status=1)
     assert ran.summary["failures"] == {"not_finite": 5} and ran.summary["num_shards_made"] == 2
     ran = prep("latents", "--vae", copy, "--size", 64, "--data", shard_set.data, "--engine", "processes", status=1)
     assert "2 of 2 videos have failures" in ran.stderr
