@@ -71,13 +71,21 @@ def read_decoder_parts(run: RunFolder) -> DecoderParts:
     Raises:
         UserError: it is no run of `train caption`.
     """
+    return DecoderParts(tokenizer=read_tokenizer(run.path, hint="put back what the run wrote"), size=decoder_size_of(run))
+
+
+def decoder_size_of(run: RunFolder) -> Gpt2Size:
+    """The size of the decoder of a run.
+
+    Raises:
+        UserError: it is no run of `train caption`.
+    """
     try:
         facts = run.require_facts()["decoder"]
         trunk = TransformerSize(width=facts["width"], depth=facts["depth"], num_heads=facts["heads"])
-        size = Gpt2Size(trunk=trunk, vocabulary_size=facts["vocabulary"], context_length=facts["context"])
+        return Gpt2Size(trunk=trunk, vocabulary_size=facts["vocabulary"], context_length=facts["context"])
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{run.facts} names no decoder: {run.path} is no run of train caption",
             hint="other runs are scored by other commands: train eval --help",
         ) from error
-    return DecoderParts(tokenizer=read_tokenizer(run.path), size=size)

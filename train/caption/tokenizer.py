@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
+# What GPT-2 has had instead of it.
+_PARTS = ("vocab.json", "merges.txt")
 # What a loss leaves out; torch's own number for it.
 NO_TOKEN = -100
 
@@ -69,6 +71,11 @@ class CaptionTokenizer:
         long = [line for line in map(one_line, texts) if len(line.encode()) >= max_tokens]
         return sum(len(one.ids) >= max_tokens for one in self._tokenizer.encode_batch(long, add_special_tokens=False))
 
+    def numbers(self) -> dict[str, int]:
+        """The number of each token."""
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
+
     def as_json(self) -> bytes:
         """What `read_tokenizer` reads."""
         return str(self._tokenizer.to_str()).encode()
@@ -100,8 +107,16 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> CaptionTok
     return CaptionTokenizer(tokenizer, where="the captions")
 
 
-def read_tokenizer(folder: Path) -> CaptionTokenizer:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `read_tokenizer` finds its files."""
+    return (folder / TOKENIZER_FILE).is_file() or all((folder / name).is_file() for name in _PARTS)
+
+
+def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer:
     """The tokenizer in a folder: tokenizer.json, or GPT-2's vocab.json and merges.txt.
+
+    Args:
+        hint: what to do where it is missing or damaged, if not what is done with a folder from elsewhere.
 
     Raises:
         UserError: there is none, it is damaged, or it has no token for the end of a text.
@@ -109,16 +124,13 @@ def read_tokenizer(folder: Path) -> CaptionTokenizer:
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
-    whole, parts = folder / TOKENIZER_FILE, [folder / "vocab.json", folder / "merges.txt"]
-    if whole.is_file():
-        files = [whole]
-    elif all(part.is_file() for part in parts):
-        files = parts
-    else:
+    whole, parts = folder / TOKENIZER_FILE, [folder / name for name in _PARTS]
+    if not has_tokenizer(folder):
         raise UserError(
             f"there is no tokenizer in {folder}",
-            hint=f"it is {TOKENIZER_FILE}, or vocab.json and merges.txt, as GPT-2's folder has them",
+            hint=hint or f"it is {TOKENIZER_FILE}, or vocab.json and merges.txt, as GPT-2's folder has them",
         )
+    files = [whole] if whole.is_file() else parts
     try:
         if files == parts:
             vocabulary = json.loads(parts[0].read_text(encoding="utf-8"))
@@ -131,7 +143,7 @@ def read_tokenizer(folder: Path) -> CaptionTokenizer:
             tokenizer = Tokenizer.from_str(whole.read_text(encoding="utf-8"))
     except Exception as error:
         raise UserError(
-            f"cannot read the tokenizer {files[0]}: {error}", hint="get the folder of the decoder again"
+            f"cannot read the tokenizer {files[0]}: {error}", hint=hint or "get the folder of the decoder again"
         ) from error
     return CaptionTokenizer(tokenizer, where=str(folder))
 

@@ -148,6 +148,8 @@ def test_decoding_and_the_number_of_clips_are_chosen_and_stated(
     [
         ("run.json", None, "run.json is missing"),
         ("run.json", "{", "run.json cannot be read"),
+        ("tokenizer.json", None, "there is no tokenizer in "),
+        ("tokenizer.json", "{", "cannot read the tokenizer "),
     ],
 )
 def test_a_run_that_lacks_a_file_is_not_told_to_lose_more(
