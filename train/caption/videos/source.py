@@ -76,7 +76,7 @@ def read_facts(path: Path) -> VideoFacts:
 
     with _opened(path) as (container, stream):
         unit_us = (stream.time_base or Fraction(1)) * US_PER_S
-        begin, end, longest, count = None, 0, 0, 0
+        begin, before, end, length, count = None, None, 0, 0, 0
         any_end_us = Fraction(0)
         try:
             for packet in container.demux():
@@ -87,9 +87,12 @@ def read_facts(path: Path) -> VideoFacts:
                 if packet.stream_index != stream.index or packet.is_discard:
                     continue
                 count += 1
-                begin = time if begin is None else min(begin, time)
-                if time >= end:
-                    end, longest = time, packet.duration or 0
+                if begin is None:
+                    begin, end, length = time, time, packet.duration or 0
+                elif time >= end:
+                    before, end, length = end, time, packet.duration or 0
+                else:
+                    begin, before = min(begin, time), time if before is None else max(before, time)
         except (av.FFmpegError, ValueError) as error:
             raise VideoFailed(f"its packets cannot be read: {_reason(error)}") from error
         start_us = container.start_time or 0
@@ -103,8 +106,8 @@ def read_facts(path: Path) -> VideoFacts:
     if (end - begin) * unit_us > _LONGEST_S * US_PER_S:
         raise VideoFailed(f"its times make no sense: it would last {float((end - begin) * unit_us) / US_PER_S:.0f} s")
     mean = Fraction(end - begin, count - 1) if count > 1 else Fraction(0)
-    # Some packets state the time of a field, or none.
-    shown = max(mean, Fraction(longest)) or 1 / (unit_us * (rate or 30)) * US_PER_S
+    # Frames before it may have been left out, so that it does not last as long as they do on average.
+    shown = length or (0 if before is None else end - before) or US_PER_S / (unit_us * (rate or 30))
     end_us = max(1, round((end + shown) * unit_us - start_us))
     return VideoFacts(
         end_us=end_us,

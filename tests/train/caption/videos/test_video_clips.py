@@ -15,6 +15,7 @@ from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
 from train.caption.videos.clips import WindowClip, shown_square, turned, window_clips
+from train.caption.videos.source import read_facts
 from train.data.clips import US_PER_S, ChunkTimes, Sampling, moments_of
 from train.data.crop import Rectangle, centre_square
 from train.data.decoding.chunks import ChunkDecoder
@@ -81,6 +82,33 @@ def test_windows_show_the_frames_on_screen(tmp_path: Path, name: str, how: dict[
     assert all(before.window.end_us == after.window.begin_us for before, after in pairwise(found))
     last_s = times_s[-1] + 0.1
     assert found[-1].window.end_us / US_PER_S == pytest.approx(last_s, abs=0.11)
+
+
+@pytest.mark.parametrize(
+    ("name", "duration", "end_s"),
+    [
+        ("grid.avi", 1, 1.1),  # a last frame lasts for one step of the grid, however many frames are left out
+        ("long.mp4", 4, 1.4),
+        ("gap.mkv", 0, 1.2),  # no durations: as long as the frame before it
+    ],
+)
+def test_a_video_with_frames_left_out_ends_with_its_last_frame(
+    tmp_path: Path, name: str, duration: int, end_s: float
+) -> None:
+    whole = video(tmp_path, "whole.avi", num_frames=11, codec="mjpeg", pixel_format="yuvj420p")
+    with av.open(str(whole)) as source, av.open(str(tmp_path / name), "w") as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        stream.time_base = 1 / FPS
+        packets = [packet for packet in source.demux(video=0) if packet.size]
+        for number in (0, 3, 7, 8, 10):
+            packet = packets[number]
+            packet.pts = packet.dts = number
+            packet.stream, packet.duration, packet.time_base = stream, duration, 1 / FPS
+            container.mux(packet)
+    facts = read_facts(tmp_path / name)
+    assert (facts.last_us, facts.end_us) == pytest.approx((1e6, end_s * 1e6), abs=2)
+    if name.endswith("avi"):
+        assert clips(tmp_path / name, length_s=10)[0].window.end_us == facts.end_us
 
 
 @pytest.mark.parametrize("rule", ["stride", "lavila"])
