@@ -35,7 +35,9 @@ def line_chart(
         return ""
     x_ticks = ticks(*_range([x for x, _ in everything]), whole=True)
     ys = [y for _, y in everything]
-    y_ticks = ticks(*_range([*ys, 0.0] if y_from_zero else ys))
+    # Where all are 0, the axis still begins there.
+    reached = [*ys, 0.0 if any(ys) else 1.0] if y_from_zero else ys
+    y_ticks = ticks(*_range(reached))
     x_low, x_high = _range([x for x, _ in everything])
     y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
 

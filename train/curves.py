@@ -12,6 +12,8 @@ from train.chart import Line, line_chart, smoothed
 _NUM_STYLES = 4
 # Products of many small numbers, as BLEU's, are not exactly 0 where they mean it.
 _ROUNDING = 1e-12
+# Numbers of captions, as tables have them.
+_TIMES_100 = ", times 100"
 
 Value = Callable[[dict[str, Any]], float | None]
 
@@ -108,7 +110,7 @@ def evaluation_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     order = [title for _, title, _ in _TOGETHER]
     curves = []
     for (split, title), its in sorted(groups.items(), key=lambda group: _rank(group[0][1], order)):
-        scale = 100.0 if title.endswith("%") else 1.0
+        scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
         drawn = [
             Line(_points(lines, _key(name, scale=scale), dust=_ROUNDING), f"line{number % _NUM_STYLES}", label)
             for number, (name, label) in enumerate(its.items())
@@ -131,7 +133,8 @@ def _place(name: str) -> tuple[str, str]:
         if match := re.fullmatch(pattern, name):
             return title, label(match[1])
     words = CAPTION_METRICS.get(name, name.replace("_", " "))
-    return words[:1].upper() + words[1:], words
+    scaled = _TIMES_100 if name in CAPTION_METRICS else ""
+    return words[:1].upper() + words[1:] + scaled, words
 
 
 def _points(lines: Sequence[dict[str, Any]], value: Value, *, dust: float = 0.0) -> list[tuple[float, float]]:

@@ -40,7 +40,14 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     facts = run.read_facts()
     settings = flat(yaml.safe_load(run.settings.read_bytes()))
     results = [read_object(path) for path in run.results()]
-    results.sort(key=lambda result: (bool(other_data(result)), _ORDER.index(result["evaluation"])))
+    own_split = settings.get("split")
+    results.sort(
+        key=lambda result: (
+            bool(other_data(result)),
+            _ORDER.index(result["evaluation"]),
+            result["split"] == own_split,  # what it was trained on comes last
+        )
+    )
     return {
         "name": run.path.resolve().name,
         "command": _command(run, str(facts.get("task", "dual-encoder"))),

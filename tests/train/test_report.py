@@ -109,13 +109,25 @@ def test_numbers_of_captions_have_the_names_of_the_table() -> None:
     curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)])
     shown = {curve.title: curve.legend[0][1:] for curve in curves}
     assert shown == {
-        "CIDEr-D (val)": ("CIDEr-D", "0.5"),
-        "ROUGE-L (val)": ("ROUGE-L", "0.25"),
+        "CIDEr-D, times 100 (val)": ("CIDEr-D", "50"),
+        "ROUGE-L, times 100 (val)": ("ROUGE-L", "25"),
         # A product of small numbers that is meant to be 0.
-        "BLEU-1 (val)": ("BLEU-1", "0"),
-        "Exact match (val)": ("exact match", "0.125"),
+        "BLEU-1, times 100 (val)": ("BLEU-1", "0"),
+        "Exact match, times 100 (val)": ("exact match", "12.5"),
         "Loss (val)": ("loss", "2"),
     }
+    [flat] = [curve.svg for curve in curves if curve.title.startswith("BLEU-1")]
+    assert ">0<" in flat and ">-" not in flat  # no axis below what the number can be
+
+
+def test_tiles_of_two_splits_are_told_apart_and_the_one_trained_on_comes_last(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    result = {**json.loads(run.evaluation("retrieval-val").read_bytes()), "examples": []}
+    for split in (HOSTILE, "val"):
+        publish_json(run.evaluation(f"retrieval-{'val' if split == 'val' else 'train'}"), {**result, "split": split})
+    write_page(run)
+    tiles = run.page.read_text().split('class="tile"')[1:3]
+    assert [("(val)" in tile, "(&lt;script&gt;" in tile) for tile in tiles] == [(True, False), (False, True)]
 
 
 def test_what_became_of_the_weights_is_told_by_kind(tmp_path: Path) -> None:

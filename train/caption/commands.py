@@ -133,7 +133,7 @@ def evaluate_captions(
     write_captions_page(
         path.with_suffix(".html"),
         all_shown(samples, names, captions, references, scores, num_frames=trained.settings.num_frames),
-        title=f"What {trained.run.path.resolve().name} says of {split}",
+        title=f"What “{trained.run.path.resolve().name}” says of split “{split}”",
         means=scores.means,
         absent=scores.absent,
         protocol={words: str(result[key]) for words, key in _ON_PAGE.items()},
