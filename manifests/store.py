@@ -6,6 +6,7 @@ counts. A reader that meets another mark says so: a killed write is never read a
 """
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise UserError(
-            f"no manifest in {data_dir}", hint=f"make one: prep manifest folder VIDEOS --data {data_dir}"
+            f"no manifest in {data_dir}",
+            hint=f"make one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}", hint="remove it and run `prep manifest` again") from error

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ def require_data_folder(data_dir: Path) -> Path:
     """
     if not data_dir.exists():
         raise UserError(
-            f"there is no data folder {data_dir}", hint=f"make one: prep manifest folder VIDEOS --data {data_dir}"
+            f"there is no data folder {data_dir}",
+            hint=f"make one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         )
     if not data_dir.is_dir():
         raise UserError(f"{data_dir} is not a folder", hint="give the folder that `prep manifest` wrote to as --data")

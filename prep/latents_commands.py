@@ -1,6 +1,7 @@
 """`prep latents`: the `latents` column."""
 
 import json as json_module
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -143,5 +144,6 @@ def _recipe(settings: LatentsSettings, data_dir: Path) -> "LatentsRecipe":
 
     video = current_variant(data_dir, VIDEO)
     if video is None:
-        raise UserError(f"{data_dir} holds no chunks", hint=f"make them first: prep chunk --len 15s --data {data_dir}")
+        hint = f"make them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
+        raise UserError(f"{data_dir} holds no chunks", hint=hint)
     return resolve(settings, video=video)

@@ -1,5 +1,6 @@
 """What `prep status` says to people, and what to do next."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -115,8 +116,8 @@ def _next_step(status: Status) -> str | None:
         return None
     video = status.columns[VIDEO]
     if status.videos is None and not video.variants:
-        return f"prep manifest folder VIDEOS --data {status.data_dir}"
+        return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
     if video.current is None or not video.current.num_samples:
-        return f"prep chunk --len 15s --data {status.data_dir}"
+        return f"prep chunk --len 15s --data {shlex.quote(str(status.data_dir))}"
     behind = (column for column in columns if column.problems or column.stale_because or column.to_make)
     return next((_command_of(column, status.data_dir) for column in behind), None)

@@ -38,8 +38,10 @@ def test_the_text_says_the_same(prep: Prep, shard_set: ShardSet) -> None:
 
 
 def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert "prep manifest" in prep("status", "--data", tmp_path / "empty").stdout
+    (tmp_path / "no videos").mkdir()
+    # A command to copy, whatever the folder is called.
+    shown = f"prep manifest folder VIDEOS --data '{tmp_path / 'no videos'}'"
+    assert shown in prep("status", "--data", tmp_path / "no videos").stdout
     before = tmp_path / "before"
     before.mkdir()
     (shard_set.data / "manifest").rename(before / "manifest")
@@ -52,6 +54,10 @@ def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_pat
 
 def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
     assert "no data folder" in prep("status", "--data", tmp_path / "none", status=2).error
+    for command in ("status", "chunk"):
+        assert (
+            f"--data '{tmp_path / 'no folder'}'\n" in prep(command, "--data", tmp_path / "no folder", status=2).stderr
+        )
 
 
 def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Prep, shard_set: ShardSet) -> None:

@@ -1,5 +1,6 @@
 """Embeddings of captions that `prep text` made once, read by caption id."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,8 @@ class StoredText:
         self._video_ids = video_ids
         shards = variant.shards()
         if not shards:
-            raise UserError(f"{variant.directory} has no text of any video", hint=f"run prep text --data {data_dir}")
+            hint = f"run prep text --data {shlex.quote(str(data_dir))}"
+            raise UserError(f"{variant.directory} has no text of any video", hint=hint)
         self._tars = MappedTars(shards)
         members, rows = read_text_rows(shards, starts=self._tars.starts, video_ids=video_ids)
         self._members: TextMembers = members

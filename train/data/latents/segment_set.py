@@ -1,6 +1,7 @@
 """The set of samples: every segment of a split, with the captions it can be shown with."""
 
 import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -277,7 +278,7 @@ class SegmentSet:
             f"{variant.directory} has no {column} of any video of split {self.split!r}: "
             f"the manifest names {', '.join(map(repr, self.video_ids[:3].to_pylist()))}, "
             f"the column {', '.join(map(repr, there)) or 'nothing'}",
-            hint=f"run prep {column} --data {data_dir}, unless the column is of another data set",
+            hint=f"run prep {column} --data {shlex.quote(str(data_dir))}, unless the column is of another data set",
         )
 
     def _check_crops(self, segment: str) -> None:
