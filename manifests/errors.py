@@ -70,8 +70,10 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
     except Stopped as stop:
         print(f"stopped: {stop}", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
-    except KeyboardInterrupt:
-        print("interrupted; nothing that was finished is lost", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        # Python's own has no words; a command may have added how to go on.
+        how = f"; {interrupt}" if interrupt.args else ""
+        print(f"interrupted; nothing that was finished is lost{how}", file=sys.stderr, flush=True)
         if has_daemons:
             sys.stdout.flush()
             os._exit(EXIT_INTERRUPTED)

@@ -1,6 +1,7 @@
 """What the ranks tell one another in a step, so that all take it or none does: batches, failures, orders to stop."""
 
 import math
+import shlex
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 
 from manifests.errors import ClipmillError, FailedWork
 from manifests.publish import publish_json
+from train.checkpoint import latest_checkpoint
 from train.data.batch import Batch
 from train.data.failures import FailedSample, TooManyFailures
 from train.data.filling import LoadedBatch
@@ -119,6 +121,17 @@ def require_finite(what: str, value: float, batch: Batch, *, step: Step, world: 
     if world.is_first:
         publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
     raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
+
+
+@contextmanager
+def going_on_said(run: RunFolder) -> Iterator[None]:
+    """An interruption from the keyboard (Ctrl-C) leaves with the words how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "its begin: it has no checkpoint yet"
+        out = shlex.quote(str(run.path))
+        raise KeyboardInterrupt(f"--resume --out {out} goes on from {step}") from interrupt
 
 
 class StopSignal:

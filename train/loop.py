@@ -5,6 +5,7 @@ together: whatever ends one of them ends all (train.agreement).
 """
 
 import math
+import shlex
 import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from manifests.errors import Stopped, UserError
-from train.agreement import FailureLog, StopSignal, require_finite
+from train.agreement import FailureLog, StopSignal, going_on_said, require_finite
 from train.checkpoint import latest_checkpoint
 from train.checkpoint_writer import CheckpointWriter
 from train.data.batch import to_device
@@ -76,14 +77,14 @@ def train(
 
     state.trained.train()
     # However it ends, the threads of loader and writer end, and the numbers are kept.
-    with closing(trackers), closing(writer), closing(batches), StopSignal().heard() as stop:
+    with going_on_said(run), closing(trackers), closing(writer), closing(batches), StopSignal().heard() as stop:
         while state.step < settings.steps:
             began_s = time.perf_counter()
             agreed = failures.next_batch(batches, stops=stop.has_come)
             if agreed.stops:
                 save({})
                 writer.wait()
-                raise Stopped(f"step {state.step} is saved, go on with --resume --out {run.path}")
+                raise Stopped(f"step {state.step} is saved, go on with --resume --out {shlex.quote(str(run.path))}")
             step = Step(
                 number=state.step + 1,
                 epoch=_epoch(state, samples),

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from manifests.errors import run_command
+
 
 def test_a_disk_that_takes_no_more_is_failed_work_and_leaves_no_rest(tmp_path: Path) -> None:
     program = f"""
@@ -29,3 +33,17 @@ def test_memory_that_does_not_suffice_is_failed_work() -> None:
     program = "from manifests.errors import run_command; run_command(lambda: bytes(1 << 60))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 1 and ran.stderr.startswith("failed: out of memory")
+
+
+@pytest.mark.parametrize("how", [(), ("--resume goes on",)])
+def test_an_interruption_says_how_to_go_on_where_that_is_known(
+    how: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt(*how)
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(interrupted)
+    assert ended.value.code == 130
+    added = "; --resume goes on" if how else ""
+    assert capsys.readouterr().err == f"interrupted; nothing that was finished is lost{added}\n"
