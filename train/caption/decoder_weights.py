@@ -1,5 +1,6 @@
 """The decoder and its tokens: those of a folder, those of a name that they are downloaded under, or new ones."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from train.weights.hf_caption import read_caption_folder
 from train.weights.sources import Say
 
 _FILES = ["config.json", "model.safetensors", "tokenizer.json", "vocab.json", "merges.txt"]
+# As Hugging Face has them; all else can only be a folder.
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 # What a GPT-2 that has read nothing but text lacks.
 CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
 
@@ -63,7 +66,7 @@ def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -
     if folder is None:
         size = decoder_size(settings, vocabulary_size=tokenizer.vocabulary_size)
         return DecoderParts(tokenizer=tokenizer, size=size)
-    found = read_caption_folder(folder)
+    found = read_caption_folder(folder, needs_decoder=True)
     if found.config.decoder is None:
         raise UserError(f"{folder} has no GPT-2 (--decoder.weights)", hint="name a folder that has one")
     if settings.max_tokens > found.config.decoder.context_length:
@@ -90,12 +93,12 @@ def decoder_folder(wanted: str, *, say: Say) -> Path:
     folder = Path(wanted)
     if folder.is_dir():
         return folder
-    if wanted.startswith((".", "/", "~")) or wanted.count("/") > 1:
+    if _NAME.fullmatch(wanted) is None:
         raise UserError(f"there is no folder {wanted} (--decoder.weights)", hint="name one with GPT-2's files")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    say(f"decoder: {wanted} from Hugging Face's cache, or else downloaded")
+    say(f"decoder: there is no folder {wanted} here; from Hugging Face's cache, or else downloaded")
     try:
         return Path(snapshot_download(wanted, allow_patterns=_FILES))
     except (OSError, HfHubHTTPError, HFValidationError) as error:

@@ -38,8 +38,11 @@ class CaptionFolder:
     converted: Converted
 
 
-def read_caption_folder(folder: Path) -> CaptionFolder:
+def read_caption_folder(folder: Path, *, needs_decoder: bool = False) -> CaptionFolder:
     """Reads config.json and the weights of the whole, of a TimeSformer, or of a GPT-2.
+
+    Args:
+        needs_decoder: a TimeSformer is no use, and not named as one.
 
     Raises:
         UserError: they are not there, damaged, or of a model that a captioner cannot be made of.
@@ -47,7 +50,8 @@ def read_caption_folder(folder: Path) -> CaptionFolder:
     values = read_config(folder / "config.json")
     if values is None:
         raise UserError(f"there is no {folder / 'config.json'}", hint="name a folder that save_pretrained wrote")
-    config = caption_config_of(values, source=str(folder))
+    wanted = {"hint": "use a GPT-2, or a vision-encoder-decoder with one"} if needs_decoder else {}
+    config = caption_config_of(values, source=str(folder), **wanted)
     for name in _WEIGHTS:
         if (folder / name).is_file():
             # A model of the whole is all that may begin with these prefixes, and has two of them.

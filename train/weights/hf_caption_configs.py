@@ -154,8 +154,16 @@ def hf_generation_config(
     return {**tokens, **lengths, **_choosing(decoding)}
 
 
-def caption_config_of(config: Mapping[str, Any], *, source: str) -> CaptionConfig:
+def caption_config_of(
+    config: Mapping[str, Any],
+    *,
+    source: str,
+    hint: str = "use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
+) -> CaptionConfig:
     """What a config.json says: of the whole, of a TimeSformer, or of a GPT-2.
+
+    Args:
+        hint: what to use instead of another model.
 
     Raises:
         UserError: it is of another model, or of one that computes something else than those here.
@@ -179,7 +187,7 @@ def caption_config_of(config: Mapping[str, Any], *, source: str) -> CaptionConfi
         kind = f"{kind} of {encoder.get('model_type')} and {text.get('model_type')}"
     raise UserError(
         f"{source} is a {kind}, which a captioner cannot be made of",
-        hint="use a TimeSformer, a GPT-2, or a vision-encoder-decoder of both",
+        hint=hint,
     )
 
 

@@ -1,0 +1,37 @@
+"""What `--decoder.weights` names: a folder, or a name of Hugging Face's; and what it must not be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from train.caption.decoder_weights import decoder_folder
+from train.weights.hf_caption import read_caption_folder
+
+
+@pytest.mark.parametrize(
+    "wanted", ["no gpt", "/nowhere/gpt2", "./gpt2", "~/gpt2", "a/b/c", "my gpt/2", "gpt²"]
+)
+def test_what_can_only_be_a_folder_is_not_asked_for_elsewhere(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked for"))
+    with pytest.raises(UserError, match="there is no folder"):
+        decoder_folder(wanted, say=lambda _: None)
+
+
+@pytest.mark.parametrize("wanted", ["gpt2", "openai-community/gpt2-medium", "my_gpt/v1.0"])
+def test_before_a_name_is_asked_for_it_is_said_to_be_no_folder(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "found"))
+    assert decoder_folder(wanted, say=said.append) == tmp_path / "found"
+    assert f"there is no folder {wanted} here" in said[0]
+
+
+def test_instead_of_another_model_a_decoder_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(UserError, match="is a bert") as caught:
+        read_caption_folder(tmp_path, needs_decoder=True)
+    assert "GPT-2" in (caught.value.hint or "") and "TimeSformer" not in (caught.value.hint or "")
