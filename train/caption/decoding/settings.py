@@ -65,13 +65,15 @@ class DecodingSettings:
             raise UserError(f"{_flag('num_beams')} is {self.num_beams}", hint=f"it must be from 1 to {_MOST_BEAMS:,}")
         if self.length_penalty is not None and not abs(self.length_penalty) < float("inf"):
             raise UserError(f"{_flag('length_penalty')} is {self.length_penalty}", hint="it must be a number")
-        most = max_tokens_of(self)
-        if most < 1:
-            raise UserError(f"{_flag('max_tokens')} is {most}", hint="it must be at least 1")
-        if not 0 <= self.min_tokens < most:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UserError(f"{_flag('max_tokens')} is {self.max_tokens}", hint="it must be at least 1")
+        if self.min_tokens < 0:
+            raise UserError(f"{_flag('min_tokens')} is {self.min_tokens}", hint="it must be 0 or more")
+        # How long captions may be if nothing is said depends on the decoder: see `within`.
+        if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             raise UserError(
                 f"{_flag('min_tokens')} is {self.min_tokens}",
-                hint=f"it must be from 0 to below {_flag('max_tokens')}, {most}",
+                hint=f"it must be from 0 to below {_flag('max_tokens')}, {self.max_tokens}",
             )
 
 
@@ -116,7 +118,13 @@ def within(settings: DecodingSettings, context_length: int, *, is_of_run: bool =
             f"{_flag('min_tokens')} is {settings.min_tokens}, and the decoder's context has {context_length} tokens",
             hint=f"give {context_length - 1} at most",
         )
-    return replace(settings, max_tokens=min(max_tokens_of(settings), context_length))
+    most = min(max_tokens_of(settings), context_length)
+    if settings.min_tokens >= most:
+        raise UserError(
+            f"{_flag('min_tokens')} is {settings.min_tokens}, and captions have {most} tokens at most",
+            hint=f"give {most - 1} at most, or a larger {_flag('max_tokens')}: the context has {context_length} tokens",
+        )
+    return replace(settings, max_tokens=most)
 
 
 def _flag(name: str) -> str:

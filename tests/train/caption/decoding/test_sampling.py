@@ -100,7 +100,8 @@ def test_one_beam_is_greedy(captioner: Captioner) -> None:
         ({"method": "beam", "num_beams": 0}, "--decoding.num-beams is 0"),
         ({"method": "beam", "length_penalty": float("nan")}, "--decoding.length-penalty is nan"),
         ({"max_tokens": 0}, "--decoding.max-tokens is 0"),
-        ({"min_tokens": 30}, "--decoding.min-tokens is 30"),
+        ({"min_tokens": -1}, "--decoding.min-tokens is -1"),
+        ({"min_tokens": 24, "max_tokens": 24}, "--decoding.min-tokens is 24"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(options: dict[str, float], flag: str) -> None:
@@ -129,3 +130,19 @@ def test_the_default_length_gives_way_to_the_context_and_a_length_that_was_asked
             within(settings, context_length, is_of_run=is_of_run)
     else:
         assert within(settings, context_length, is_of_run=is_of_run).max_tokens == found
+
+
+@pytest.mark.parametrize(
+    ("least", "context_length", "message", "hint"),
+    [
+        (50, 24, "--decoding.min-tokens is 50, and the decoder's context has 24 tokens", "give 23 at most"),
+        (50, 64, "--decoding.min-tokens is 50, and captions have 30 tokens at most", "a larger --decoding.max-tokens"),
+    ],
+)
+def test_captions_that_must_be_too_long_are_refused_by_the_limit_that_there_is(
+    least: int, context_length: int, message: str, hint: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        within(DecodingSettings(min_tokens=least), context_length)
+    assert hint in (caught.value.hint or "")
+    assert within(DecodingSettings(min_tokens=least, max_tokens=64), 64).min_tokens == least
