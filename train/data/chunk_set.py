@@ -84,6 +84,6 @@ def videos_of_split(data_dir: Path, split: str) -> pa.Array:
         there = ", ".join(sorted(set(videos["split"].to_pylist()))) or "none, the manifest is empty"
         raise UserError(
             f"{data_dir} has no videos of split {split!r}",
-            hint=f"splits of this manifest: {there}; choose one by --split, or --evaluate.split",
+            hint=f"splits of this manifest: {there}; choose one by --split (for a training's loop: --evaluate.split)",
         )
     return of_split["video_id"].combine_chunks()
