@@ -1,9 +1,11 @@
 """A check of flags: one that has no effect beside the others is refused, so that nobody waits for what it cannot do."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from train.caption.folders import has_captioner
 
 # A flag, the one that it goes with, and the values of that one with which it has no effect.
 _GOES_WITH: dict[str, tuple[str, tuple[object, ...]]] = {
@@ -21,6 +23,11 @@ _EFFECTIVE = {
     "--augment.rand-ops": "--augment.rand-ops 1 or more",
     "--evaluate.every": "--evaluate.every STEPS",
 }
+# About a decoder, or a tokenizer, that is made anew, and what there must not be beside it.
+_OF_WHAT_IS_NEW = {
+    "--decoder.name": ("--decoder.weights",),
+    "--decoder.vocabulary": ("--decoder.weights", "--decoder.tokenizer"),
+}
 # These look at the split without an evaluation in the loop: for its classes, and for pictures at the end.
 _READ_THE_SPLIT = ("classify", "mae")
 
@@ -36,16 +43,36 @@ def refuse_idle_flags(_app: Any, commands: tuple[str, ...], arguments: Iterable[
     """
     found = {argument.name: argument for argument in arguments}
     for name, argument in found.items():
+        if name in _OF_WHAT_IS_NEW:
+            _refuse_of_what_is_new(name, found)
         other, idle = _goes_with(name, commands[-1] if commands else "")
         if other not in found or not any(token.source == "cli" for token in argument.tokens):
             continue
         value, beside = _value(argument), _value(found[other])
         if value != argument.field_info.default and beside in idle:
-            given = " ".join(str(token.value) for token in argument.tokens)
             raise UserError(
-                f"{name} is {given}, which has no effect: {other} is {beside}",
+                f"{name} is {_words(argument)}, which has no effect: {other} is {beside}",
                 hint=f"leave it out, or use {_EFFECTIVE[other]}",
             )
+
+
+def _refuse_of_what_is_new(name: str, found: dict[str, Any]) -> None:
+    if not any(token.source == "cli" for token in found[name].tokens):
+        return
+    beside = [other for other in _OF_WHAT_IS_NEW[name] if found[other].tokens]
+    start = _words(found["--init.weights"])
+    if start and has_captioner(Path(start)):
+        beside = ["--init.weights", *beside]
+    if beside:
+        raise UserError(
+            f"{name} is {_words(found[name])}, which has no effect: {beside[0]} is {_words(found[beside[0]])}, "
+            "which has its own",
+            hint="leave it out",
+        )
+
+
+def _words(argument: Any) -> str:
+    return " ".join(str(token.value) for token in argument.tokens)
 
 
 def _goes_with(name: str, command: str) -> tuple[str, tuple[object, ...]]:

@@ -25,6 +25,18 @@ __all__ = ["train"]
         ("mae --evaluate.labels shape motion", "labels is shape motion", "--evaluate.every is 0", "every STEPS"),
         ("mae --evaluate.methods linear", "methods is linear", "--evaluate.every is 0", "every STEPS"),
         ("classify --evaluate.crops 3", "--evaluate.crops is 3", "--evaluate.every is 0", "every STEPS"),
+        (
+            "caption --decoder.weights gpt2 --decoder.name tiny",
+            "--decoder.name is tiny",
+            "--decoder.weights is gpt2",
+            "",
+        ),
+        (
+            "caption --decoder.tokenizer . --decoder.vocabulary 8192",
+            "vocabulary is 8192",
+            "--decoder.tokenizer is .",
+            "",
+        ),
         ("dual-encoder --evaluate.split test", "--evaluate.split is test", "--evaluate.every is 0", "every STEPS"),
     ],
 )
@@ -51,11 +63,12 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
         "mae --sampling uniform --stride 4 --evaluate.methods knn --evaluate.max-samples 5000",
         # What goes with another flag, a preset or a default.
         "mae --stride 8 --evaluate.labels shape --evaluate.every 5",
-        "mae --preset tiny --min-crop-area 0.3 --decoder-mask-ratio 0.75",
+        "mae --preset tiny --min-crop-area 0.3 --decoder-mask random --decoder-mask-ratio 0.75",
+        "caption --preset tiny --decoder.weights gpt2 --decoder.max-tokens 20",
         "dual-encoder --min-crop-area 0.3 --sampling stride --stride 8",
         # These look at the split in any case.
         "mae --evaluate.split test",
         "classify --evaluate.split test",
     ):
         assert train(*words.split()) == 0, words
-    assert [(one.stride, one.sampling) for one in chosen[:2]] == [(24, "uniform"), (8, "uniform")]
+    assert [(one.stride, one.sampling) for one in chosen[:2]] == [(16, "uniform"), (8, "uniform")]

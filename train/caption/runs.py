@@ -71,7 +71,9 @@ def read_decoder_parts(run: RunFolder) -> DecoderParts:
     Raises:
         UserError: it is no run of `train caption`.
     """
-    return DecoderParts(tokenizer=read_tokenizer(run.path, hint="put back what the run wrote"), size=decoder_size_of(run))
+    return DecoderParts(
+        tokenizer=read_tokenizer(run.path, hint="put back what the run wrote"), size=decoder_size_of(run)
+    )
 
 
 def decoder_size_of(run: RunFolder) -> Gpt2Size:

@@ -6,13 +6,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from train.caption.start_decoder import has_decoder
 from train.models.captioner import Captioner
 from train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from train.weights.loading import Loaded, fit_to
 from train.weights.sources import Say, Source
 
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"
-_OF_DECODER = "decoder.token_embedding."
 # What a captioner has no use for, by how the names begin, and in which words that is said.
 _OTHER_PARTS = {
     "text.": "the text tower",
@@ -32,7 +32,7 @@ def start_of_captioner(model: Captioner, source: Source, *, allow: Sequence[str]
     """
     tensors: Mapping[str, torch.Tensor] = source.converted.tensors
     wanted: nn.Module = model
-    if not any(name.startswith(_OF_DECODER) for name in tensors):
+    if not has_decoder(tensors):
         wanted = nn.Module()
         wanted.video = model.video
         aside = {name: begin for name in tensors for begin in _OTHER_PARTS if name.startswith(begin)}

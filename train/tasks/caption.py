@@ -4,7 +4,6 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from train.caption.settings import CaptionerSettings
 from train.caption.sizes import tower_size
 from train.caption.staged import whole_captioner
 from train.caption.start import start_of_captioner
+from train.caption.start_decoder import decoder_of_start
 from train.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.data.batch import Batch
 from train.data.captioned_clips import CaptionedClips
@@ -78,8 +78,6 @@ class CaptionTask:
         """For run.json."""
         model, parts = self._on_meta(), self.decoder
         freeze(model, self._settings.freeze)
-        if self._start is not None and any(name.startswith("decoder.") for name in self._start.fitted.tensors):
-            parts = replace(parts, tensors={})  # they give way to those of --init.weights
         return {"decoder": decoder_facts(parts.size), **start_facts(model, parts, frozen=self._settings.freeze)}
 
     def files(self) -> dict[str, bytes]:
@@ -201,7 +199,8 @@ class CaptionTask:
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:
-            self._decoder = open_decoder(self._settings.decoder, texts, say=self._say)
+            of_start = decoder_of_start(self._settings)
+            self._decoder = of_start or open_decoder(self._settings.decoder, texts, say=self._say)
         return self._decoder.tokenizer
 
     def _on_meta(self) -> Captioner:

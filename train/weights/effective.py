@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from manifests.errors import UserError
 from train.caption.settings import CaptionerSettings
+from train.caption.start_decoder import with_decoder_of
 from train.mae.settings import MaeSettings
 from train.models.dual_encoder import size_of
 from train.models.settings import Kind, Towers, kind_of
@@ -100,9 +101,16 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
 
 
 def effective_caption_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
-    """The same for a captioner, whose tower is a TimeSformer where neither the settings nor the weights say another."""
-    kind = settings.towers.kind or (None if source is None else source.kind) or "timesformer"
-    return effective_clip_settings(replace(settings, towers=replace(settings.towers, kind=kind)), source, say=say)
+    """The same for a captioner, whose tower is a TimeSformer where neither the settings nor the weights say another.
+
+    Raises:
+        UserError: likewise; or the settings contradict a decoder that the weights have.
+    """
+    if settings.towers.kind is None and (source is None or source.kind is None):
+        settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
+    if source is not None:
+        settings = with_decoder_of(settings, source, say=say)
+    return effective_clip_settings(settings, source, say=say)
 
 
 def _weights_for(settings: ClipSettings, kind: Kind) -> str:

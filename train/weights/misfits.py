@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from train.weights.fitting import Change, Shape
 
 _CONV = "video.conv1.weight"
+# Of a captioner alone: its decoder, and what brings the tower's tokens to the decoder's width.
+_TOKENS, _OF_CAPTIONS = "decoder.token_embedding.weight", ("decoder.", "projection.")
 # Parts that a model may have and its weights lack, or the other way round, and that can be learned anew.
 _PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")
 _ANYHOW = "use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN"
@@ -32,6 +34,13 @@ def hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], her
     cubes = [_cube_frames(shapes) for shapes in (there, here)]
     if cubes[0] != cubes[1] and {change.name for change in unexplained} == {_CONV}:
         return f"use --towers.tubelet {cubes[0]}, the frames of a cube that the weights are of"
+    if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
+        num_tokens, width = there[_TOKENS]
+        context, depth = there.get("decoder.positional_embedding", ("?",))[0], _depth(there, "decoder")
+        return (
+            f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and as "
+            f"--decoder.tokenizer the one of {num_tokens:,} tokens that the weights were trained with"
+        )
     depths = [_depth(shapes, "decoder") for shapes in (there, here)]
     if all(depths) and depths[0] != depths[1]:
         return f"use --decoder-depth {depths[0]}, which the weights are of"

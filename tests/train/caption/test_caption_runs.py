@@ -1,6 +1,7 @@
 """`train caption` from outside: towers of three kinds, decoders of folders, resuming, and what transformers open."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from tests.train.test_cli import train
+from tests.train.tiny_data import Caption, write_captions
 from train.caption.building import build_captioner
-from train.caption.decoding.decode import write_captions
+from train.caption.decoding.decode import write_captions as captions_of
 from train.caption.decoding.settings import DecodingSettings
 from train.caption.runs import read_decoder_parts
 from train.caption.settings import CaptionerSettings
+from train.caption.tokenizer import train_tokenizer
 from train.checkpoint import latest_checkpoint, read_weights
 from train.models.attention import attend_with_sdpa
 from train.run_folder import RunFolder, read_lines
@@ -63,8 +66,6 @@ def test_a_run_learns_and_a_resumed_one_ends_the_same(train: Train, run: Path, d
     flags = ("--captions-per-visit", 2, "--decoder.dropout", 0.1, "--checkpoint-every", 3, "--microbatch", 4)
     assert train("caption", "--shards", data_dir, "--out", again, *TINY, *flags, "--steps", 6) == 0
     # As if it had been killed after the third step.
-    import shutil
-
     shutil.rmtree(latest_checkpoint(RunFolder(again).checkpoints) or again)
     (again / "metrics.jsonl").write_text(
         "".join(f"{json.dumps(one)}\n" for one in read_lines(again / "metrics.jsonl")[:3])
@@ -101,13 +102,14 @@ def test_transformers_open_an_export_and_it_comes_back_bit_by_bit(
     captioner.load_state_dict(weights(run))
     video = torch.randn(2, 3, 2, 32, 32, generator=torch.Generator().manual_seed(0))
     end_id, decoding = ours.tokenizer.end_id, DecodingSettings(max_tokens=12)
-    written = write_captions(captioner.eval(), video, decoding, end_id=end_id, samples=range(2)).tokens_VL
+    written = captions_of(captioner.eval(), video, decoding, end_id=end_id, samples=range(2)).tokens_VL
     assert theirs.eval().generate(video.transpose(1, 2))[:, 1:].tolist() == written.tolist()
-    # The whole as a start, and its decoder with the tokens of the same folder.
-    decoder = ("--decoder.weights", folder, "--decoder.max-tokens", 12, "--init.weights", folder)
+    # The whole as a start: the decoder, as large as it is, and its tokens come with it.
+    decoder = ("--init.weights", folder)
     still = (*SMALL.replace("--lr 1e-3", "--lr 1e-12").split(), "--steps", 1)
     assert train("caption", "--shards", data_dir, "--out", back, *still, *decoder) == 0
     assert facts(back)["decoder"] == facts(run)["decoder"]
+    assert (back / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     for name, one in weights(back).items():
         torch.testing.assert_close(one, weights(run)[name], atol=1e-9, rtol=0)
 
@@ -122,7 +124,8 @@ def test_a_tower_of_any_run_sees_for_a_captioner(
         flags = ("--mask-ratio", 0.5, "--sampling", "uniform") if task == "mae" else ()
         assert train(task, "--shards", data_dir, "--out", source, *SMALL.split(), *flags, "--steps", 1) == 0
     frozen = ("--freeze", "encoder", "--steps", 2, "--init.weights", source)
-    assert train("caption", "--shards", data_dir, "--out", tmp_path / "run", *TINY, *frozen) == 0
+    decoder = DECODER.split() if task != "caption" else ()
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "run", *SMALL.split(), *decoder, *frozen) == 0
     before, after = weights(source), weights(tmp_path / "run")
     tower = [name for name in after if name.startswith("video.")]
     assert len(tower) > 20 and all(torch.equal(after[name], before[name]) for name in tower)
@@ -132,12 +135,81 @@ def test_a_tower_of_any_run_sees_for_a_captioner(
     assert f"kind: {kinds[task]}" in (tmp_path / "run" / "settings.yaml").read_text()
 
 
+@pytest.fixture(scope="module")
+def other_tokens(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
+    """A tokenizer of other captions than the run's, with as many tokens."""
+    folder = tmp_path_factory.mktemp("tokens")
+    size = facts(run)["decoder"]["vocabulary"]
+    texts = [f"{one}{other} zebras wade through quick rivers" for one in "qxyz" for other in "jkvw"]
+    tokenizer = train_tokenizer(texts, vocabulary_size=size)
+    assert tokenizer.vocabulary_size == size
+    (folder / "tokenizer.json").write_bytes(tokenizer.as_json())
+    return folder
+
+
+def test_tokens_come_with_the_decoder_whatever_the_new_captions_are(
+    train: Train, run: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = tmp_path / "data"
+    shutil.copytree(data_dir, others)
+    videos = {"a": "train", "b": "train", "c": "train", "d": "val"}
+    texts = [f"{one}{other} zebras wade through quick rivers" for one in "qxyz" for other in "jkvw"]
+    captions = [Caption(video, begin_s, begin_s + 1, text) for video in videos for begin_s in (0, 2) for text in texts]
+    write_captions(others, videos, captions)
+    own = (run / "tokenizer.json").read_bytes()
+    for name, named in (("plain", ()), ("named", ("--decoder.tokenizer", run))):
+        out = tmp_path / name
+        flags = ("--steps", 1, "--init.weights", run, *named)
+        assert train("caption", "--shards", others, "--out", out, *SMALL.split(), *flags) == 0
+        assert (out / "tokenizer.json").read_bytes() == own
+        assert facts(out)["decoder"] == facts(run)["decoder"]
+    assert "their decoder has a context of 12 tokens: --decoder.max-tokens 12" in capsys.readouterr().out
+    assert "max_tokens: 12" in (tmp_path / "plain" / "settings.yaml").read_text()
+
+
+def test_what_contradicts_the_decoder_of_the_start_is_refused(
+    train: Train,
+    run: Path,
+    other_tokens: Path,
+    data_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, bare = tmp_path / "folder", tmp_path / "bare"
+    assert train("export", run, "--format", "hf", "--out", folder) == 0
+    shutil.copytree(folder, bare)
+    (bare / "tokenizer.json").unlink()
+    file = folder / "model.safetensors"
+    capsys.readouterr()
+    wrong: list[tuple[tuple[object, ...], str, str]] = [
+        ((run, "--decoder.tokenizer", other_tokens), "has other tokens than those that the decoder of", "leave --dec"),
+        ((folder, "--decoder.tokenizer", other_tokens), "has other tokens than those that the decoder of", "leave --d"),
+        ((bare,), "has a decoder and no tokenizer", "--decoder.tokenizer FOLDER"),
+        ((file,), "has a decoder and no tokenizer", "--decoder.tokenizer FOLDER"),
+        ((file, "--decoder.tokenizer", run), "decoder of width 128 and 1 blocks", "--decoder.depth 1 --decoder.max-"),
+        ((run, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
+        ((file, "--decoder.weights", folder), "two decoders are named", "leave --decoder.weights out"),
+        ((run, "--decoder.depth", 2), "--decoder.depth is 2, and the decoder of", "leave it out"),
+        ((run, "--decoder.max-tokens", 13), "--decoder.max-tokens is 13, and the decoder of", "use fewer"),
+        ((run, "--decoder.vocabulary", 300), "--decoder.vocabulary is 300, which has no effect", "leave it out"),
+        ((folder, "--decoder.name", "tiny"), "--decoder.name is tiny, which has no effect", "leave it out"),
+    ]
+    for (weights, *flags), message, hint in wrong:
+        words = (*SMALL.split(), "--out", tmp_path / "no", "--init.weights", weights, *flags)
+        assert train("caption", "--shards", data_dir, *words, "--steps", 1) == 2
+        said = capsys.readouterr().err
+        assert message in said and hint in said, (flags, said)
+        assert not (tmp_path / "no").exists()
+    # Named, the same tokens will do.
+    flags = ("--init.weights", bare, "--decoder.tokenizer", run, "--steps", 1)
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "named", *SMALL.split(), *flags) == 0
+    assert facts(tmp_path / "named")["decoder"] == facts(run)["decoder"]
+
+
 def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
-
-    from train.caption.tokenizer import train_tokenizer
 
     folder, out = tmp_path / "gpt2", tmp_path / "run"
     tokenizer = train_tokenizer(["a caption", "another"], vocabulary_size=270)
@@ -213,8 +285,8 @@ def test_what_cannot_be_is_said_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = dict(zip(TINY[::2], TINY[1::2], strict=True))
-    if "--decoder.weights" in flags:
-        given = {name: value for name, value in given.items() if name not in ("--decoder.depth",)}
+    if flags[0] in ("--decoder.weights", "--decoder.tokenizer"):
+        given = {name: value for name, value in given.items() if name in SMALL or name == "--decoder.max-tokens"}
     words = [word for pair in given.items() for word in pair]
     assert train("caption", "--shards", data_dir, "--out", "run", *words, *flags, "--steps", 1) == 2
     assert message in message_of(capsys)
