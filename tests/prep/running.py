@@ -8,10 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import run_command
+from prep import cli
 from tests.conftest import ROOT
 
 MARK = "CLIPMILL_TEST_MARK"
@@ -62,18 +66,34 @@ def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
     )
 
 
+def prep_here(*arguments: object, status: int | None = 0) -> Ran:
+    """`prep` in this process, which has imported it already."""
+    with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
+        try:
+            run_command(lambda: cli._run([str(argument) for argument in arguments]))
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    ran = Ran(code, stdout.getvalue(), stderr.getvalue())
+    assert status is None or ran.status == status, f"status {ran.status}\n{ran.stdout}\n{ran.stderr}"
+    return ran
+
+
 def manifest(data: Path, videos: Path, *options: object) -> None:
     """`prep manifest folder`."""
-    prep("manifest", "folder", videos, "--data", data, *options)
+    prep_here("manifest", "folder", videos, "--data", data, *options)
 
 
 def chunk(
     data: Path, *settings: object, engine: str = "processes", status: int | None = 0, **environment: str
 ) -> dict[str, Any]:
-    """`prep chunk --json`; its summary."""
-    workers = ("--workers", 2)
-    ran = prep("chunk", "--data", data, "--json", "--engine", engine, *workers, *settings, status=status, **environment)
-    return ran.summary
+    """`prep chunk --json`; its summary.
+
+    A process of its own has what needs an `environment`, and Ray, which would stay in this one.
+    """
+    flags = ("chunk", "--data", data, "--json", "--engine", engine, "--workers", 2, *settings)
+    if engine == "ray" or environment:
+        return prep(*flags, status=status, **environment).summary
+    return prep_here(*flags, status=status).summary
 
 
 def variant_folder(data: Path, summary: dict[str, Any]) -> Path:

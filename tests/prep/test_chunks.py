@@ -16,7 +16,7 @@ from prep.ffmpeg import find_ffmpeg
 from shards.reader import Variant
 from shards.verify import verify_shard
 from tests.prep.numbered import frame_numbers
-from tests.prep.running import chunk, manifest, prep
+from tests.prep.running import chunk, manifest, prep_here
 
 CAPTIONS = """video,text,begin_s,end_s
 long,starts in the first and ends in the third,1.5,4.25
@@ -104,7 +104,7 @@ def test_tails_are_dropped_or_merged(
     for key, sample in sorted(samples(own).items()):
         found.setdefault(key.split("_")[0], []).append(len(frame_numbers(sample["mp4"])))
     assert found == frames
-    plan = json.loads(prep("plan", "--data", own, "--len", "2s", "--tail", tail, "--json").stdout)
+    plan = json.loads(prep_here("plan", "--data", own, "--len", "2s", "--tail", tail, "--json").stdout)
     assert plan["num_chunks"] == sum(map(len, frames.values())) and plan["work"] == []
 
 

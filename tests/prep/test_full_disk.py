@@ -10,7 +10,7 @@ import pytest
 from shards.dataset import current_variant
 from shards.reader import Variant
 from shards.verify import verify_shard
-from tests.prep.running import ENGINES, chunk, contents, manifest, prep
+from tests.prep.running import ENGINES, chunk, contents, manifest, prep_here
 
 SETTINGS = ("--len", "1s", "--gop", "intra", "--crf", "1")
 DISK_BYTES = 448 << 10
@@ -92,7 +92,7 @@ def test_a_read_only_data_folder_is_the_users_to_mend(disk: Path, videos: Path) 
     before, current = contents(data), current_variant(data, "video")
     shutil.rmtree(data / "layout")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    error = prep("chunk", "--data", data, *SETTINGS[:-1], "30", "--engine", "processes", status=2).error
+    error = prep_here("chunk", "--data", data, *SETTINGS[:-1], "30", "--engine", "processes", status=2).error
     assert str(data) in error and "Read-only" in error
     assert current_variant(data, "video") == current
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)

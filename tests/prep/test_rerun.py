@@ -15,7 +15,7 @@ from shards.dataset import current_variant
 from shards.reader import Variant
 from shards.verify import verify_shard
 from tests.prep.numbered import frame_numbers
-from tests.prep.running import chunk, contents, identities, manifest, prep
+from tests.prep.running import chunk, contents, identities, manifest, prep_here
 
 SETTINGS = ("--len", "500ms", "--preset", "ultrafast")
 CAPTIONS = "video,text,begin_s,end_s\na,words of a,11,12\nc,first words,0,3\nc,last words,3,9\n"
@@ -84,7 +84,7 @@ def test_the_same_command_again_touches_nothing(made: Set) -> None:
     before = identities(made.data)
     assert made.chunk() == (0, 0)
     assert identities(made.data) == before
-    plan = json.loads(prep("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    plan = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert plan["shards"] == {"current": 4} and plan["work"] == []
     assert plan["estimate"]["core_hours"] == 0 and plan["num_chunks"] == 58
 
@@ -93,7 +93,7 @@ def test_only_an_added_video_is_made(made: Set, write_video: Callable[..., Path]
     before, old = made.of_shards(0, 1, 2, 3), made.payloads()
     write_video(made.videos / "_first.mp4", seconds=3)
     made.manifest()
-    plan = json.loads(prep("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    plan = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert plan["shards"] == {"current": 4, "new": 1}
     assert made.chunk() == (6, 0)
     assert made.of_shards(0, 1, 2, 3) == before
@@ -110,7 +110,7 @@ def test_other_settings_make_another_variant_and_plan_names_them(made: Set) -> N
         ("--gop", "intra", "gop: comb → intra"),
         ("--bitrate", "300k", "bitrate: None → 300k"),
     ):
-        told = prep("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
+        told = prep_here("plan", "--data", made.data, *SETTINGS, flag, value, "--explain", "b_000003500").stdout
         assert f"setting  {difference}" in told.splitlines(), told
         assert told.count("new: not committed yet") == 2
     assert made.chunk("--gop", "intra") == (58, 0)
@@ -213,7 +213,7 @@ def test_a_removed_video_leaves_the_set_and_takes_nobody_along(made: Set) -> Non
     assert made.payloads() == {key: payload for key, payload in old.items() if not key.startswith("c")}
     (made.videos / "b.mp4").unlink()
     made.manifest()
-    plan = json.loads(prep("plan", "--data", made.data, *SETTINGS, "--json").stdout)
+    plan = json.loads(prep_here("plan", "--data", made.data, *SETTINGS, "--json").stdout)
     assert plan["shards"] == {"current": 2, "orphaned": 2}
     assert made.chunk() == (0, 0)
     assert made.payloads() == {key: payload for key, payload in old.items() if key.startswith("a")}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prep.running import MARK, contents, manifest, prep, processes, start, wait_until
+from tests.prep.running import MARK, contents, manifest, prep, prep_here, processes, start, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,19 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
 def test_a_wrong_setting_is_named_and_nothing_is_done(arguments: list[str], named: str, data: Path) -> None:
     before = contents(data)
     engine = [] if "--engine" in arguments else ["--engine", "processes"]
-    assert named in prep("chunk", "--data", data, *engine, *arguments, status=2).error
+    assert named in prep_here("chunk", "--data", data, *engine, *arguments, status=2).error
     assert contents(data) == before
 
 
 def test_a_folder_without_manifest_or_shards(data: Path, tmp_path: Path) -> None:
-    assert str(tmp_path / "none") in prep("chunk", "--data", tmp_path / "none", status=2).error
-    assert "manifest" in prep("chunk", "--data", tmp_path, "--engine", "processes", status=2).error
+    assert str(tmp_path / "none") in prep_here("chunk", "--data", tmp_path / "none", status=2).error
+    assert "manifest" in prep_here("chunk", "--data", tmp_path, "--engine", "processes", status=2).error
     assert list(tmp_path.iterdir()) == [tmp_path / ".lock"] or not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    assert "not a folder" in prep("chunk", "--data", tmp_path / "file", status=2).error
-    assert "holds no video shards" in prep("retry", "--data", data, status=2).error
-    assert "pest" in prep("retry", "--data", data, "--only", "pest", status=2).error
-    assert '"nobody"' in prep("plan", "--data", data, "--explain", "nobody", status=2).error
+    assert "not a folder" in prep_here("chunk", "--data", tmp_path / "file", status=2).error
+    assert "holds no video shards" in prep_here("retry", "--data", data, status=2).error
+    assert "pest" in prep_here("retry", "--data", data, "--only", "pest", status=2).error
+    assert '"nobody"' in prep_here("plan", "--data", data, "--explain", "nobody", status=2).error
 
 
 def test_no_cluster_at_the_address(data: Path) -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from prep.run import Summary
 from shards.dataset import current_variant
-from tests.prep import running
 from tests.prep.latents.conftest import make
-from tests.prep.running import ENGINES, MARK, Ran, chunk, contents, processes, start, wait_until
+from tests.prep.running import ENGINES, MARK, Ran, chunk, contents, prep_here, processes, start, wait_until
 
 # Without a GPU to look for, the command itself does without torch.
 SLOW = ("--vae", "tiny", "--size", 256, "--fps", 8, "--workers", 1, "--num-gpus", 0)
@@ -27,7 +26,7 @@ def make_here(data: Path) -> Summary:
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of chunks."""
     root = tmp_path_factory.mktemp("killed")
-    running.prep("manifest", "synthetic", "--videos", 2, "--minutes", 0.1, "--data", root / "begun")
+    prep_here("manifest", "synthetic", "--videos", 2, "--minutes", 0.1, "--data", root / "begun")
     chunk(root / "begun", "--len", "500ms", "--preset", "ultrafast", "--short-side", 64)
     return root / "begun"
 
