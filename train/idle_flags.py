@@ -12,6 +12,7 @@ _GOES_WITH: dict[str, tuple[str, tuple[object, ...]]] = {
     "--stride": ("--sampling", ("uniform", "lavila")),
     "--min-crop-area": ("--crop", ("multi-scale", "centre")),
     "--decoder-mask-ratio": ("--decoder-mask", ("none",)),
+    "--towers.temporal": ("--towers.kind", ("videomae",)),
     "--augment.rand-magnitude": ("--augment.rand-ops", (0,)),
     "--augment.rand-std": ("--augment.rand-ops", (0,)),
 }
@@ -20,6 +21,7 @@ _EFFECTIVE = {
     "--sampling": "--sampling stride",
     "--crop": "--crop random",
     "--decoder-mask": "--decoder-mask random or running-cell",
+    "--towers.kind": "--towers.kind clip",
     "--augment.rand-ops": "--augment.rand-ops 1 or more",
     "--evaluate.every": "--evaluate.every STEPS",
 }
@@ -79,6 +81,8 @@ def _goes_with(name: str, command: str) -> tuple[str, tuple[object, ...]]:
     is_of_evaluation = name.startswith("--evaluate.") and name != "--evaluate.every"
     if is_of_evaluation and not (name == "--evaluate.split" and command in _READ_THE_SPLIT):
         return "--evaluate.every", (0,)
+    if name == "--towers.temporal" and command == "mae":
+        return "", ()  # which has no other kind of tower, and says so
     return _GOES_WITH.get(name, ("", ()))
 
 

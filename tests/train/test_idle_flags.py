@@ -37,6 +37,12 @@ __all__ = ["train"]
             "--decoder.tokenizer is .",
             "",
         ),
+        (
+            "caption --towers.kind videomae --towers.temporal random",
+            "temporal is random",
+            "--towers.kind is videomae",
+            "clip",
+        ),
         ("dual-encoder --evaluate.split test", "--evaluate.split is test", "--evaluate.every is 0", "every STEPS"),
     ],
 )
@@ -64,6 +70,8 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
         # What goes with another flag, a preset or a default.
         "mae --stride 8 --evaluate.labels shape --evaluate.every 5",
         "mae --preset tiny --min-crop-area 0.3 --decoder-mask random --decoder-mask-ratio 0.75",
+        "caption --preset tiny --towers.kind videomae",
+        "classify --preset tiny --towers.kind videomae --label shape",
         "caption --preset tiny --decoder.weights gpt2 --decoder.max-tokens 20",
         "dual-encoder --min-crop-area 0.3 --sampling stride --stride 8",
         # These look at the split in any case.

@@ -61,7 +61,10 @@ class MaeTowers(Towers):
             raise UserError(
                 f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae", hint="leave it out"
             )
-        refuse_of_clip(self, hint="leave it out: train mae has no other kind of tower")
+        hint = "leave it out: train mae has no other kind of tower"
+        refuse_of_clip(self, hint=hint)
+        if self.temporal != "zero":
+            raise UserError(f"--towers.temporal is {self.temporal}, and a videomae tower has none", hint=hint)
         super().__post_init__()
 
 

@@ -15,7 +15,7 @@ PATCH_PX: dict[str, int] = {"tiny": 16, "s16": 16, "b16": 16, "l16": 16, "l14": 
 PICTURE_PX: dict[str, int] = {"l14-336": 336}
 _TUBELETS: dict[Kind, int] = {"clip": 1, "videomae": 2, "timesformer": 1}
 # What a tower of the kind videomae does not have, and the value that says so.
-_OF_CLIP_ALONE = {"temporal": "zero", "embedding_width": None, "patch_dropout": 0.0}
+_OF_CLIP_ALONE = {"embedding_width": None, "patch_dropout": 0.0}
 _WIDEST = 65_536
 
 

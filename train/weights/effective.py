@@ -62,6 +62,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     Raises:
         UserError: the settings say another kind of tower than the weights are of.
     """
+    settings = _without_idle_temporal(settings, source, say=say)
     if source is None:
         return _with_normalisation(settings)
     facts, towers = source.facts, settings.towers
@@ -74,10 +75,6 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
             f"{source.title}: the weights are of {_KINDS[source.kind]}, and the model has {_KINDS[towers.kind]}",
             hint=_weights_for(settings, towers.kind),
         )
-    if source.kind == "videomae" and towers.temporal != "zero":
-        # As a preset for another kind of tower has it.
-        say("weights: a videomae tower knows time by fixed sines, and has no use for --towers.temporal")
-        towers = replace(towers, temporal="zero")
     towers = replace(
         towers,
         kind=source.kind or towers.kind,
@@ -95,7 +92,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         # CLIP's tower has an embedding of each place, which is resized; here places are fixed and cannot be.
         say(
             f"weights: they know a place as the number of its cube in pictures of {facts.picture_px} px; with "
-            f"--size-px {settings.size_px} the same number is another place"
+            f"--size-px {settings.size_px} the same number is another place (--size-px {facts.picture_px} has theirs)"
         )
     return replace(settings, towers=towers, init=init)
 
@@ -127,6 +124,16 @@ def _of_clip(towers: Towers) -> Towers:
             f"--towers.kind is {towers.kind}, and train dual-encoder has {_KINDS['clip']}", hint="leave it out"
         )
     return replace(towers, kind="clip")
+
+
+def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
+    """The settings without a temporal embedding that a videomae tower has not: presets are for any kind of tower."""
+    towers = settings.towers
+    kind = towers.kind or (None if source is None else source.kind)
+    if kind != "videomae" or towers.temporal == "zero":
+        return settings
+    say("towers: a videomae tower knows time by fixed sines, and has no use for --towers.temporal")
+    return replace(settings, towers=replace(towers, temporal="zero"))
 
 
 def _with_normalisation(settings: Clips) -> Clips:

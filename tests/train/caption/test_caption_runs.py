@@ -125,14 +125,23 @@ def test_a_tower_of_any_run_sees_for_a_captioner(
         assert train(task, "--shards", data_dir, "--out", source, *SMALL.split(), *flags, "--steps", 1) == 0
     frozen = ("--freeze", "encoder", "--steps", 2, "--init.weights", source)
     decoder = DECODER.split() if task != "caption" else ()
-    assert train("caption", "--shards", data_dir, "--out", tmp_path / "run", *SMALL.split(), *decoder, *frozen) == 0
+    # As a preset for any kind of tower has it.
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("towers:\n  temporal: random\n")
+    words = (*SMALL.split(), *decoder, *frozen, "--config", preset)
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "run", *words) == 0
     before, after = weights(source), weights(tmp_path / "run")
     tower = [name for name in after if name.startswith("video.")]
     assert len(tower) > 20 and all(torch.equal(after[name], before[name]) for name in tower)
     if task == "caption":
         assert not torch.equal(after["decoder.ln_final.weight"], before["decoder.ln_final.weight"])
     kinds = {"dual-encoder": "clip", "mae": "videomae", "caption": "timesformer"}
-    assert f"kind: {kinds[task]}" in (tmp_path / "run" / "settings.yaml").read_text()
+    settings = (tmp_path / "run" / "settings.yaml").read_text()
+    assert f"kind: {kinds[task]}" in settings and ("temporal: zero" in settings) == (task == "mae")
+    if task == "mae":
+        new = (*SMALL.split(), *decoder, "--config", preset, "--towers.kind", "videomae", "--steps", 1)
+        assert train("caption", "--shards", data_dir, "--out", tmp_path / "new", *new) == 0
+        assert "temporal: zero" in (tmp_path / "new" / "settings.yaml").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +210,8 @@ def test_what_contradicts_the_decoder_of_the_start_is_refused(
         assert message in said and hint in said, (flags, said)
         assert not (tmp_path / "no").exists()
     # Named, the same tokens will do.
-    flags = ("--init.weights", bare, "--decoder.tokenizer", run, "--steps", 1)
-    assert train("caption", "--shards", data_dir, "--out", tmp_path / "named", *SMALL.split(), *flags) == 0
+    named = ("--init.weights", bare, "--decoder.tokenizer", run, "--steps", 1)
+    assert train("caption", "--shards", data_dir, "--out", tmp_path / "named", *SMALL.split(), *named) == 0
     assert facts(tmp_path / "named")["decoder"] == facts(run)["decoder"]
 
 

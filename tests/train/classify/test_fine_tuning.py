@@ -99,7 +99,8 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
 
     larger = words(*TINY, *STEPS, *still, "--size-px", 64, "--init.weights", first)
     assert train("classify", *larger, "--out", tmp_path / "larger") == 0
-    assert "the number of its cube in pictures of 32 px" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the number of its cube in pictures of 32 px" in printed and "(--size-px 32 has theirs)" in printed
 
     for mistake, message in (
         (("--init.weights", first, "--towers.kind", "clip"), "the weights are of a tower as VideoMAE's (videomae)"),

@@ -19,7 +19,6 @@ from train.settings import DualEncoderSettings
         ({"patch_dropout": float("nan")}, "--towers.patch-dropout is nan"),
         ({"drop_path": -0.1}, "--towers.drop-path is -0.1"),
         ({"video_norm_eps": 0.0}, "--towers.video-norm-eps is 0.0"),
-        ({"kind": "videomae", "temporal": "random"}, "--towers.temporal is random, and a videomae tower has none"),
         ({"kind": "videomae", "embedding_width": 64}, "--towers.embedding-width is 64, and a videomae tower has none"),
         ({"kind": "videomae", "patch_dropout": 0.5}, "--towers.patch-dropout is 0.5, and a videomae tower has none"),
     ],
