@@ -9,7 +9,7 @@ from manifests.errors import UserError
 from train.caption.decoder_weights import DecoderParts
 from train.caption.tokenizer import read_tokenizer
 from train.models.gpt2 import Gpt2Size
-from train.models.transformer import TransformerSize
+from train.models.transformer import NORM_EPS, TransformerSize
 from train.run_folder import RunFolder
 from train.weights.fitting import Change
 
@@ -21,6 +21,7 @@ def decoder_facts(size: Gpt2Size) -> dict[str, Any]:
         "width": trunk.width,
         "depth": trunk.depth,
         "heads": trunk.num_heads,
+        "norm_eps": trunk.norm_eps,
         "vocabulary": size.vocabulary_size,
         "context": size.context_length,
     }
@@ -84,7 +85,12 @@ def decoder_size_of(run: RunFolder) -> Gpt2Size:
     """
     try:
         facts = run.require_facts()["decoder"]
-        trunk = TransformerSize(width=facts["width"], depth=facts["depth"], num_heads=facts["heads"])
+        trunk = TransformerSize(
+            width=facts["width"],
+            depth=facts["depth"],
+            num_heads=facts["heads"],
+            norm_eps=facts.get("norm_eps", NORM_EPS),
+        )
         return Gpt2Size(trunk=trunk, vocabulary_size=facts["vocabulary"], context_length=facts["context"])
     except (KeyError, TypeError) as error:
         raise UserError(

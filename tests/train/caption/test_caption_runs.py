@@ -14,7 +14,7 @@ from tests.train.tiny_data import Caption, write_captions
 from train.caption.building import build_captioner
 from train.caption.decoding.decode import write_captions as captions_of
 from train.caption.decoding.settings import DecodingSettings
-from train.caption.runs import read_decoder_parts
+from train.caption.runs import decoder_size_of, read_decoder_parts
 from train.caption.settings import CaptionerSettings
 from train.caption.tokenizer import train_tokenizer
 from train.checkpoint import latest_checkpoint, read_weights
@@ -223,7 +223,14 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     folder, out = tmp_path / "gpt2", tmp_path / "run"
     tokenizer = train_tokenizer(["a caption", "another"], vocabulary_size=270)
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=tokenizer.vocabulary_size, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    size: dict[str, Any] = {
+        "vocab_size": tokenizer.vocabulary_size,
+        "n_positions": 16,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
+    config = GPT2Config(**size, layer_norm_epsilon=1e-3)
     theirs = GPT2LMHeadModel(config)
     theirs.save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes(tokenizer.as_json())
@@ -248,6 +255,7 @@ def test_a_decoder_that_has_only_read_gets_new_cross_attention(
     start = facts(out)["decoder_weights"]
     assert (start["source"], start["num_copied"]) == (str(folder), num_copied) and facts(out)["parameters"] == said
     assert sorted(change["name"] for change in start["changes"]) == sorted(new)
+    assert decoder_size_of(RunFolder(out)).trunk.norm_eps == 1e-3
     assert f"{folder}: {num_copied} tensors copied as they are" in (out / "index.html").read_text()
     # Tokens that the decoder does not know.
     config.vocab_size = tokenizer.vocabulary_size - 1
