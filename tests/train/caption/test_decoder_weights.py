@@ -10,9 +10,7 @@ from train.caption.decoder_weights import decoder_folder
 from train.weights.hf_caption import read_caption_folder
 
 
-@pytest.mark.parametrize(
-    "wanted", ["no gpt", "/nowhere/gpt2", "./gpt2", "~/gpt2", "a/b/c", "my gpt/2", "gpt²"]
-)
+@pytest.mark.parametrize("wanted", ["no gpt", "/nowhere/gpt2", "./gpt2", "~/gpt2", "a/b/c", "my gpt/2", "gpt²"])
 def test_what_can_only_be_a_folder_is_not_asked_for_elsewhere(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked for"))
     with pytest.raises(UserError, match="there is no folder"):
