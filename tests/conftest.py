@@ -1,5 +1,6 @@
 """What every test shares: the root of the checkout, its files, and freedom from the user's own settings."""
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,3 +30,9 @@ def _no_settings_of_the_user() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("CLIPMILL_DATA", raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptions_arrive() -> None:
+    """A script hands SIGINT on as ignored to what it starts in the background; what tests start must hear it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
