@@ -1,6 +1,7 @@
 """Who gets the numbers of a run: each step once, in whatever keeps them, however often the run was resumed."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def test_wandb_is_sent_each_step_once_under_one_run(
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(track(0, 0).path / name.lower()))
     for after, last in ((0, 9), (4, 6), (4, 11)):
+        # W&B names the folder of a process by the second in which it begins.
+        time.sleep(1)
         run = track(after, last, wandb="offline")
     records = [record for path in sorted(run.path.glob("wandb/offline-run-*/*.wandb")) for record in sent(path)]
     runs = [record.run for record in records if record.HasField("run")]
