@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.decode_peers.chunk_sets import OWN, make_set, write_captions
 from benchmarks.decode_peers.clip_set import data_folder
-from benchmarks.decode_peers.pieces import cut_pieces, make_pieces
+from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.report import parser_for, print_report
 from prep.ffmpeg import find_ffmpeg
 from train.augment.pictures import to_model_input
@@ -82,10 +82,7 @@ def _open_samples(folder: Path, *, videos: Path | None, num_pieces: int) -> Chun
     program = find_ffmpeg().path
     pieces, captions = folder / "pieces", folder / "captions.csv"
     pieces.mkdir()
-    if videos is None:
-        names = make_pieces(pieces, num_pieces=num_pieces, program=program)
-    else:
-        names = cut_pieces(videos, pieces, num_pieces=num_pieces, program=program)
+    names = pieces_of(videos, pieces, num_pieces=num_pieces, program=program)
     write_captions(captions, [(number, 0.0, 1.0) for number in range(len(names))])
     make_set(OWN, pieces=pieces, captions=captions, folder=folder, program=program)
     return ChunkClips(

@@ -79,7 +79,7 @@ from benchmarks.decode_peers.figures import (
     rows_of,
     size_rows,
 )
-from benchmarks.decode_peers.pieces import cut_pieces, make_pieces
+from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.decode_peers.torchcodec_reader import links_to_libraries
 from benchmarks.report import Rows, parser_for, print_report
 from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
@@ -248,10 +248,7 @@ def main() -> None:
         pieces, captions = folder / "pieces", folder / "captions.csv"
         pieces.mkdir()
         _progress("making the pieces")
-        if arguments.videos is None:
-            names = make_pieces(pieces, num_pieces=arguments.pieces, program=program)
-        else:
-            names = cut_pieces(arguments.videos, pieces, num_pieces=arguments.pieces, program=program)
+        names = pieces_of(arguments.videos, pieces, num_pieces=arguments.pieces, program=program)
         random = np.random.default_rng(0)
         write_captions(captions, [(number % len(names), *draw_span(random)) for number in range(NUM_CAPTIONS)])
         _progress("encoding the sets")

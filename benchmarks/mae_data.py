@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.decode_peers.chunk_sets import OWN, X264_DEFAULT, make_set, write_captions
 from benchmarks.decode_peers.clip_set import FPS, chunk_path, data_folder
-from benchmarks.decode_peers.pieces import cut_pieces, make_pieces
+from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.measure import prep_command, run_measured
 from benchmarks.vit_steps import wait_for
 from manifests.keys import chunk_key
@@ -39,10 +39,7 @@ def make_folders(folder: Path, *, videos: Path | None, num_pieces: int, program:
     """Makes a data folder of each kind, and gives the names of the pieces; `data_folder` has their paths."""
     pieces, captions = folder / "pieces", folder / "captions.csv"
     pieces.mkdir()
-    if videos is None:
-        names = make_pieces(pieces, num_pieces=num_pieces, program=program)
-    else:
-        names = cut_pieces(videos, pieces, num_pieces=num_pieces, program=program)
+    names = pieces_of(videos, pieces, num_pieces=num_pieces, program=program)
     write_captions(captions, [(number, 0.0, 1.0) for number in range(len(names))])
     for name in (OWN, X264_DEFAULT):
         make_set(name, pieces=pieces, captions=captions, folder=folder, program=program)

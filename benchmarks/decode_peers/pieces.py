@@ -17,6 +17,13 @@ _MADE_WIDTH, _MADE_HEIGHT, _TEXTURE_PX = 512, 288, 1024
 _LOSSLESS = ["-c:v", "libx264", "-qp", "0", "-preset", "ultrafast"]
 
 
+def pieces_of(videos: Path | None, folder: Path, *, num_pieces: int, program: str) -> list[str]:
+    """Pieces cut out of a folder of videos, or made where there is none; gives their names."""
+    if videos is None:
+        return make_pieces(folder, num_pieces=num_pieces, program=program)
+    return cut_pieces(videos, folder, num_pieces=num_pieces, program=program)
+
+
 def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> list[str]:
     """Cuts pieces out of a folder of videos: as many from each as it can give, evenly spaced; gives their names.
 
