@@ -14,18 +14,33 @@ def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
         UserError: `data_dir` is a file, lies in a folder that holds clipmill's packages as one of them, is that
             folder itself, or is the folder of the videos.
     """
-    resolved = data_dir.resolve()
+    resolved = _resolved(data_dir)
     if resolved.exists() and not resolved.is_dir():
         raise UserError(f"the data folder {data_dir} is a file", hint="give a folder with --data")
     if _is_source_tree(resolved) or any(_is_package_of_tree(folder) for folder in (resolved, *resolved.parents)):
         raise UserError(
             f"the data folder {data_dir} is clipmill's own source", hint="keep data apart: --data DIR, or CLIPMILL_DATA"
         )
-    if videos is not None and resolved == videos.resolve():
+    if videos is not None and resolved == _resolved(videos):
         raise UserError(
             f"{data_dir} is both the data folder and the folder of the videos",
             hint="give a data folder of its own with --data",
         )
+
+
+def _resolved(folder: Path) -> Path:
+    """`folder` without links, which also proves that it can be asked for.
+
+    Raises:
+        UserError: it cannot: a loop of links, a name that is too long, a folder above it without permission.
+    """
+    try:
+        resolved = folder.resolve()
+        resolved.exists()
+    except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 raise RuntimeError for loops
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot look at {folder}: {why}", hint="give another folder, or mend this one") from error
+    return resolved
 
 
 def _is_source_tree(folder: Path) -> bool:

@@ -131,6 +131,14 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     return content
 
 
+def known_files(data_dir: Path, dataset: str) -> dict[str, str]:
+    """source_id -> file name, without folders, of the videos of `dataset`; empty where there is no manifest."""
+    videos = _read_old(data_dir).videos
+    videos = videos.filter(pc.equal(videos["dataset"], dataset))
+    names = (path.rpartition("/")[2] for path in videos["path"].to_pylist())
+    return dict(zip(videos["source_id"].to_pylist(), names, strict=True))
+
+
 def write_manifest(
     data_dir: Path,
     dataset: str,

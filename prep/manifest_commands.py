@@ -1,7 +1,6 @@
 """`prep manifest KIND`: what is wanted. Each command reads one kind of data set into the manifest."""
 
-import json
-import os
+import json as json_module
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +8,14 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from manifests.adapters.reading import Reading
-from manifests.errors import UserError
+from manifests.adapters.reading import Reading, encodable
+from manifests.errors import DISK_ERRORS, FailedWork, UserError
 from manifests.place import check_data_dir
-from manifests.store import Written, read_manifest, write_manifest
+from manifests.quoting import quoted
+from manifests.store import known_files, read_manifest, read_rejected, write_manifest
 from prep.data_folder import writing
+from prep.failure_list import first_rejected
+from prep.manifest_text import no_video_text, rejected_of, unused_files, unused_text, written_text, written_values
 
 app = App(name="manifest", help="Write down which videos and captions are wanted.")
 
@@ -36,7 +38,8 @@ def folder(
 ) -> None:
     """Every video file under a folder, with an optional table of captions.
 
-    The table has the columns video and text, and where wanted begin_s, end_s, source and split.
+    The table has the columns video and text, and optionally begin_s, end_s, source and split. Nothing is written if
+    none of its rows can be used.
 
     Example: prep manifest folder VIDEOS --captions captions.csv
 
@@ -49,7 +52,7 @@ def folder(
 
     name = dataset or "folder"
     _write(
-        lambda: read_folder(directory, captions=captions, dataset=name, skip=data),
+        lambda: read_folder(directory, captions=captions, dataset=name, skip=data, known=known_files(data, name)),
         data=data,
         videos=directory,
         dataset=name,
@@ -151,7 +154,8 @@ def kinetics(
     Parameters
     ----------
     lists
-        CSVs with the columns label, youtube_id, time_start, time_end, split; or lists of lines `path label`.
+        CSVs with the columns label, youtube_id, time_start, time_end, split; or lists whose lines are
+        `path label`, `path num_frames label` (AVION) or `path 0 -1` (VideoMAE V2, no label).
     """
     from manifests.adapters.kinetics import read_kinetics
 
@@ -212,13 +216,22 @@ def synthetic(
 def _write(read: Callable[[], Reading], *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
     check_data_dir(data, videos=videos)
     _check_existing(data)
+    if not encodable(dataset):
+        raise UserError(f"--dataset is {quoted(dataset)}, which is not Unicode", hint="give another name")
     reading = read()
     if not reading.videos.num_rows:
-        raise UserError(
-            f"no usable video for the data set {dataset}{_reasons_in(reading)}",
-            hint="do the names of the files fit the annotations? The manifest is left as it was",
-        )
-    data.mkdir(parents=True, exist_ok=True)
+        message, hint = no_video_text(reading, dataset)
+        raise UserError(message, hint=hint)
+    if unused_files(reading):
+        # Written, it would take the place of captions that are there; their ids would never come back.
+        raise FailedWork(unused_text(reading))
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise
+        why = error.strerror or str(error)
+        raise UserError(f"cannot make the data folder {data}: {why}", hint="give another one with --data") from error
     with writing(data):
         written = write_manifest(
             data,
@@ -228,53 +241,17 @@ def _write(read: Callable[[], Reading], *, data: Path, videos: Path, dataset: st
             reading.rejected,
             num_captions_lost=reading.num_captions_lost,
         )
-    sys.stdout.write((_as_json(written) if as_json else _as_text(written)) + "\n")
+        few = first_rejected(rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
+    if as_json:
+        print(json_module.dumps(written_values(written, few=few), indent=1, sort_keys=True))
+    else:
+        print(written_text(written, few=few))
 
 
 def _check_existing(data: Path) -> None:
     """Complains about a manifest of another format before the work rather than after it."""
     if (data / "manifest" / "manifest.json").exists():
         read_manifest(data)
-
-
-def _reasons_in(reading: Reading) -> str:
-    counts = reading.rejected["reason"].value_counts().to_pylist()
-    return "".join(f"; {entry['values']}: {entry['counts']}" for entry in counts)
-
-
-def _as_text(written: Written) -> str:
-    changes = f"{written.num_videos_added} new"
-    if written.num_videos_removed:
-        changes += f", {written.num_videos_removed} gone"
-    lines = [
-        f"{written.dataset}: {written.num_videos} videos ({changes}), "
-        f"{written.num_captions} captions ({written.num_captions_added} new)"
-    ]
-    if written.num_rejected:
-        total = sum(written.num_rejected.values())
-        lines.append(f"rejected: {total} rows, and {written.num_captions_lost} captions of videos that cannot be had")
-        lines += [f"  {reason}: {count}" for reason, count in sorted(written.num_rejected.items())]
-        lines.append(f"listed in {written.folder / 'rejected.parquet'}")
-    lines.append(f"manifest: {written.folder}")
-    return "\n".join(lines)
-
-
-def _as_json(written: Written) -> str:
-    return json.dumps(
-        {
-            "dataset": written.dataset,
-            "num_videos": written.num_videos,
-            "num_videos_added": written.num_videos_added,
-            "num_videos_removed": written.num_videos_removed,
-            "num_captions": written.num_captions,
-            "num_captions_added": written.num_captions_added,
-            "num_captions_lost": written.num_captions_lost,
-            "num_rejected": written.num_rejected,
-            "manifest": os.fspath(written.folder),
-        },
-        indent=1,
-        sort_keys=True,
-    )
 
 
 def _progress(text: str) -> None:

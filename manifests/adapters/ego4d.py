@@ -18,22 +18,25 @@ interval belong to one clip.
 from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pyarrow as pa
 
 from manifests.adapters.json_stream import object_items
 from manifests.adapters.plain_pickle import load_plain_pickle
-from manifests.adapters.reading import Reading, ReadingBuilder, encodable
+from manifests.adapters.reading import Reading, ReadingBuilder, encodable, printable
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import TRAIN, split_in_file_name
-from manifests.adapters.video_files import VideoLookup, find_video_files
+from manifests.adapters.video_files import VideoLookup
 from manifests.adapters.wanted import WantedVideos
 from manifests.errors import UserError
+from manifests.quoting import quoted
 
 PASSES = ("narration_pass_1", "narration_pass_2")
 REDACTED_STATUS = "redacted"
+# Later than any video lasts, and small enough for sums over a file to stay finite.
+_MAX_TIME_S = 1e9
 
 
 def read_ego4d(
@@ -45,8 +48,9 @@ def read_ego4d(
         UserError: there are no videos, or an annotation file cannot be read.
     """
     builder = ReadingBuilder(dataset)
-    wanted = WantedVideos(builder, VideoLookup(find_video_files(directory, skip=skip)))
+    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
     for path in annotations:
+        builder.begin_annotations(path)
         match path.suffix.lower():
             case ".json":
                 _add_narrations(builder, wanted, path=path)
@@ -85,6 +89,7 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
                     video,
                     texts=pa.array([rows[row]["narration_text"].strip() for row in kept], pa.string()),
                     source=name,
+                    file=path,
                     begin_s=np.maximum(times_s[kept] - half_s, 0.0),
                     end_s=times_s[kept] + half_s,
                 )
@@ -121,9 +126,8 @@ def _narrations_of(entry: dict[str, Any], name: str) -> list[Any]:
 def _times(rows: list[Any]) -> np.ndarray:
     """Point in time of every narration, float64[N]; NaN where it has none that can be used."""
     times = [row.get("timestamp_sec") if isinstance(row, dict) else None for row in rows]
-    numbers = [time if type(time) in (float, int) else np.nan for time in times]
+    numbers = [time if _is_time(time) and 0 <= time <= _MAX_TIME_S else np.nan for time in times]
     array = np.array(numbers, np.float64)
-    array[~np.isfinite(array) | (array < 0)] = np.nan
     return array
 
 
@@ -159,7 +163,7 @@ def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reas
     if not isinstance(text, str) or not encodable(text):
         return Reason.MALFORMED_ROW, "it has no text"
     if not isfinite(time_s):
-        return Reason.BAD_TIME, f"timestamp_sec is {narration.get('timestamp_sec')!r:.40}"
+        return Reason.BAD_TIME, f"timestamp_sec is {quoted(narration.get('timestamp_sec'))}"
     if "#unsure" in text.lower():
         return Reason.UNSURE, text[:200]
     if not text.strip():
@@ -170,6 +174,8 @@ def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reas
 
 
 def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
+    # A file name that is no Unicode cannot be stored as a source.
+    source = printable(path.stem)
     rows = load_plain_pickle(path)
     if not isinstance(rows, list | tuple):
         raise UserError(
@@ -178,7 +184,7 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
     split = split_in_file_name(path.name)
     for row, entry in enumerate(rows):
         if not isinstance(entry, list | tuple) or len(entry) not in (4, 5):
-            detail = f"not (video, begin, end, narration) with or without scores: {entry!r:.80}"
+            detail = f"not (video, begin, end, narration) with or without scores: {quoted(entry)}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
         source_id, begin_s, end_s, narration = entry[:4]
@@ -186,9 +192,14 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
         video = wanted.number(source_id, split=split, file=path, row=row, num_captions=len(texts))
         if video is None:
             continue
-        if type(begin_s) not in (float, int) or type(end_s) not in (float, int):
-            detail = f"times are {begin_s!r:.40} and {end_s!r:.40}, not numbers"
+        if not (_is_time(begin_s) and _is_time(end_s)):
+            detail = f"times are {quoted(begin_s)} and {quoted(end_s)}, not numbers of seconds"
             builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=source_id, detail=detail)
             continue
         for text in texts:
-            builder.add_caption(video, text=text, begin_s=begin_s, end_s=end_s, source=path.stem, file=path, row=row)
+            builder.add_caption(video, text=text, begin_s=begin_s, end_s=end_s, source=source, file=path, row=row)
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number that a float can hold; it may be infinite or negative."""
+    return type(value) is float or (type(value) is int and abs(value) <= _MAX_TIME_S)

@@ -16,13 +16,13 @@ from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.tables import Row, read_csv
-from manifests.adapters.video_files import VideoLookup, find_video_files
+from manifests.adapters.video_files import VideoLookup
 from manifests.adapters.wanted import WantedVideos
 
 SOURCE = "narrator"
 LABELS = {"label_verb": pa.int32(), "label_noun": pa.int32(), "label_nouns": pa.list_(pa.int32())}
 _COLUMNS = ["video_id", "start_timestamp", "stop_timestamp", "narration", "verb_class", "noun_class"]
-_TIMESTAMP = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
+_TIMESTAMP = re.compile(r"(\d{1,9}):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 _INTEGER_LIST = re.compile(r"\[\s*(?:\d{1,9}\s*(?:,\s*\d{1,9}\s*)*)?\]")
 
 
@@ -35,8 +35,9 @@ def read_epic_kitchens(
         UserError: there are no videos, or an annotation file cannot be read or lacks a column.
     """
     builder = ReadingBuilder(dataset, labels=LABELS)
-    wanted = WantedVideos(builder, VideoLookup(find_video_files(directory, skip=skip)))
+    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
     for path in annotations:
+        builder.begin_annotations(path)
         split = split_in_file_name(path.name)
         for row in read_csv(path, required=_COLUMNS):
             _add_row(builder, wanted, row, path=path, split=split)

@@ -1,45 +1,69 @@
 """A folder of videos, with an optional table of captions (CSV with a header, or JSON lines).
 
-Every video file is a video; its id is the relative path without the extension. The table's columns are `video`
-(relative path, file name, or either without the extension) and `text`, and where wanted `begin_s`, `end_s`
-(without times a caption holds for the whole video: 0 to +inf), `source` and `split` (of the video). A video
-without a split is in the one that a folder above it is named after, else in train.
+Every video file is a video; its id is the relative path without the extension, or with it where files differ in
+nothing else (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension;
+a name without extension that fits several files means the one that has it as its id) and `text`, and where wanted
+`begin_s`, `end_s` (without times a caption holds for the whole video: 0 to +inf), `source` and `split` (of the video).
+A video without a split is in the one that a folder above it is named after, else in train.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
 
+from manifests.adapters.file_ids import file_ids
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_named, split_of_folders
 from manifests.adapters.tables import Row, read_csv, read_json_lines, seconds
-from manifests.adapters.video_files import Ambiguous, VideoLookup, find_video_files
+from manifests.adapters.video_files import Ambiguous, VideoFile, VideoLookup, composed
 from manifests.errors import UserError
+from manifests.quoting import quoted
 
 DEFAULT_SOURCE = "human"
 
 
 def read_folder(
-    directory: Path, *, captions: Path | None = None, dataset: str = "folder", skip: Path | None = None
+    directory: Path,
+    *,
+    captions: Path | None = None,
+    dataset: str = "folder",
+    skip: Path | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> Reading:
-    """Reads a folder of videos; `skip` is a folder inside it to pass over (the data folder).
+    """Reads a folder of videos.
+
+    Args:
+        skip: a folder inside it to pass over (the data folder).
+        known: source id -> file name of the videos that the manifest has of this data set, which keep their ids.
 
     Raises:
         UserError: there are no videos, or the table of captions cannot be read.
     """
     builder = ReadingBuilder(dataset)
+    files = builder.find_videos(directory, skip=skip)
+    usable = [file for file in files if builder.check_file(file.source_id, file.path)]
     numbers: dict[str, int | None] = {}
-    files = find_video_files(directory, skip=skip)
-    for file in files:
+    owners: dict[str, VideoFile] = {}
+    for file, source_id in zip(usable, file_ids(usable, known=known or {}), strict=True):
         split = split_of_folders(file.relative)
-        numbers[file.relative] = builder.add_video(file.source_id, path=file.path, split=split)
+        numbers[file.relative] = builder.add_checked_video(source_id, path=file.path, split=split)
+        if source_id == file.source_id:
+            owners[composed(source_id)] = file
     if captions is not None:
-        _add_captions(builder, captions, lookup=VideoLookup(files), numbers=numbers)
+        _add_captions(builder, captions, lookup=VideoLookup(files), owners=owners, numbers=numbers)
     return builder.build()
 
 
-def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, numbers: dict[str, int | None]) -> None:
+def _add_captions(
+    builder: ReadingBuilder,
+    table: Path,
+    *,
+    lookup: VideoLookup,
+    owners: Mapping[str, VideoFile],
+    numbers: dict[str, int | None],
+) -> None:
+    builder.begin_annotations(table)
     splits_given: dict[int, str] = {}
     for row in _rows(table):
         name = row.values.get("video")
@@ -50,7 +74,7 @@ def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, 
             builder.reject(Reason.EMPTY_ID, file=str(table), row=row.number, detail="it names no video")
             continue
         try:
-            file = lookup.find(name)
+            file = _find(name, lookup=lookup, owners=owners)
             begin_s = seconds(row.values.get("begin_s"), default=0.0)
             end_s = seconds(row.values.get("end_s"), default=inf)
         except Ambiguous as error:
@@ -62,9 +86,14 @@ def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, 
         if file is None:
             builder.lose_captions(name, file=table)
             continue
-        video = numbers[file.relative]
+        video = numbers.get(file.relative)
         if video is None:
             builder.lose_captions(name, file=table, why="its video was rejected")
+            continue
+        source = row.values.get("source") or DEFAULT_SOURCE
+        if not isinstance(source, str):
+            detail = f"its source is {quoted(source)}, not a string"
+            builder.reject(Reason.MALFORMED_ROW, file=str(table), row=row.number, source_id=name, detail=detail)
             continue
         fault = _apply_split(builder, video, row.values.get("split"), given=splits_given)
         if fault is not None:
@@ -75,10 +104,25 @@ def _add_captions(builder: ReadingBuilder, table: Path, *, lookup: VideoLookup, 
             text=row.values.get("text"),
             begin_s=begin_s,
             end_s=end_s,
-            source=str(row.values.get("source") or DEFAULT_SOURCE),
+            source=source,
             file=table,
             row=row.number,
         )
+
+
+def _find(name: str, *, lookup: VideoLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
+    """The file that a row means by `name`, or None.
+
+    Raises:
+        Ambiguous: several files fit. Where they differ in their ending only, the one whose id is `name` is meant.
+    """
+    try:
+        return lookup.find(name)
+    except Ambiguous as error:
+        owner = owners.get(composed(name.removeprefix("./")))
+        if owner is None or any(file.source_id != owner.source_id for file in error.fitting):
+            raise
+        return owner
 
 
 def _rows(table: Path) -> Iterator[Row]:
@@ -94,9 +138,9 @@ def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: d
     """Sets the split that a row gives to its video; says what is wrong with it, if anything."""
     if value is None or value == "":
         return None
-    split = split_named(str(value))
+    split = split_named(value) if isinstance(value, str) else None
     if split is None:
-        return f"split {value!r} is not train, val or test"
+        return f"split {quoted(value)} is not train, val or test"
     if given.setdefault(video, split) != split:
         return f"split {split!r}, but an earlier row says {given[video]!r}"
     builder.set_split(video, split)

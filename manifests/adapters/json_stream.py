@@ -7,9 +7,9 @@ as fast as reading the whole file, with the memory of its largest entry.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from manifests.adapters.tables import unreadable
+from manifests.adapters.annotation_file import open_annotations
 from manifests.errors import UserError
 
 _WINDOW_CHARS = 1 << 22
@@ -24,11 +24,12 @@ def array_items(path: Path) -> Iterator[Any]:
     Raises:
         UserError: the file cannot be read, or is not a JSON array; the message has the line.
     """
-    window = _Window(path)
-    window.expect("[", what="a list")
-    while window.goes_on("]"):
-        yield window.value()
-    window.expect_end()
+    with open_annotations(path, encoding="utf-8-sig") as file:
+        window = _Window(path, file)
+        window.expect("[", what="a list")
+        while window.goes_on("]"):
+            yield window.value()
+        window.expect_end()
 
 
 def object_items(path: Path, *, inside: str) -> Iterator[tuple[str, Any]]:
@@ -39,31 +40,28 @@ def object_items(path: Path, *, inside: str) -> Iterator[tuple[str, Any]]:
     Raises:
         UserError: the file cannot be read, or is not a JSON object; the message has the line.
     """
-    window = _Window(path)
-    window.expect("{", what="an object")
-    while window.goes_on("}"):
-        key = window.key()
-        if key == inside and window.peek() == "{":
-            window.expect("{", what="an object")
-            while window.goes_on("}"):
-                yield window.key(), window.value()
-        else:
-            yield key, window.value()
-    window.expect_end()
+    with open_annotations(path, encoding="utf-8-sig") as file:
+        window = _Window(path, file)
+        window.expect("{", what="an object")
+        while window.goes_on("}"):
+            key = window.key()
+            if key == inside and window.peek() == "{":
+                window.expect("{", what="an object")
+                while window.goes_on("}"):
+                    yield window.key(), window.value()
+            else:
+                yield key, window.value()
+        window.expect_end()
 
 
 class _Window:
     """The part of the file that is being parsed: `_text` from `_at` on is still to come."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, file: IO[str]) -> None:
+        self._path, self._file = path, file
         self._text, self._at, self._line = "", 0, 1
         self._at_file_end = False
         self._opened = ""
-        try:
-            self._file = path.open(encoding="utf-8-sig")
-        except OSError as error:
-            raise unreadable(path, error) from error
 
     def peek(self) -> str:
         """The next character that is no white space; empty at the end of the file."""
@@ -118,6 +116,9 @@ class _Window:
                     raise self._error(error.msg) from error
             except RecursionError as error:
                 raise self._error("nested too deeply") from error
+            # Of an integer with more digits than Python converts.
+            except ValueError as error:
+                raise self._error(str(error)) from error
             else:
                 # A number at the window's end may go on behind it.
                 if end < len(self._text) or not self._grow():
@@ -128,7 +129,6 @@ class _Window:
         """Raises UserError when anything but white space is left."""
         if self.peek():
             raise self._error("expected the end of the file")
-        self._file.close()
 
     def _grow(self) -> bool:
         """Reads on; at least as much as is waiting, so that a long entry is not parsed too often."""

@@ -2,15 +2,23 @@
 
 A list is the published CSV with the columns label, youtube_id, time_start, time_end, split, whose videos are
 `<youtube_id>_<start as 6 digits>_<end as 6 digits>.<ending>` (trimmed: the label holds for the whole file) or
-`<youtube_id>.<ending>` (untrimmed: it holds from time_start to time_end). Or it has no header, and a line is
-`path label` or `path,label`; the split is then the one that the list's file name speaks of. A path may have spaces
-and commas, or stand in quotes: of the ways to read a line the first counts whose file there is. The class is the text
-of the caption too.
+`<youtube_id>.<ending>` (untrimmed: it holds from time_start to time_end). Or it has no header, and a line is one of
+
+    path label               or `path,label`: VideoMAE's lists
+    path num_frames label    AVION's lists; the number of frames is passed over, as it counts those of another copy
+    path 0 -1                VideoMAE V2's lists for pre-training: a video without a label
+
+and the split is the one that the list's file name speaks of. A path may have spaces and commas, or stand in quotes: of
+the ways to read a line the first counts whose file there is. VideoMAE V2's `folder start total`, a folder of extracted
+frames, is refused. The class is the text of the caption too; it is what the list says, a name or a number, so that a
+data set should not mix lists of numbers with lists of names.
 """
 
+import re
 from collections.abc import Sequence
-from math import inf
-from pathlib import Path
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 
@@ -18,12 +26,24 @@ from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name, split_named
 from manifests.adapters.tables import Row, read_csv, seconds, text_lines
-from manifests.adapters.video_files import Ambiguous, VideoLookup, find_video_files
+from manifests.adapters.video_files import VIDEO_SUFFIXES, Ambiguous, VideoLookup
 from manifests.adapters.wanted import WantedVideos
 
 SOURCE = "class"
 LABELS = {"label_class": pa.string()}
 _COLUMNS = ["label", "youtube_id"]
+_TWO_NUMBERS = re.compile(r"(?P<count>\d{1,9})[ ,\t]+(?P<label>-?\d{1,9})")
+_NUMBERS_LAST = re.compile(rf"(?P<name>.*[^ ,\t])[ ,\t]+(?P<numbers>{_TWO_NUMBERS.pattern})")
+_NO_LABEL = "-1"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One way to read a line of a plain list; `label` is None where it says that there is none."""
+
+    name: str
+    label: str | None
+    fault: str | None = None
 
 
 def read_kinetics(
@@ -35,9 +55,10 @@ def read_kinetics(
         UserError: there are no videos, or a list cannot be read.
     """
     builder = ReadingBuilder(dataset, labels=LABELS)
-    lookup = VideoLookup(find_video_files(lists[0].parent if videos is None else videos, skip=skip))
+    lookup = VideoLookup(builder.find_videos(lists[0].parent if videos is None else videos, skip=skip))
     wanted = WantedVideos(builder, lookup)
     for path in lists:
+        builder.begin_annotations(path)
         first_line = next(text_lines(path), "")
         if all(name in first_line.strip().split(",") for name in _COLUMNS):
             for row in read_csv(path, required=_COLUMNS):
@@ -77,6 +98,8 @@ def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLook
     """Name of a clip's file, and whether the file is the clip alone."""
     if not youtube_id.strip() or end_s == inf:
         return youtube_id, False
+    if not (isfinite(begin_s) and isfinite(end_s)):
+        raise ValueError(f"time_start is {begin_s}, time_end is {end_s}")
     trimmed_id = f"{youtube_id}_{round(begin_s):06d}_{round(end_s):06d}"
     try:
         untrimmed = lookup.find(trimmed_id) is None and lookup.find(youtube_id) is not None
@@ -95,22 +118,53 @@ def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: Vi
             detail = f"not of the form `path label` or `path,label`: {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
             continue
-        name, label = next((one for one in readings if _is_there(one[0], lookup)), readings[0])
-        video = wanted.number(name, split=split, file=path, row=row)
-        if video is not None:
-            _add_class(builder, video, label, path=path, row=row, begin_s=0.0, end_s=inf)
+        read = next((one for one in readings if _is_there(one.name, lookup)), None) or _likeliest(readings)
+        if read.fault is not None:
+            builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, source_id=read.name, detail=read.fault)
+            continue
+        video = wanted.number(read.name, split=split, file=path, row=row, num_captions=int(read.label is not None))
+        if video is None:
+            continue
+        if read.label is None:
+            builder.use_row(path)
+        else:
+            _add_class(builder, video, read.label, path=path, row=row, begin_s=0.0, end_s=inf)
 
 
-def _readings(line: str) -> list[tuple[str, str]]:
+def _readings(line: str) -> list[_Line]:
     """The ways to take a line apart into path and label, the likeliest first."""
     found = []
     if line.startswith('"'):
         found.append(line[1:].partition('"')[::2])
     # A label may have spaces where a comma stands before it, and seldom a comma.
     found += [line.rpartition(separator)[::2] for separator in (",", " ", "\t") if separator in line]
+    if (numbers := _NUMBERS_LAST.fullmatch(line)) is not None:
+        found.append((numbers["name"], numbers["numbers"]))
     found += [line.partition(",")[::2]] if line.count(",") > 1 else []
-    stripped = [(name.strip(), label.strip(" ,\t").strip('"')) for name, label in found]
-    return [(name, label) for name, label in stripped if name and label]
+    stripped = [(name.strip().strip('"'), label.strip(" ,\t").strip('"')) for name, label in found]
+    return [_read(name, label) for name, label in stripped if name and label]
+
+
+def _read(name: str, label: str) -> _Line:
+    """A line of which `label` follows the path: a class, or two numbers."""
+    numbers = _TWO_NUMBERS.fullmatch(label)
+    if numbers is None:
+        return _Line(name, label)
+    count, label = int(numbers["count"]), numbers["label"]
+    if label == _NO_LABEL:
+        return _Line(name, None)
+    if label.startswith("-"):
+        return _Line(name, None, f"its label is {label}: give a class, or -1 for none")
+    if count < 2:
+        # No video has 0 frames or 1; a folder of extracted frames begins at one of them.
+        return _Line(name, None, f"a folder of frames (`folder start total`: {count} {label}): give the video file")
+    return _Line(name, label)
+
+
+def _likeliest(readings: list[_Line]) -> _Line:
+    """Of readings without a file, the one that names a video."""
+    named = (one for one in readings if PurePosixPath(one.name).suffix.lower() in VIDEO_SUFFIXES)
+    return next(named, readings[0])
 
 
 def _is_there(name: str, lookup: VideoLookup) -> bool:

@@ -4,7 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from manifests.adapters.tables import unreadable
+from manifests.adapters.annotation_file import open_annotations
 from manifests.errors import UserError
 
 # Old protocols spell an empty set as a call of its class.
@@ -23,18 +23,32 @@ def load_plain_pickle(path: Path) -> Any:
         UserError: the file cannot be read, is no pickle, or names a class or function.
     """
     try:
-        with path.open("rb") as file:
+        with open_annotations(path, "rb") as file:
             return _PlainUnpickler(file).load()
-    except OSError as error:
-        raise unreadable(path, error) from error
     except _NotPlain as error:
         raise UserError(
             f"{path} asks for {error}, which is refused: loading it could run code",
             hint="save it again with lists, tuples, strings and numbers only",
         ) from error
+    except MemoryError as error:
+        raise UserError(
+            f"{path} asks for more memory than there is",
+            hint="it may be damaged: copy it again",
+        ) from error
     # What a damaged pickle raises is not limited to UnpicklingError (Python's documentation of pickle.load).
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is no whole pickle: {error or type(error).__name__}") from error
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        why = str(error) or type(error).__name__
+        raise UserError(f"{path} is no whole pickle: {why}", hint="copy it again from where it came from") from error
 
 
 class _NotPlain(Exception):

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from manifests.adapters.annotation_file import stat_kind
 from manifests.adapters.reasons import Reason
+from manifests.adapters.video_files import VideoFile, scan_videos
 from manifests.keys import safe_video_id
+from manifests.quoting import quoted
 from manifests.schema import CAPTIONS, REJECTED, VIDEOS
 
 ROWS_PER_CHUNK = 65_536
@@ -27,12 +30,17 @@ class Reading:
         captions: schema.CAPTIONS without caption_id, plus label_ columns; video_id's dictionary is videos.video_id.
         rejected: schema.REJECTED.
         num_captions_lost: captions of videos that cannot be had.
+        num_rows_used: annotation file -> its rows that became captions, or videos without one; all files that were
+            given stand here.
+        example_file: name of one of the video files, relative to their folder.
     """
 
     videos: pa.Table
     captions: pa.Table
     rejected: pa.Table
     num_captions_lost: int
+    num_rows_used: dict[str, int]
+    example_file: str | None
 
 
 class ReadingBuilder:
@@ -53,20 +61,46 @@ class ReadingBuilder:
         self._num_bulk_rows = 0
         self._rejected = _Rows(REJECTED)
         self._lost: dict[tuple[str, str, Reason, str], int] = {}
+        self._num_rows_used: dict[Path, int] = {}
+        self._example_file: str | None = None
+
+    def find_videos(self, directory: Path, *, skip: Path | None = None) -> list[VideoFile]:
+        """Entries under `directory` that are named like videos; a folder that cannot be looked into is rejected.
+
+        Raises:
+            UserError: as `scan_videos`.
+        """
+        scan = scan_videos(directory, skip=skip)
+        for fault in scan.faults:
+            self.reject(fault.reason, file=str(fault.path), detail=fault.why)
+        self._example_file = scan.files[0].relative
+        return scan.files
+
+    def begin_annotations(self, file: Path) -> None:
+        """Notes that `file` is to bring captions, or videos."""
+        self._num_rows_used.setdefault(file, 0)
+
+    def use_row(self, file: Path) -> None:
+        """Counts a row of an annotation file that brings a video and no caption."""
+        self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Path, split: str) -> int | None:
-        """Adds a video and returns its number; None, and a rejected row, when its id is taken or unusable."""
-        file = printable(str(path))
-        if not encodable(str(path)):
-            self.reject(Reason.BAD_NAME, file=file, source_id=source_id, detail="its path is not UTF-8")
-            return None
-        if path.stat().st_size == 0:
-            self.reject(Reason.EMPTY_FILE, file=file, source_id=source_id, detail="it has no bytes")
-            return None
+        """Adds a video and returns its number; None, and a rejected row, when file or id cannot be used."""
+        return self.add_checked_video(source_id, path=path, split=split) if self.check_file(source_id, path) else None
+
+    def check_file(self, source_id: str, path: Path) -> bool:
+        """Whether `path` is a file with content; a rejected row says what it is instead. It is not opened."""
+        reason, detail = _file_fault(path)
+        if reason is not None:
+            self.reject(reason, file=str(path), source_id=source_id, detail=detail)
+        return reason is None
+
+    def add_checked_video(self, source_id: str, *, path: Path, split: str) -> int | None:
+        """`add_video` of a file that was checked: its number, or None, and a rejected row, when its id is taken."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
-            self.reject(Reason.DUPLICATE_ID, file=file, source_id=source_id, detail=f"{first} has this id")
+            self.reject(Reason.DUPLICATE_ID, file=str(path), source_id=source_id, detail=f"{first} has this id")
             return None
         for name, value in zip(
             _VIDEO_FIELDS.names, (video_id, source_id, str(path), split, self._dataset), strict=True
@@ -101,6 +135,8 @@ class ReadingBuilder:
     ) -> None:
         """Adds one caption, or a rejected row when its text or times cannot be used."""
         reason, detail = _caption_fault(text, begin_s, end_s)
+        if reason is None and not encodable(source):
+            reason, detail = Reason.MALFORMED_ROW, f"its source is not Unicode: {quoted(source)}"
         if reason is not None:
             source_id = self._videos["source_id"][video]
             self.reject(reason, file=str(file), row=row, source_id=source_id, detail=detail)
@@ -108,8 +144,12 @@ class ReadingBuilder:
         values = {name: (labels or {}).get(name) for name in self._labels}
         code = self._source_code(source)
         self._captions.append(video=video, begin_s=begin_s, end_s=end_s, text=str(text).strip(), source=code, **values)
+        if file in self._num_rows_used:
+            self._num_rows_used[file] += 1
 
-    def add_captions(self, video: int, *, texts: pa.Array, source: str, begin_s: np.ndarray, end_s: np.ndarray) -> None:
+    def add_captions(
+        self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
+    ) -> None:
         """Adds many captions of one video that the caller has checked; texts string[N], times float64[N]."""
         num_rows = len(texts)
         arrays = [
@@ -122,6 +162,7 @@ class ReadingBuilder:
         ]
         self._bulk.append(pa.RecordBatch.from_arrays(arrays, schema=self._captions.schema))
         self._num_bulk_rows += num_rows
+        self._num_rows_used[file] += num_rows
         if self._num_bulk_rows >= ROWS_PER_CHUNK:
             self._gather_bulk()
 
@@ -162,6 +203,8 @@ class ReadingBuilder:
             captions=self._caption_table(videos["video_id"].combine_chunks()),
             rejected=self._rejected.table(),
             num_captions_lost=sum(self._lost.values()),
+            num_rows_used={printable(str(file)): count for file, count in self._num_rows_used.items()},
+            example_file=self._example_file,
         )
 
     def _source_code(self, source: str) -> int:
@@ -237,11 +280,25 @@ def interval_fault(begin_s: float, end_s: float) -> str | None:
     return None
 
 
+def _file_fault(path: Path) -> tuple[Reason | None, str]:
+    """Why a video file cannot be used, as far as that shows without opening it."""
+    if not encodable(str(path)):
+        return Reason.BAD_NAME, "its path is not UTF-8"
+    try:
+        status = path.stat()
+    except OSError as error:
+        link = "it is a link that leads nowhere: " if isinstance(error, FileNotFoundError) else ""
+        return Reason.UNREADABLE, f"{link}{error.strerror or error}"
+    if (kind := stat_kind(status.st_mode)) is not None:
+        return Reason.NOT_A_FILE, f"it is {kind}"
+    return (Reason.EMPTY_FILE, "it has no bytes") if status.st_size == 0 else (None, "")
+
+
 def _caption_fault(text: object, begin_s: float, end_s: float) -> tuple[Reason | None, str]:
     if not isinstance(text, str):
-        return Reason.MALFORMED_ROW, f"its text is {text!r:.80}, not a string"
+        return Reason.MALFORMED_ROW, f"its text is {quoted(text)}, not a string"
     if not encodable(text):
-        return Reason.MALFORMED_ROW, f"its text is not Unicode: {text!r:.80}"
+        return Reason.MALFORMED_ROW, f"its text is not Unicode: {quoted(text)}"
     if not text.strip():
         return Reason.EMPTY_CAPTION, "its text is empty"
     fault = interval_fault(begin_s, end_s)

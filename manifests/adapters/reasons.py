@@ -11,6 +11,8 @@ class Reason(StrEnum):
     DUPLICATE_ID = "duplicate_id"  # another video has this id already
     BAD_NAME = "bad_name"  # the file's name is not Unicode
     EMPTY_FILE = "empty_file"  # a video of zero bytes
+    NOT_A_FILE = "not_a_file"  # it is named like a video, and is a folder, a pipe, a socket or a device
+    UNREADABLE = "unreadable"  # looking at the file or folder failed: a broken link, a loop of links, no permission
     EMPTY_ID = "empty_id"  # the row names no video
     EMPTY_CAPTION = "empty_caption"
     BAD_TIME = "bad_time"  # not a number, negative, or an end that is not after the begin

@@ -4,10 +4,17 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+from manifests.adapters.annotation_file import open_annotations
 from manifests.errors import UserError
+from manifests.quoting import quoted
+
+# A line is read whole; a file without line ends, such as a sparse one of zeros, must not fill the memory.
+_MAX_LINE_CHARS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,11 @@ def read_json_lines(path: Path) -> Iterator[Row]:
     for number, line in enumerate(line for line in text_lines(path) if line.strip()):
         try:
             values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except RecursionError:
+            yield Row(number, {}, "not JSON: nested too deeply")
+            continue
+        # Beside JSONDecodeError, a plain one where an integer has more digits than Python converts.
+        except ValueError as error:
             yield Row(number, {}, f"not JSON: {error}")
             continue
         if isinstance(values, dict):
@@ -66,34 +77,39 @@ def text_lines(path: Path) -> Iterator[str]:
     """Lines of a UTF-8 file, with or without a byte order mark.
 
     Raises:
-        UserError: the file is missing or not UTF-8; the message has the line.
+        UserError: the file cannot be read, or is not UTF-8; the message has the line.
     """
     line_number = 0
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for line_number, line in enumerate(file, start=1):
+        with open_annotations(path, encoding="utf-8-sig", newline="") as file:
+            for line_number, line in enumerate(iter(partial(file.readline, _MAX_LINE_CHARS), ""), start=1):
                 if "\0" in line:
-                    raise UserError(f"{path}, line {line_number}: a NUL byte; is it a text file?")
+                    raise UserError(f"{path}, line {line_number}: a NUL byte", hint="give a text file")
+                if len(line) == _MAX_LINE_CHARS:
+                    raise UserError(
+                        f"{path}, line {line_number}: longer than {_MAX_LINE_CHARS} characters", hint="give a text file"
+                    )
                 yield line
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, after line {line_number}: not UTF-8 ({error.reason})") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> UserError:
-    """The UserError for an annotation file that cannot be opened."""
-    return UserError(f"cannot read {path}: {error.strerror or error}", hint="check the path of the annotation file")
+        raise UserError(
+            f"{path}, after line {line_number}: not UTF-8 ({error.reason})", hint="save it as UTF-8, uncompressed"
+        ) from error
 
 
 def seconds(value: object, *, default: float) -> float:
-    """A cell as seconds; an empty one is `default`.
+    """A cell as seconds, which may be infinite; an empty one is `default`.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: it is not a number, or one that a float cannot hold.
     """
     if value is None or value == "":
         return default
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is not a number of seconds")
-    return float(value)
+        raise ValueError(f"{quoted(value)} is not a number of seconds")
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        number = nan
+    if isnan(number):
+        raise ValueError(f"{quoted(value)} is not a number of seconds")
+    return number

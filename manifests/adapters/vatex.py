@@ -12,7 +12,7 @@ from manifests.adapters.json_stream import array_items
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.reasons import Reason
 from manifests.adapters.splits import split_in_file_name
-from manifests.adapters.video_files import VideoLookup, find_video_files
+from manifests.adapters.video_files import VideoLookup
 from manifests.adapters.wanted import WantedVideos
 
 SOURCE = "human-en"
@@ -27,8 +27,9 @@ def read_vatex(
         UserError: there are no videos, or an annotation file cannot be read.
     """
     builder = ReadingBuilder(dataset)
-    wanted = WantedVideos(builder, VideoLookup(find_video_files(directory, skip=skip)))
+    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
     for path in annotations:
+        builder.begin_annotations(path)
         split = split_in_file_name(path.name)
         for row, entry in enumerate(array_items(path)):
             _add_entry(builder, wanted, entry, path=path, row=row, split=split)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from manifests.adapters.reading import ReadingBuilder
 from manifests.adapters.reasons import Reason
-from manifests.adapters.video_files import Ambiguous, VideoLookup
+from manifests.adapters.video_files import Ambiguous, VideoLookup, composed
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,11 @@ class WantedVideos:
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="it names no video")
             return None
-        if source_id not in self._found:
-            self._found[source_id] = self._find(source_id, split=split)
-        found = self._found[source_id]
+        # One name in two Unicode forms is one video, whose id has the form that came first.
+        name = composed(source_id)
+        if name not in self._found:
+            self._found[name] = self._find(source_id, split=split)
+        found = self._found[name]
         if isinstance(found, _Unavailable):
             self._builder.lose_captions(
                 source_id, file=file, num_captions=num_captions, reason=found.reason, why=found.why

@@ -56,10 +56,45 @@ def test_links_to_folders_are_followed_once(make_videos: VideoMaker) -> None:
     assert read_folder(folder).videos["source_id"].to_pylist() == ["a", "sub/b"]
 
 
-def test_the_later_of_two_files_with_one_stem_is_rejected(make_videos: VideoMaker) -> None:
-    reading = read_folder(make_videos("a.avi", "a.mp4", "sub/a.mp4"))
-    assert reading.videos["source_id"].to_pylist() == ["a", "sub/a"]
-    assert reasons(reading) == [("duplicate_id", "a")]
+def test_files_that_differ_in_their_ending_only_are_different_videos(make_videos: VideoMaker) -> None:
+    reading = read_folder(make_videos("a.avi", "a.mp4", "a.mp4.avi", "sub/a.mp4"))
+    assert reading.videos["source_id"].to_pylist() == ["a.avi", "a.mp4", "a.mp4.avi", "sub/a"]
+    assert len(set(reading.videos["video_id"].to_pylist())) == 4
+    assert reasons(reading) == []
+
+
+def known(reading: Reading) -> dict[str, str]:
+    rows = reading.videos.to_pylist()
+    return {row["source_id"]: Path(row["path"]).name for row in rows}
+
+
+def test_a_file_keeps_its_id_when_one_with_another_ending_comes_or_goes(
+    make_videos: VideoMaker, tmp_path: Path
+) -> None:
+    folder = make_videos("a.mp4", "b.mp4")
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text\na,one\na.mp4,two\n")
+    before = read_folder(folder, captions=table)
+    make_videos("a.mkv")
+    after = read_folder(folder, captions=table, known=known(before))
+    assert known(after) == {"a": "a.mp4", "a.mkv": "a.mkv", "b": "b.mp4"}
+    # Captions stay with the video that has their name as its id.
+    assert captions(after) == captions(before)
+    assert known(read_folder(folder, known=known(after))) == known(after)
+    (folder / "a.mp4").unlink()
+    assert known(read_folder(folder, known=known(after))) == {"a.mkv": "a.mkv", "b": "b.mp4"}
+
+
+def test_a_name_that_fits_two_new_files_is_ambiguous_on_the_rerun_too(make_videos: VideoMaker, tmp_path: Path) -> None:
+    folder = make_videos("a.mp4", "a.mkv")
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text\na,one\na.mp4,two\n")
+    first = read_folder(folder, captions=table)
+    again = read_folder(folder, captions=table, known=known(first))
+    for reading in (first, again):
+        assert [row[3] for row in captions(reading)] == ["two"]
+        assert reasons(reading) == [("ambiguous_video", "a")]
+    assert again.videos.equals(first.videos)
 
 
 def test_a_file_without_bytes_is_rejected(make_videos: VideoMaker) -> None:

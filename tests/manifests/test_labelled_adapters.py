@@ -176,3 +176,44 @@ def test_paths_of_plain_lists_may_have_spaces_and_commas_and_be_absolute(make_vi
         ("x.mp4", "mixing, stirring"),
     ]
     assert reasons(reading) == {"missing_file": 1}
+
+
+def test_lists_of_avion_and_videomae_v2_are_read(make_videos: VideoMaker, tmp_path: Path) -> None:
+    videos = make_videos("k/a b.mp4", "k/c.mp4", "k/d.mp4", "e 7.mp4")
+    avion, pretrain = tmp_path / "kinetics_train.txt", tmp_path / "pretrain_train.csv"
+    avion.write_text('k/a b.mp4 300 5\nk/c.mp4 250 398\n"k/a b.mp4" 300 6\nk/c.mp4,250,7\ne 7.mp4 12\ngone.mp4 300 5\n')
+    reading = read_kinetics([avion], videos=videos)
+    assert [(row[3], row[5]) for row in rows(reading)] == [(n, n) for n in ("5", "398", "6", "7", "12")]
+    assert reading.videos["source_id"].to_pylist() == ["k/a b.mp4", "k/c.mp4", "e 7.mp4"]
+    assert reading.rejected["source_id"].to_pylist() == ["gone.mp4"]
+    pretrain.write_text("k/a b.mp4 0 -1\nk/c.mp4 0 -1\nk/d.mp4 0 -1\n")
+    reading = read_kinetics([pretrain], videos=videos)
+    assert (reading.videos.num_rows, reading.captions.num_rows, reading.rejected.num_rows) == (3, 0, 0)
+    # Videos without a label are what such a list is for.
+    assert reading.num_rows_used == {str(pretrain): 3}
+
+
+def test_a_list_of_folders_of_frames_is_refused_by_name(make_videos: VideoMaker, tmp_path: Path) -> None:
+    videos, path = make_videos("a.mp4", "b.mp4"), tmp_path / "train.csv"
+    path.write_text("a 1 300\nb 0 250\na.mp4 300 -2\nb.mp4 3\n")
+    reading = read_kinetics([path], videos=videos)
+    assert [row[3] for row in rows(reading)] == ["3"]
+    assert reasons(reading) == {"malformed_row": 3}
+    assert "a folder of frames" in reading.rejected["detail"][0].as_py()
+
+
+def test_times_that_no_float_holds_are_rejected(make_videos: VideoMaker, tmp_path: Path) -> None:
+    kinetics, epic = tmp_path / "kinetics.csv", tmp_path / "EPIC_100_train.csv"
+    videos = make_videos("a.mp4")
+    kinetics.write_text(
+        "label,youtube_id,time_start,time_end\n"
+        f"zumba,a,inf,5\nzumba,a,nan,5\nzumba,a,1,1e400x\nzumba,a,{'9' * 5000},5\nzumba,a,1,5\n"
+    )
+    reading = read_kinetics([kinetics], videos=videos)
+    assert (reading.captions.num_rows, reasons(reading)) == (1, {"bad_time": 4})
+    epic.write_text(
+        "video_id,start_timestamp,stop_timestamp,narration,verb_class,noun_class\n"
+        f"a,{'9' * 400}:00:00,00:00:01,x,1,1\na,00:00:00,00:00:01,x,1,1\n"
+    )
+    reading = read_epic_kitchens(videos, annotations=[epic])
+    assert (reading.captions.num_rows, reasons(reading)) == (1, {"bad_time": 1})

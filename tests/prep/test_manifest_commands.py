@@ -1,6 +1,7 @@
 """`prep manifest` as a user meets it: exit statuses, messages, summaries."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from manifests.errors import run_command
 from manifests.store import read_captions, read_rejected, read_videos
 from prep.manifest_commands import app
+from tests.prep.running import contents
 
 
 def run(*arguments: object) -> int:
@@ -75,6 +77,100 @@ def test_nothing_usable_is_an_error_and_the_manifest_stays(
     assert read_videos(data).num_rows == 2
 
 
+WRONG_TABLES = {
+    "a wrong prefix": ("video,text\nold/a.mp4,one\nold/b.mp4,two\n", "missing_file: 2"),
+    "commas without quotes": ("video,text\na,one, two\nb,three, four\n", "malformed_row: 2"),
+    "times backwards": ("video,text,begin_s,end_s\na,one,5,4\n", "bad_time: 1"),
+    "no rows": ("video,text\n", "there are no rows in"),
+}
+
+
+@pytest.mark.parametrize("table", WRONG_TABLES.values(), ids=WRONG_TABLES)
+def test_captions_that_are_all_lost_fail_and_the_manifest_stays(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: tuple[str, str]
+) -> None:
+    data, good, wrong = tmp_path / "data", tmp_path / "good.csv", tmp_path / "wrong.csv"
+    good.write_text("video,text\na,one\nb,two\n")
+    assert run("folder", videos, "--captions", good, "--data", data) == 0
+    before = contents(data)
+    content, reason = table
+    wrong.write_text(content)
+    capsys.readouterr()
+    assert run("folder", videos, "--captions", wrong, "--data", data) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("failed: ") and str(wrong) in output.err and reason in output.err
+    assert contents(data) == before
+
+
+def test_lost_captions_are_named_with_what_to_do(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text\n" + "".join(f"old/{n}.mp4,text\n" for n in range(40)) + "a,one, two\n")
+    assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 1
+    error = capsys.readouterr().err
+    assert "captions.csv: old/0.mp4: missing_file: no video file for it" in error
+    assert "captions.csv, row 40: malformed_row: 3 cells under 2 columns" in error
+    assert "and 36 more" in error
+    assert "the video files have names such as a.mp4" in error and "in double quotes" in error
+    assert not (tmp_path / "data").exists()
+
+
+def test_one_of_several_annotation_files_that_brings_nothing_fails(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = [tmp_path / name for name in ("train.csv", "val.csv")]
+    lists[0].write_text("a.mp4 1\n")
+    lists[1].write_text("old/b.mp4 1\n")
+    assert run("kinetics", *lists, "--videos", videos, "--data", tmp_path / "data") == 1
+    error = capsys.readouterr().err
+    assert f"no row of {lists[1]} could be used" in error and "leave out a file" in error
+
+
+def test_composed_names_find_files_with_decomposed_ones(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    folder, table = tmp_path / "videos", tmp_path / "captions.csv"
+    folder.mkdir()
+    (folder / f"{decomposed}.mp4").write_bytes(b"video")
+    table.write_text(f"video,text\n{composed}.mp4,one\n{composed},two\n{decomposed},three\n")
+    assert run("folder", folder, "--captions", table, "--data", tmp_path / "data") == 0
+    assert read_captions(tmp_path / "data")["text"].to_pylist() == ["one", "two", "three"]
+    # Paths stay as they are on the disk.
+    assert Path(read_videos(tmp_path / "data")["path"][0].as_py()).is_file()
+    assert read_videos(tmp_path / "data")["source_id"].to_pylist() == [decomposed]
+
+
+def test_rejected_rows_are_named_without_control_characters(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (videos / "evil\x1b[31m\nname.mp4").touch()
+    table = tmp_path / "captions.csv"
+    table.write_text('video,text\na,one\n"b\x1b[2J\u202e",two\na,\n')
+    arguments = ("folder", videos, "--captions", table, "--data", tmp_path / "data")
+    assert run(*arguments) == 0
+    output = capsys.readouterr().out
+    assert "evil\\x1b[31m name.mp4: empty_file: it has no bytes" in output
+    assert "captions.csv: b\\x1b[2J\\u202e: missing_file" in output
+    assert "captions.csv, row 2: a: empty_caption" in output
+    assert "\x1b" not in output and "\u202e" not in output
+    assert run(*arguments, "--json") == 0
+    first = json.loads(capsys.readouterr().out)["first_rejected"]
+    assert sorted(row["code"] for row in first) == ["empty_caption", "empty_file", "missing_file"]
+
+
+@pytest.mark.timeout(60)
+def test_pipes_are_refused_before_they_block(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("c.csv", "n.json", "l.pkl"):
+        os.mkfifo(tmp_path / name)
+    data = ("--data", tmp_path / "data")
+    assert run("folder", videos, "--captions", tmp_path / "c.csv", *data) == 2
+    assert run("kinetics", tmp_path / "c.csv", "--videos", videos, *data) == 2
+    for name in ("n.json", "l.pkl"):
+        assert run("ego4d", videos, "--annotations", tmp_path / name, *data) == 2
+    assert capsys.readouterr().err.count("it is a pipe, not a file") == 4
+
+
 def test_every_kind_has_a_command(videos: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     vatex, ego4d, kinetics = tmp_path / "v.json", tmp_path / "n.json", tmp_path / "train.csv"
@@ -110,6 +206,12 @@ def test_every_kind_has_a_command(videos: Path, tmp_path: Path) -> None:
         (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/gone.json"], "cannot read"),
         (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/x.txt"], "neither .json nor .pkl"),
         (["kinetics", "{tmp}/gone.txt", "--videos", "{tmp}/videos"], "cannot read"),
+        (["folder", "{tmp}/videos", "--captions", "{tmp}/folder.csv"], "it is a folder"),
+        (["vatex", "{tmp}/videos", "--annotations", "{tmp}/folder.csv"], "it is a folder"),
+        (["folder", "{tmp}/loop"], "loop"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/loop"], "loop"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/videos/a.mp4/data"], "a.mp4"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/" + "x" * 300], "File name too long"),
         (["synthetic", "--videos", "0"], "--videos is 0"),
         (["synthetic", "--minutes", "nan"], "--minutes is nan"),
     ],
@@ -122,6 +224,8 @@ def test_a_users_mistake_is_two_lines_and_status_2(
     arguments: list[str],
     message: str,
 ) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     filled = [argument.format(tmp=tmp_path, root=repository) for argument in arguments]
     if "--data" not in filled:
         filled += ["--data", str(tmp_path / "data")]

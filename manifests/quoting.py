@@ -1,0 +1,27 @@
+"""Values and names of unknown origin, made fit for a message: short, on one line, and without control characters."""
+
+import reprlib
+
+MAX_VALUE_CHARS = 80
+MAX_LINE_CHARS = 240
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
+
+
+def quoted(value: object) -> str:
+    """`repr(value)`, shortened to about 80 characters, of any value that a JSON file or a pickle can hold.
+
+    Unlike `repr` it neither recurses without limit nor fails on an integer of thousands of digits.
+    """
+    try:
+        return f"{_repr.repr(value):.{MAX_VALUE_CHARS}}"
+    except (ValueError, RecursionError):
+        return f"<{type(value).__name__}>"
+
+
+def on_one_line(text: str, *, max_chars: int = MAX_LINE_CHARS) -> str:
+    """`text` for a terminal: white space as single spaces, other unprintable characters as escapes, the rest cut."""
+    flat = " ".join(text[: 4 * max_chars].split())
+    # A character that is not printable may move the cursor, colour the screen or reverse the order of writing.
+    escaped = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in flat)
+    return escaped if len(escaped) <= max_chars else f"{escaped[: max_chars - 3]}..."

@@ -1,0 +1,74 @@
+"""Failures by name: the first few of a list, for the end of a command and for `--json`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.quoting import on_one_line
+from shards.commits import Failure
+
+MAX_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Named:
+    """One thing that failed: what it is called, the code of the failure, and what there is to say about it."""
+
+    name: str
+    code: str
+    message: str
+
+
+def first_failures(failures: Iterable[Failure]) -> list[Named]:
+    """The first few failures; a chunk goes by its key, a whole video by its id."""
+    return first_few(Named(failure.key or failure.video_id, failure.code, failure.message) for failure in failures)
+
+
+def first_rejected(rejected: pa.Table) -> list[Named]:
+    """The first few rows of a table manifests.schema.REJECTED, by file, row and value."""
+    few: list[Named] = []
+    for reason in pc.unique(rejected["reason"]):
+        rows = rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED)
+        few += [Named(_place(row), row["reason"], row["detail"]) for row in rows.to_pylist()]
+    return first_few(few)
+
+
+def first_few(named: Iterable[Named]) -> list[Named]:
+    """The first of each code, then the second of each, up to MAX_NAMED: no code hides another."""
+    by_code: dict[str, list[Named]] = {}
+    for one in named:
+        of_code = by_code.setdefault(one.code, [])
+        if len(of_code) < MAX_NAMED:
+            of_code.append(one)
+    turns = (one for turn in zip_longest(*by_code.values()) for one in turn if one is not None)
+    return list(islice(turns, MAX_NAMED))
+
+
+def named_lines(few: Sequence[Named], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
+    """One line each, then how many more there are and in which file all of them are listed."""
+    for one in few:
+        yield f"{indent}{on_one_line(f'{one.name}: {one.code}: {one.message}')}"
+    parts = [f"and {num_all - len(few)} more"] if num_all > len(few) else []
+    if num_all and listed is not None:
+        parts.append(f"listed in {listed}")
+    if parts:
+        yield f"{indent}{', '.join(parts)}"
+
+
+def named_values(few: Sequence[Named]) -> list[dict[str, Any]]:
+    """The same for scripts."""
+    return [{"name": one.name, "code": one.code, "message": one.message} for one in few]
+
+
+def _place(row: dict[str, Any]) -> str:
+    """Where a rejected row stands, and its value: `captions.csv, row 3: clip.mp4`; of a rejected file its path."""
+    file, source_id = Path(row["file"]), row["source_id"]
+    if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):
+        return str(file)
+    place = file.name if row["row"] is None else f"{file.name}, row {row['row']}"
+    return place if source_id is None else f"{place}: {source_id}"

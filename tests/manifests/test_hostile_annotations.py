@@ -1,0 +1,163 @@
+"""Annotation files with values that no annotator writes: a row is rejected, or the file is refused by its name."""
+
+import errno
+import gzip
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.adapters.ego4d import read_ego4d
+from manifests.adapters.folder import read_folder
+from manifests.adapters.vatex import read_vatex
+from manifests.errors import UserError
+from tests.manifests.conftest import VideoMaker
+
+DEEP = "[" * 100_000
+LONG_INTEGER = "9" * 5000
+HUGE_INTEGER = "9" * 400
+# Not so deep that JSON's decoder gives up, deep enough for a message that quotes all of it to fail.
+NESTED = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (DEEP, "malformed_row"),
+        (f'{{"video": "a", "text": {LONG_INTEGER}}}', "malformed_row"),
+        (f'{{"video": "a", "text": {HUGE_INTEGER}}}', "malformed_row"),
+        (f'{{"video": "a", "text": {NESTED}}}', "malformed_row"),
+        (f'{{"video": {NESTED}, "text": "x"}}', "empty_id"),
+        (f'{{"video": "a", "text": "x", "begin_s": {HUGE_INTEGER}}}', "bad_time"),
+        (f'{{"video": "a", "text": "x", "begin_s": {NESTED}}}', "bad_time"),
+        ('{"video": "a", "text": "x", "end_s": NaN}', "bad_time"),
+        ('{"video": "a", "text": "x", "end_s": true}', "bad_time"),
+        (f'{{"video": "a", "text": "x", "source": {NESTED}}}', "malformed_row"),
+        ('{"video": "a", "text": "x", "source": "\\ud800"}', "malformed_row"),
+        (f'{{"video": "a", "text": "x", "split": {NESTED}}}', "bad_split"),
+        ('{"video": "a", "text": "x", "split": "\\ud800"}', "bad_split"),
+        ('{"video": "\\ud800", "text": "x"}', "missing_file"),
+    ],
+)
+def test_one_bad_line_of_json_does_not_stop_the_others(
+    make_videos: VideoMaker, tmp_path: Path, line: str, reason: str
+) -> None:
+    table = tmp_path / "captions.jsonl"
+    good = '{"video": "a", "text": "good"}'
+    table.write_text(f"{good}\n{line}\n{good}\n")
+    reading = read_folder(make_videos("a.mp4"), captions=table)
+    assert reading.captions["text"].to_pylist() == ["good", "good"]
+    (row,) = reading.rejected.to_pylist()
+    assert row["reason"] == reason
+    assert len(row["detail"]) < 400
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "nested too deeply"),
+        ("[" + DEEP, "nested too deeply"),
+        (f"[{LONG_INTEGER}]", "line 1"),
+        ("[\x00", "line 1"),
+    ],
+)
+def test_json_that_cannot_be_decoded_names_file_and_line(
+    make_videos: VideoMaker, tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "vatex.json"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        read_vatex(make_videos("a.mp4"), annotations=[path])
+    assert str(path) in str(caught.value) and message in str(caught.value)
+
+
+def test_values_of_any_kind_in_vatex_and_ego4d_are_rejected_rows(make_videos: VideoMaker, tmp_path: Path) -> None:
+    videos, vatex, ego4d = make_videos("a.mp4"), tmp_path / "vatex.json", tmp_path / "narration.json"
+    vatex.write_text(f'[{{"videoID": "a", "enCap": ["good", {HUGE_INTEGER}, {NESTED}]}}, {NESTED}]')
+    reading = read_vatex(videos, annotations=[vatex])
+    assert (reading.captions.num_rows, reading.rejected.num_rows) == (1, 3)
+    points = [f'{{"narration_text": "x", "timestamp_sec": {time}}}' for time in (1, 2, HUGE_INTEGER, "1e308", NESTED)]
+    ego4d.write_text(f'{{"videos": {{"a": {{"narration_pass_1": {{"narrations": [{", ".join(points)}]}}}}}}}}')
+    reading = read_ego4d(videos, annotations=[ego4d])
+    assert reading.captions["begin_s"].to_pylist() == [0.5, 1.5]
+    assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 3
+
+
+def test_values_of_any_kind_in_a_pickled_list_are_rejected_rows(make_videos: VideoMaker, tmp_path: Path) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    output = io.BytesIO()
+    # The pickler recurses; the bytes of the nested list are written by hand.
+    output.write(b"\x80\x04(" + pickle.dumps(("a", 0.0, 1.0, "good"), 4)[2:-1])
+    output.write(b"]" * 100_000 + b"a" * 99_999)
+    for row in (("a", 10**400, 1.0, "x"), ("a", 0.0, 10**5000, "x"), ("a", 0.0, 1.0, 10**5000)):
+        output.write(pickle.dumps(row, 4)[2:-1])
+    output.write(b"l.")
+    path = tmp_path / "ego4d_train.pkl"
+    path.write_bytes(output.getvalue())
+    reading = read_ego4d(make_videos("a.mp4"), annotations=[path])
+    assert reading.captions["text"].to_pylist() == ["good"]
+    assert reading.rejected["reason"].to_pylist() == ["malformed_row", "bad_time", "bad_time", "malformed_row"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        gzip.compress(b"video,text\na,one\n"),
+        gzip.compress(b"video,text\na,one\n")[:-5],
+        b"\xff\xfe" + "video,text\n".encode("utf-16-le"),
+        b"\0" * 4096,
+    ],
+    ids=["gzip", "broken gzip", "UTF-16", "zeros"],
+)
+@pytest.mark.parametrize("name", ["c.csv", "c.jsonl"])
+def test_what_is_no_text_is_refused_by_name(make_videos: VideoMaker, tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_folder(make_videos("a.mp4"), captions=tmp_path / name)
+    assert name in str(caught.value) and caught.value.hint
+
+
+def test_a_file_without_line_ends_does_not_fill_the_memory(
+    make_videos: VideoMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manifests.adapters.tables._MAX_LINE_CHARS", 1000)
+    (tmp_path / "c.csv").write_text("video,text\na," + "x" * 2000)
+    with pytest.raises(UserError, match="line 2: longer than 1000 characters"):
+        read_folder(make_videos("a.mp4"), captions=tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize("name", ["captions.csv", "captions.jsonl", "vatex.json", "list.pkl"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_disk_that_fails_while_a_file_is_read_is_an_error_with_its_path(
+    make_videos: VideoMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    path, videos = tmp_path / name, make_videos("a.mp4")
+    path.write_text(json.dumps([{"videoID": "a", "enCap": ["x"]}]))
+    opened = Path.open
+
+    def failing(self: Path, *arguments: Any, **options: Any) -> Any:
+        file = opened(self, *arguments, **options)
+        if self != path:
+            return file
+        broken = io.BytesIO() if "b" in file.mode else io.StringIO()
+
+        def fail(*_: Any) -> Any:
+            raise OSError(number, os.strerror(number))
+
+        broken.read = broken.readline = broken.readinto = fail  # type: ignore[method-assign,union-attr,assignment]
+        return broken
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(UserError, match=rf"cannot read .*{name}: {os.strerror(number)}"):
+        if name.endswith((".csv", ".jsonl")):
+            read_folder(videos, captions=path)
+        elif name.endswith(".json"):
+            read_vatex(videos, annotations=[path])
+        else:
+            read_ego4d(videos, annotations=[path])
