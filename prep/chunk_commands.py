@@ -115,9 +115,10 @@ def run_chunks(
         resolved = resolve(recipe, ffmpeg_version=ffmpeg.version)
         planned = make_plan(data_dir, resolved, retry_codes=retry_codes, on_probe=CountProgress("probing sources"))
         summary = execute(chunk_job(planned), chosen)
-    print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
+    listed = planned.variant_dir / FAILURES_FILE
+    values = summary_values(summary, listed=listed)
+    print(json_module.dumps(values, indent=1) if json else summary_text(summary, listed=listed))
     if summary.num_failed_videos > budget(planned.plan.num_videos):
-        listed = planned.variant_dir / FAILURES_FILE
         raise FailedWork(
             f"{summary.num_failed_videos} of {planned.plan.num_videos} videos have failures, listed in {listed}"
         )

@@ -1,5 +1,7 @@
 """Failures by name: the first few of a list, for the end of a command and for `--json`."""
 
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -27,6 +29,22 @@ class Named:
 def first_failures(failures: Iterable[Failure]) -> list[Named]:
     """The first few failures; a chunk goes by its key, a whole video by its id."""
     return first_few(Named(failure.key or failure.video_id, failure.code, failure.message) for failure in failures)
+
+
+def failure_lines(failures: Sequence[Failure], *, listed: Path) -> list[str]:
+    """How many failures of each code a run ended with, and the first few by name; nothing where there are none."""
+    codes = Counter(failure.code for failure in failures).most_common()
+    lines = [f"failed   {count} x {code}" for code, count in codes]
+    return [*lines, *named_lines(first_failures(failures), num_all=len(failures), listed=listed, indent=" " * 9)]
+
+
+def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, Any]:
+    """The same for scripts: failures by code, the first few by name, and the file that lists all."""
+    return {
+        "failures": dict(Counter(failure.code for failure in failures).most_common()),
+        "first_failures": named_values(first_failures(failures)),
+        "failures_file": os.fspath(listed) if failures else None,
+    }
 
 
 def first_rejected(rejected: pa.Table) -> list[Named]:

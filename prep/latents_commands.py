@@ -126,10 +126,10 @@ def run_latents(
             num_threads=threads_of_a_worker(workers, gpus_each=gpus_each),
         )
         summary = execute(job, chosen)
-    values = latents_summary_values(summary, vae=settings.vae)
-    print(json_module.dumps(values, indent=1) if json else latents_summary_text(summary))
+    listed = planned.variant_dir / FAILURES_FILE
+    values = latents_summary_values(summary, vae=settings.vae, listed=listed)
+    print(json_module.dumps(values, indent=1) if json else latents_summary_text(summary, listed=listed))
     if summary.num_failed_videos > budget(planned.num_videos):
-        listed = planned.variant_dir / FAILURES_FILE
         raise FailedWork(
             f"{summary.num_failed_videos} of {planned.num_videos} videos have failures, listed in {listed}"
         )

@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
 from manifests.keys import split_key
 from prep.data_folder import VIDEO
+from prep.failure_list import failure_lines, failure_values
 from prep.plan import ShardPlan, ShardState
 from prep.planning import Planned
 from prep.recipe import recipe_differences
@@ -129,16 +131,14 @@ def explanation(planned: Planned, name: str) -> Report:
     return Report("\n".join(lines), values)
 
 
-def summary_values(summary: Summary) -> dict[str, Any]:
-    """A run's summary for scripts."""
-    values = asdict(summary)
-    values["failures"] = summary.failures_by_code()
-    values["num_failed_videos"] = summary.num_failed_videos
-    return values
+def summary_values(summary: Summary, *, listed: Path) -> dict[str, Any]:
+    """A run's summary for scripts; `listed` is the list of its failures."""
+    failed = failure_values(summary.failures, listed=listed)
+    return {**asdict(summary), **failed, "num_failed_videos": summary.num_failed_videos}
 
 
-def summary_text(summary: Summary) -> str:
-    """A run's summary for people."""
+def summary_text(summary: Summary, *, listed: Path) -> str:
+    """A run's summary for people; `listed` is the list of its failures."""
     lines = [f"variant  {summary.variant}", f"shards   {summary.num_shards} with {summary.num_chunks} chunks"]
     if summary.num_shards_made:
         lines.append(
@@ -151,7 +151,7 @@ def summary_text(summary: Summary) -> str:
             )
     else:
         lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
-    lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]
+    lines += failure_lines(summary.failures, listed=listed)
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.data_folder import COLUMNS, VIDEO
+from prep.failure_list import MAX_NAMED, Named, first_failures, first_few, named_values
 from prep.heartbeat import running_shards
 from prep.outlook import Outlook, outlook_of
 from prep.planning import look_at
@@ -22,6 +23,7 @@ from prep.recipe import recipe_from_dict
 from prep.run import FAILURES_FILE
 from prep.sources import read_probes
 from prep.wanted import wanted
+from shards.commits import Failure
 from shards.damage import Damaged
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.reader import CommittedShard, Variant
@@ -62,6 +64,7 @@ class ColumnStatus:
         to_make: state -> shards that the column's command would make; empty for `video`, whose sources would have to
             be looked at.
         failures_file: list of the failures of the last run, where there were any.
+        first_failures: the first few of the current variant, and of `video` also sources that cannot be used.
     """
 
     column: str
@@ -70,6 +73,7 @@ class ColumnStatus:
     stale_because: str | None = None
     to_make: dict[str, int] = field(default_factory=dict)
     failures_file: Path | None = None
+    first_failures: list[Named] = field(default_factory=list)
 
     @property
     def current(self) -> VariantStatus | None:
@@ -87,6 +91,7 @@ class ColumnStatus:
             "stale_because": self.stale_because,
             "to_make": self.to_make,
             "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
+            "first_failures": named_values(self.first_failures),
         }
 
 
@@ -96,7 +101,9 @@ class VideosStatus:
 
     Attributes:
         unusable: code -> videos of which nothing can be made.
+        first_unusable: the first few of them.
         lost: code -> videos that were usable once and cannot be read now; what was made of them stays.
+        first_lost: the first few of them.
     """
 
     num_videos: int
@@ -104,7 +111,9 @@ class VideosStatus:
     num_usable: int
     num_not_probed: int
     unusable: dict[str, int]
+    first_unusable: list[Named]
     lost: dict[str, int]
+    first_lost: list[Named]
 
 
 @dataclass(frozen=True)
@@ -141,16 +150,20 @@ def read_status(data_dir: Path) -> Status:
     def num_wanted_chunks(variant: Variant) -> int | None:
         return None if table is None else _num_wanted_chunks(data_dir, variant, videos=table, probes=probes)
 
-    return Status(
-        data_dir,
-        videos=None if table is None else _videos_status(table, probes),
-        columns={column: _column_status(data_dir, column, num_wanted_chunks=num_wanted_chunks) for column in COLUMNS},
-    )
+    videos = None if table is None else _videos_status(table, probes)
+
+    def column_status(column: str) -> ColumnStatus:
+        unusable = videos.first_unusable if videos is not None and column == VIDEO else []
+        return _column_status(data_dir, column, num_wanted_chunks=num_wanted_chunks, unusable=unusable)
+
+    return Status(data_dir, videos=videos, columns={column: column_status(column) for column in COLUMNS})
 
 
-def _column_status(data_dir: Path, column: str, *, num_wanted_chunks: Callable[[Variant], int | None]) -> ColumnStatus:
+def _column_status(
+    data_dir: Path, column: str, *, num_wanted_chunks: Callable[[Variant], int | None], unusable: list[Named]
+) -> ColumnStatus:
     current = current_variant(data_dir, column)
-    variants, status = [], ColumnStatus(column)
+    variants, status = [], ColumnStatus(column, first_failures=unusable)
     for name in list_variants(data_dir, column):
         opened = Variant(variant_dir(data_dir, column, name))
         outlook = Outlook()
@@ -163,10 +176,15 @@ def _column_status(data_dir: Path, column: str, *, num_wanted_chunks: Callable[[
                 stale_because=outlook.stale_because,
                 to_make=outlook.to_make,
                 failures_file=listed if listed.exists() else None,
+                first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
         num_wanted = num_wanted_chunks(opened) if column == VIDEO else outlook.num_wanted
         variants.append(_variant_status(opened, is_current=name == current, num_wanted=num_wanted))
     return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
+
+
+def _failures(variant: Variant) -> Iterator[Failure]:
+    return (failure for commit in variant.commits.values() for failure in commit.failures)
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
@@ -200,25 +218,34 @@ def folder_bytes(folder: Path) -> int:
 
 def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
     rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"])
-    mine = probes.take(rows.drop_null())
+    mine = probes.take(rows.drop_null()).append_column("video_id", videos["video_id"].filter(pc.is_valid(rows)))
     is_usable = pc.is_valid(mine["fingerprint"])
-    unusable = Counter[str](mine["code"].filter(pc.invert(is_usable)).to_pylist())
-    lost = Counter[str](mine["code"].filter(is_usable).drop_null().to_pylist())
+    unusable = mine.filter(pc.invert(is_usable))
+    lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
     return VideosStatus(
         num_videos=len(videos),
         num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
         num_usable=pc.sum(is_usable).as_py() or 0,
         num_not_probed=len(videos) - len(mine),
-        unusable=dict(unusable.most_common()),
-        lost=dict(lost.most_common()),
+        unusable=dict(Counter[str](unusable["code"].to_pylist()).most_common()),
+        first_unusable=_first_sources(unusable),
+        lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
+        first_lost=_first_sources(lost),
     )
+
+
+def _first_sources(probes: pa.Table) -> list[Named]:
+    """The first few of each code."""
+    of_code = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
+    rows = (row for few in of_code for row in few.select(["video_id", "code", "path", "message"]).to_pylist())
+    return first_few(Named(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
 
 
 def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | None) -> VariantStatus:
     shards, running = variant.shards(), running_shards(variant.directory)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         hours = sum(pool.map(_hours, shards))
-    codes = Counter(failure.code for commit in variant.commits.values() for failure in commit.failures)
+    codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
     return VariantStatus(
         name=variant.directory.name,

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from manifests.errors import UserError
 from prep.data_folder import TEXT, VIDEO
+from prep.failure_list import named_lines
 from prep.recipe_text import command_for, command_of
 from prep.status import ColumnStatus, Status, VariantStatus, VideosStatus
 from shards.dataset import variant_dir
 from shards.reader import Variant
 
 _MAX_LISTED = 20
+_INDENT = " " * 10
 
 
 def status_text(status: Status) -> str:
@@ -38,14 +40,17 @@ def repair_command(status: Status) -> str:
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
+    """The command that asks for the recipe of the current variant, or of the first one where none is current."""
     command = f"prep {command_for(column.column)}"
-    if column.current is None:
-        return command
+    variant = column.current or next(iter(column.variants), None)
+    if variant is None:
+        length = " --len 15s" if column.column == VIDEO else ""
+        return f"{command}{length} --data {shlex.quote(str(data_dir))}"
     try:
-        stored = Variant(variant_dir(data_dir, column.column, column.current.name)).recipe
+        stored = Variant(variant_dir(data_dir, column.column, variant.name)).recipe
         return command_of(column.column, stored, data_dir=data_dir)
     except UserError:
-        return command
+        return f"{command}, with the settings of {variant.name} (its recipe.json cannot be read)"
 
 
 def size_text(size_bytes: int) -> str:
@@ -65,18 +70,20 @@ def _videos_lines(videos: VideosStatus) -> list[str]:
     lines = [f"videos    {videos.num_videos}: {', '.join(parts)}", f"captions  {videos.num_captions}"]
     for code, count in videos.lost.items():
         lines.append(f"lost      {count} sources cannot be read any more ({code}); what was made of them stays")
-    return lines
+    return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
 
 
 def _column_lines(column: ColumnStatus) -> list[str]:
-    lines = [line for variant in column.variants for line in _variant_lines(column.column, variant)]
+    lines = []
+    for variant in column.variants:
+        lines += _variant_lines(column.column, variant)
+        if variant.is_current and column.stale_because is not None:
+            lines.append(f"{_INDENT}stale: {column.stale_because}")
+        if variant.is_current and column.to_make:
+            shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
+            lines.append(f"{_INDENT}shards to make: {shards}")
     if column.current is None and column.variants:
-        lines.append("          none of them is current")
-    if column.stale_because is not None:
-        lines.append(f"          stale: {column.stale_because}")
-    if column.to_make:
-        shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
-        lines.append(f"          shards to make: {shards}")
+        lines.append(f"{_INDENT}none of them is current")
     return lines
 
 
@@ -105,8 +112,9 @@ def _failure_lines(status: Status) -> list[str]:
         failures.update(column.current.failures if column.current is not None else {})
         where = "" if column.column == VIDEO else f" of {column.column}"
         lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
-        if column.failures_file is not None:
-            lines.append(f"          listed in {column.failures_file}")
+        lines += named_lines(
+            column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
+        )
     return lines
 
 
@@ -118,6 +126,6 @@ def _next_step(status: Status) -> str | None:
     if status.videos is None and not video.variants:
         return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
     if video.current is None or not video.current.num_samples:
-        return f"prep chunk --len 15s --data {shlex.quote(str(status.data_dir))}"
+        return _command_of(video, status.data_dir)
     behind = (column for column in columns if column.problems or column.stale_because or column.to_make)
     return next((_command_of(column, status.data_dir) for column in behind), None)

@@ -127,9 +127,10 @@ def run_texts(
         )
         chosen = open_model_engine(engine, address=address, workers=workers, gpus_each=gpus_each)
         summary = run_text(planned, use, chosen, on_encoded=CountProgress("encoding texts"))
-    print(json_module.dumps(text_summary_values(summary), indent=1) if json else text_summary_text(summary))
+    listed = planned.variant_dir / FAILURES_FILE
+    values = text_summary_values(summary, listed=listed)
+    print(json_module.dumps(values, indent=1) if json else text_summary_text(summary, listed=listed))
     if summary.num_failed_videos > budget(planned.num_videos):
-        listed = planned.variant_dir / FAILURES_FILE
         failed = f"{summary.num_failed_videos} of {planned.num_videos} videos"
         raise FailedWork(f"{failed} have failures, listed in {listed}")
     if summary.failures:

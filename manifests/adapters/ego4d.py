@@ -127,8 +127,7 @@ def _times(rows: list[Any]) -> np.ndarray:
     """Point in time of every narration, float64[N]; NaN where it has none that can be used."""
     times = [row.get("timestamp_sec") if isinstance(row, dict) else None for row in rows]
     numbers = [time if _is_time(time) and 0 <= time <= _MAX_TIME_S else np.nan for time in times]
-    array = np.array(numbers, np.float64)
-    return array
+    return np.array(numbers, np.float64)
 
 
 def _mean_gap_s(narrations: dict[str, list[Any]]) -> float | None:

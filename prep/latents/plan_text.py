@@ -1,11 +1,13 @@
 """What a plan and a run of the `latents` column say to people and to scripts."""
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from prep.data_folder import LATENTS
+from prep.failure_list import failure_lines
 from prep.latents.plan import LatentsPlan
-from prep.plan_text import Report, states_lines, states_values
+from prep.plan_text import Report, states_lines, states_values, summary_values
 from prep.recipe import recipe_differences
 from prep.run import Summary
 from prep.status_text import size_text
@@ -50,8 +52,8 @@ def _differences(plan: LatentsPlan) -> list[str]:
     return recipe_differences(old, plan.recipe.as_dict())
 
 
-def latents_summary_text(summary: Summary) -> str:
-    """A run's summary for people."""
+def latents_summary_text(summary: Summary, *, listed: Path) -> str:
+    """A run's summary for people; `listed` is the list of its failures."""
     lines = [f"variant  {summary.variant}", f"shards   {summary.num_shards} with {summary.num_chunks} chunks"]
     if summary.num_shards_made:
         lines.append(
@@ -67,12 +69,10 @@ def latents_summary_text(summary: Summary) -> str:
         lines.append("nothing was encoded: no chunk is committed yet; run it again when `prep chunk` has made some")
     else:
         lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
-    lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]
+    lines += failure_lines(summary.failures, listed=listed)
     return "\n".join(lines)
 
 
-def latents_summary_values(summary: Summary, *, vae: str) -> dict[str, Any]:
+def latents_summary_values(summary: Summary, *, vae: str, listed: Path) -> dict[str, Any]:
     """The same for scripts, with the VAE's name."""
-    from prep.plan_text import summary_values
-
-    return {"vae": vae, **summary_values(summary)}
+    return {"vae": vae, **summary_values(summary, listed=listed)}

@@ -1,10 +1,11 @@
 """What a plan and a run of the `text` column say to people and to scripts."""
 
-from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prep.data_folder import TEXT
+from prep.failure_list import failure_lines, failure_values
 from prep.plan_text import Report, states_lines, states_values
 from prep.recipe import recipe_differences
 from prep.text.planning import TextPlan
@@ -48,13 +49,9 @@ class TextSummary:
         """Videos that are absent, or that failed to be made anew."""
         return len({failure.video_id for failure in self.failures})
 
-    def failures_by_code(self) -> dict[str, int]:
-        """Code -> failures, the most frequent first."""
-        return dict(Counter(failure.code for failure in self.failures).most_common())
 
-
-def text_summary_values(summary: TextSummary) -> dict[str, Any]:
-    """A run's summary as plain values for JSON."""
+def text_summary_values(summary: TextSummary, *, listed: Path) -> dict[str, Any]:
+    """A run's summary as plain values for JSON; `listed` is the list of its failures."""
     return {
         "variant": summary.variant,
         "num_videos": summary.num_videos,
@@ -68,12 +65,12 @@ def text_summary_values(summary: TextSummary) -> dict[str, Any]:
         "num_bytes_written": summary.num_bytes_written,
         "wall_s": round(summary.wall_s, 3),
         "num_failed_videos": summary.num_failed_videos,
-        "failures": summary.failures_by_code(),
+        **failure_values(summary.failures, listed=listed),
     }
 
 
-def text_summary_text(summary: TextSummary) -> str:
-    """A run's summary for people."""
+def text_summary_text(summary: TextSummary, *, listed: Path) -> str:
+    """A run's summary for people; `listed` is the list of its failures."""
     lines = [
         f"variant  {summary.variant}",
         f"shards   {summary.num_shards} with {summary.num_videos} videos, of {summary.num_captions} captions in all",
@@ -88,7 +85,7 @@ def text_summary_text(summary: TextSummary) -> str:
             lines.append(f"cut      {summary.num_cut} of the encoded texts are longer than the tower reads")
     else:
         lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
-    lines += [f"failed   {count} x {code}" for code, count in summary.failures_by_code().items()]
+    lines += failure_lines(summary.failures, listed=listed)
     return "\n".join(lines)
 
 

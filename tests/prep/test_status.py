@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prep.heartbeat import RUNNING_FOLDER, Heartbeat
-from shards.commits import commit_path
-from tests.prep.running import Ran
+from prep.status import ColumnStatus, Status, VariantStatus
+from prep.status_text import status_text
+from shards.commits import Commit, Failure, commit_path, read_commit, write_commit
+from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet, rerun
 
 Prep = Callable[..., Ran]
@@ -106,3 +108,63 @@ def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, 
     pq.write_table(table.set_column(column, table.schema.field("code"), pa.array(codes)), path)
     videos = prep("status", "--data", shard_set.data, "--json").summary["videos"]
     assert (videos["num_usable"], videos["lost"]) == (2, {"source_missing": 1})
+
+
+def test_failures_are_named_by_every_command(prep: Prep, shard_set: ShardSet) -> None:
+    videos = shard_set.data.parent / "named like videos"
+    videos.mkdir()
+    for number in range(7):
+        (videos / f"bad{number}\x1b[31m.mp4").write_text("not a video")
+    manifest(shard_set.data, videos, "--dataset", "bad")
+    failure = Failure("long", "long_000002000", "decode_errors", "frame 3\nis damaged")
+    commit = read_commit(commit_path(shard_set.variant, 0))
+    write_commit(shard_set.variant, Commit(**{**vars(commit), "failures": (failure,)}))
+    ran = prep("chunk", "--data", shard_set.data, *LEN, "--engine", "processes", "--workers", 2, status=1)
+    of_status = prep("status", "--data", shard_set.data).stdout
+    for shown in (ran.stdout, of_status):
+        (line,) = [line for line in shown.splitlines() if "source_unreadable: " in line and "text.mp4" in line]
+        assert line.strip().startswith("text: source_unreadable: ")
+        assert "long_000002000: decode_errors: frame 3 is damaged" in shown
+        assert f"and 4 more, listed in {shard_set.variant / 'failures.jsonl'}" in shown
+        assert "\x1b" not in shown
+    again = prep("retry", "--data", shard_set.data, "--only", "decode_errors", "--engine", "processes", status=1)
+    assert "decode_errors" not in again.stdout and "text: source_unreadable" in again.stdout
+    column = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]
+    assert [failure["code"] for failure in column["first_failures"]] == ["source_unreadable"] * 5
+    summary = rerun(prep, shard_set, *LEN)
+    assert summary["first_failures"] == column["first_failures"]
+    assert summary["failures_file"] == column["failures_file"]
+
+
+def test_lost_sources_are_named(prep: Prep, shard_set: ShardSet) -> None:
+    path = shard_set.data / "probes.parquet"
+    rows = pq.read_table(path).to_pylist()
+    lost = [{**row, "code": "source_missing", "message": "gone"} if "long" in row["path"] else row for row in rows]
+    pq.write_table(pa.Table.from_pylist(lost, schema=pq.read_schema(path)), path)
+    assert "long.mp4: gone" in prep("status", "--data", shard_set.data).stdout
+
+
+def test_the_next_step_keeps_the_settings_of_a_set_without_chunks(prep: Prep, tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    videos.mkdir()
+    (videos / "text.mp4").write_text("not a video")
+    manifest(data, videos)
+    prep("chunk", "--len", "1s", "--data", data, "--engine", "processes", status=1)
+    assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
+    # The same where nothing says which variant is current, and no guess where the recipe is gone.
+    (data / "dataset.json").unlink()
+    assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
+    next(data.glob("video/*/recipe.json")).write_text("{")
+    assert "--len" not in prep("status", "--data", data).stdout
+
+
+def test_stale_stands_under_the_variant_that_is(tmp_path: Path) -> None:
+    def variant(name: str, *, is_current: bool) -> VariantStatus:
+        return VariantStatus(name, is_current, 1, 1, 1, 0.0, {}, None, None)
+
+    variants = [variant("new", is_current=True), variant("old", is_current=False)]
+    latents = ColumnStatus("latents", variants, stale_because="made from x", to_make={"changed": 2})
+    columns = {"video": ColumnStatus("video"), "latents": latents, "text": ColumnStatus("text")}
+    lines = status_text(Status(tmp_path, None, columns)).splitlines()
+    order = [next(row for row, line in enumerate(lines) if part in line) for part in ("new (current)", "stale: ", "to make: ", "old")]
+    assert order == sorted(order)
