@@ -166,5 +166,6 @@ def test_stale_stands_under_the_variant_that_is(tmp_path: Path) -> None:
     latents = ColumnStatus("latents", variants, stale_because="made from x", to_make={"changed": 2})
     columns = {"video": ColumnStatus("video"), "latents": latents, "text": ColumnStatus("text")}
     lines = status_text(Status(tmp_path, None, columns)).splitlines()
-    order = [next(row for row, line in enumerate(lines) if part in line) for part in ("new (current)", "stale: ", "to make: ", "old")]
+    parts = ("new (current)", "stale: ", "to make: ", "old")
+    order = [next(row for row, line in enumerate(lines) if part in line) for part in parts]
     assert order == sorted(order)
