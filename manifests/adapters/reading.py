@@ -135,7 +135,7 @@ class ReadingBuilder:
     ) -> None:
         """Adds one caption, or a rejected row when its text or times cannot be used."""
         reason, detail = _caption_fault(text, begin_s, end_s)
-        if reason is None and not encodable(source):
+        if reason is None and source not in self._sources and not encodable(source):
             reason, detail = Reason.MALFORMED_ROW, f"its source is not Unicode: {quoted(source)}"
         if reason is not None:
             source_id = self._videos["source_id"][video]
