@@ -132,8 +132,11 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
 
 
 def known_files(data_dir: Path, dataset: str) -> dict[str, str]:
-    """source_id -> file name, without folders, of the videos of `dataset`; empty where there is no manifest."""
-    videos = _read_old(data_dir).videos
+    """source_id -> file name, without folders, of the videos of `dataset`; empty where no manifest can be read."""
+    try:
+        videos = read_videos(data_dir)
+    except UserError:
+        return {}  # there is none, or it is damaged, which writing it deals with
     videos = videos.filter(pc.equal(videos["dataset"], dataset))
     names = (path.rpartition("/")[2] for path in videos["path"].to_pylist())
     return dict(zip(videos["source_id"].to_pylist(), names, strict=True))

@@ -141,6 +141,18 @@ def test_composed_names_find_files_with_decomposed_ones(tmp_path: Path) -> None:
     assert read_videos(tmp_path / "data")["source_id"].to_pylist() == [decomposed]
 
 
+def test_a_file_with_another_ending_joins_without_changing_ids(videos: Path, tmp_path: Path) -> None:
+    arguments = ("folder", videos, "--data", tmp_path / "data")
+    assert run(*arguments) == 0
+    before = read_videos(tmp_path / "data").to_pylist()
+    (videos / "a.mkv").write_bytes(b"video")
+    for _ in range(2):
+        assert run(*arguments) == 0
+        after = read_videos(tmp_path / "data").to_pylist()
+        assert after[: len(before)] == before
+        assert [row["source_id"] for row in after] == ["a", "b", "a.mkv"]
+
+
 def test_rejected_rows_are_named_without_control_characters(
     videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
