@@ -1,0 +1,146 @@
+"""Every point: each write, fsync, rename, link, unlink, rmdir and mkdir of each command goes wrong in turn.
+
+The command is killed before and after it, or it fails with EIO or ENOSPC, or a write is cut short. Then the command
+runs again, undisturbed: what it leaves must be, byte for byte, what a run leaves that nothing disturbed.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.prep.running import contents
+from tests.torture import bases
+from tests.torture.cases import Broken, Case, drawn
+from tests.torture.checks import ended_well, no_litter, nothing_in, same_contents
+from tests.torture.commands import Ran
+from tests.torture.watched import Point, Watched
+from tests.torture.workspace import Workspace, copy
+
+PART = "points"
+# How often a sign of life is written depends on the time that the work takes.
+_UNSTEADY = re.compile(r"/\.tmp-running/.*#(?!1$)")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A command to disturb.
+
+    Attributes:
+        arguments: of the command, given the workspace and the folder of a case.
+        base: makes what the folder of a case begins with; nothing where it is None.
+        status: how it ends undisturbed.
+        kept: what must be equal in the end, by its name: files below the folder of a case.
+        again: runs the command after it was disturbed; the same command where it is None.
+    """
+
+    name: str
+    arguments: Callable[[Workspace, Path], Sequence[object]]
+    base: Callable[[Workspace], Path] | None
+    program: str = "prep"
+    status: int = 0
+    term: str | None = None
+    is_fresh: bool = False
+    kept: Callable[[Path], Mapping[str, str]] = lambda folder: contents(folder / "data")
+    again: Callable[[Workspace, Path], Ran] | None = None
+
+    def watched(self, workspace: Workspace, folder: Path) -> Watched:
+        arguments = self.arguments(workspace, folder)
+        return Watched(self.program, arguments, folder, term=self.term, is_fresh=self.is_fresh)
+
+    def begin(self, workspace: Workspace, folder: Path) -> None:
+        if self.base is not None:
+            copy(self.base(workspace), folder)
+
+    def run_again(self, workspace: Workspace, folder: Path) -> Ran:
+        if self.again is not None:
+            return self.again(workspace, folder)
+        scratch = folder / "tmp"
+        arguments = self.arguments(workspace, folder)
+        return workspace.commands.run(self.program, arguments, scratch=scratch, is_fresh=self.is_fresh)
+
+
+def _prep(*arguments: object) -> Callable[[Workspace, Path], Sequence[object]]:
+    return lambda _, folder: (*arguments, "--data", folder / "data")
+
+
+def _manifest(workspace: Workspace, folder: Path, *, which: str) -> Sequence[object]:
+    return (*bases.manifest_arguments(workspace, which=which), "--data", folder / "data")
+
+
+SUBJECTS = (
+    Subject("manifest-first", partial(_manifest, which="first"), None),
+    Subject("manifest-second", partial(_manifest, which="later"), bases.with_manifest),
+    Subject("chunk", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_manifest),
+)
+
+
+def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
+    """The cases of each command, in an order that `seed` decides."""
+    return {subject.name: partial(_cases_of, subject, seed, workspace) for subject in SUBJECTS}
+
+
+def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Case]:
+    undisturbed, points = _traced(subject, workspace)
+    pairs = [(point, fault) for point in points for fault in point.faults]
+    for point, fault in drawn(pairs, seed=f"{seed}/{subject.name}", kind=lambda pair: f"{pair[0].operation}/{pair[1]}"):
+        run = partial(_try, subject, workspace, point, fault, undisturbed)
+        yield Case(f"{PART}/{subject.name}/{point.name}/{fault}", fault, run)
+
+
+def _traced(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[Point]]:
+    """What an undisturbed run ends with, and its points."""
+    found: list[Point] = []
+
+    def make(folder: Path) -> None:
+        subject.begin(workspace, folder)
+        watched = subject.watched(workspace, folder)
+        ran, points = watched.traced(workspace.commands)
+        ended_well(ran, status=143 if subject.term else subject.status)
+        if subject.term:
+            ended_well(subject.run_again(workspace, folder), status=subject.status)
+        no_litter(folder / "data", folder / "run")
+        nothing_in(watched.scratch)
+        found.extend(points)
+
+    folder = workspace.made(f"undisturbed-{subject.name}", make)
+    return subject.kept(folder), [point for point in found if not _UNSTEADY.search(point.name)]
+
+
+def _try(
+    subject: Subject, workspace: Workspace, point: Point, fault: str, undisturbed: Mapping[str, str], folder: Path
+) -> None:
+    subject.begin(workspace, folder)
+    watched = subject.watched(workspace, folder)
+    ran, was_there = watched.disturbed(workspace.commands, point, fault)
+    if not was_there:
+        raise Broken(f"it did not come to this point: {ran.described()}")
+    _check_end(ran, subject, point, fault, folder)
+    if ran.status == subject.status and fault != "kill-worker":
+        # It says that all is well, so it must be; what it could not remove is the next run's to remove.
+        same_contents(_without_temporaries(subject.kept(folder)), undisturbed)
+    ended_well(subject.run_again(workspace, folder), status=subject.status)
+    same_contents(subject.kept(folder), undisturbed)
+    no_litter(folder / "data", folder / "run")
+    nothing_in(watched.scratch)
+
+
+def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Path) -> None:
+    """The exit status and the words are those of the fault."""
+    own = {subject.status, 143} if subject.term else {subject.status}
+    if fault in ("kill", "kill-after", "cut"):
+        ended_well(ran, status=-9)
+    elif fault == "short":
+        ended_well(ran, status=own)
+    elif fault == "kill-worker":
+        ended_well(ran, status={*own, 1})
+    else:
+        # A file that is not on the disk is no success; other operations may be done without.
+        ended_well(ran, status={1, 2} if point.operation == "fsync" else {*own, 1, 2})
+        if ran.status not in own and str(folder) not in ran.output:
+            raise Broken(f"no path in what it says: {ran.described()}")
+
+
+def _without_temporaries(files: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in files.items() if "/.tmp-" not in f"/{name}"}
