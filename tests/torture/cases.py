@@ -1,6 +1,6 @@
 """A case: one thing that goes wrong, and what must hold nevertheless."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -36,13 +36,24 @@ class Case:
         return self.name.split("/")[1]
 
 
-def drawn(things: list[T], *, seed: str, kind: Callable[[T], str]) -> Iterator[T]:
-    """All of `things` in an order that `seed` decides, where rare kinds come as early as frequent ones."""
-    random = Random(seed)
-    kinds: dict[str, list[T]] = {}
-    for thing in random.sample(things, len(things)):
-        kinds.setdefault(kind(thing), []).append(thing)
-    yield from taken_in_turns([iter(those) for those in kinds.values()])
+def drawn(things: list[T], *, seed: str, kinds: Sequence[Callable[[T], str]]) -> Iterator[T]:
+    """All of `things` in an order that `seed` decides, where rare kinds come as early as frequent ones.
+
+    Args:
+        kinds: of a thing: its kind, and within that its kind, and so on.
+    """
+    yield from _in_turns(things, Random(seed), list(kinds))
+
+
+def _in_turns(things: list[T], random: Random, kinds: list[Callable[[T], str]]) -> Iterator[T]:
+    if not kinds:
+        return iter(random.sample(things, len(things)))
+    groups: dict[str, list[T]] = {}
+    for thing in things:
+        groups.setdefault(kinds[0](thing), []).append(thing)
+    names = sorted(groups)
+    random.shuffle(names)
+    return taken_in_turns([_in_turns(groups[name], random, kinds[1:]) for name in names])
 
 
 def taken_in_turns(iterators: list[Iterator[T]]) -> Iterator[T]:

@@ -5,75 +5,21 @@ runs again, undisturbed: what it leaves must be, byte for byte, what a run leave
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
-from tests.prep.running import contents
-from tests.torture import bases
 from tests.torture.cases import Broken, Case, drawn
 from tests.torture.checks import ended_well, no_litter, nothing_in, same_contents
 from tests.torture.commands import Ran
-from tests.torture.watched import Point, Watched
-from tests.torture.workspace import Workspace, copy
+from tests.torture.subjects import SUBJECTS, Subject
+from tests.torture.watched import Point
+from tests.torture.workspace import Workspace
 
 PART = "points"
 # How often a sign of life is written depends on the time that the work takes.
 _UNSTEADY = re.compile(r"/\.tmp-running/.*#(?!1$)")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A command to disturb.
-
-    Attributes:
-        arguments: of the command, given the workspace and the folder of a case.
-        base: makes what the folder of a case begins with; nothing where it is None.
-        status: how it ends undisturbed.
-        kept: what must be equal in the end, by its name: files below the folder of a case.
-        again: runs the command after it was disturbed; the same command where it is None.
-    """
-
-    name: str
-    arguments: Callable[[Workspace, Path], Sequence[object]]
-    base: Callable[[Workspace], Path] | None
-    program: str = "prep"
-    status: int = 0
-    term: str | None = None
-    is_fresh: bool = False
-    kept: Callable[[Path], Mapping[str, str]] = lambda folder: contents(folder / "data")
-    again: Callable[[Workspace, Path], Ran] | None = None
-
-    def watched(self, workspace: Workspace, folder: Path) -> Watched:
-        arguments = self.arguments(workspace, folder)
-        return Watched(self.program, arguments, folder, term=self.term, is_fresh=self.is_fresh)
-
-    def begin(self, workspace: Workspace, folder: Path) -> None:
-        if self.base is not None:
-            copy(self.base(workspace), folder)
-
-    def run_again(self, workspace: Workspace, folder: Path) -> Ran:
-        if self.again is not None:
-            return self.again(workspace, folder)
-        scratch = folder / "tmp"
-        arguments = self.arguments(workspace, folder)
-        return workspace.commands.run(self.program, arguments, scratch=scratch, is_fresh=self.is_fresh)
-
-
-def _prep(*arguments: object) -> Callable[[Workspace, Path], Sequence[object]]:
-    return lambda _, folder: (*arguments, "--data", folder / "data")
-
-
-def _manifest(workspace: Workspace, folder: Path, *, which: str) -> Sequence[object]:
-    return (*bases.manifest_arguments(workspace, which=which), "--data", folder / "data")
-
-
-SUBJECTS = (
-    Subject("manifest-first", partial(_manifest, which="first"), None),
-    Subject("manifest-second", partial(_manifest, which="later"), bases.with_manifest),
-    Subject("chunk", _prep(*bases.CHUNK, *bases.ENGINE), bases.with_manifest),
-)
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
@@ -84,7 +30,9 @@ def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Ca
 def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Case]:
     undisturbed, points = _traced(subject, workspace)
     pairs = [(point, fault) for point in points for fault in point.faults]
-    for point, fault in drawn(pairs, seed=f"{seed}/{subject.name}", kind=lambda pair: f"{pair[0].operation}/{pair[1]}"):
+    kinds = (lambda pair: f"{pair[0].operation}/{pair[1]}", lambda pair: pair[0].name.rpartition("#")[0])
+    in_order = drawn(pairs, seed=f"{seed}/{subject.name}", kinds=kinds)
+    for point, fault in islice(in_order, subject.max_cases):
         run = partial(_try, subject, workspace, point, fault, undisturbed)
         yield Case(f"{PART}/{subject.name}/{point.name}/{fault}", fault, run)
 

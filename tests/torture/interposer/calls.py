@@ -88,15 +88,23 @@ def _sendfile(out_fd: int, in_fd: int, offset: int | None, count: int) -> int:
     return visit("write", _regular(out_fd), lambda: send(count), act_in_part=lambda: send(size // 2))
 
 
-def _of_descriptor_or_path(operation: str, name: str) -> Callable[..., Any]:
-    def call(target: Any, *arguments: Any, **named: Any) -> Any:
+def _of_descriptor(operation: str, name: str) -> Callable[..., Any]:
+    def call(target: Any, *arguments: Any) -> Any:
         names = () if isinstance(target, int) else (target,)
-        return visit(
-            operation,
-            _where(target, named.get("dir_fd")),
-            lambda: _real[name](target, *arguments, **named),
-            names=names,
-        )
+        return visit(operation, _where(target), lambda: _real[name](target, *arguments), names=names)
+
+    return call
+
+
+def _of_path(name: str) -> Callable[..., Any]:
+    """An operation that has something to do only where there is something, or, for mkdir, nothing."""
+
+    def call(path: Any, *arguments: Any, dir_fd: int | None = None) -> Any:
+        where = _where(path, dir_fd)
+        if _exists(where) == (name == "mkdir"):
+            where = None
+        operation = "unlink" if name == "remove" else name
+        return visit(operation, where, lambda: _real[name](path, *arguments, dir_fd=dir_fd), names=(path,))
 
     return call
 
@@ -187,11 +195,12 @@ def install() -> None:
         "rename": _of_two_paths("rename", "rename"),
         "replace": _of_two_paths("rename", "replace"),
     }
-    for name, operation in (
-        *(("fsync", "fsync"), ("fdatasync", "fsync"), ("truncate", "truncate"), ("ftruncate", "truncate")),
-        *(("unlink", "unlink"), ("remove", "unlink"), ("rmdir", "rmdir"), ("mkdir", "mkdir")),
-    ):
-        watched[name] = _of_descriptor_or_path(operation, name)
+    for name in ("unlink", "remove", "rmdir", "mkdir"):
+        watched[name] = _of_path(name)
+    for name in ("fsync", "fdatasync"):
+        watched[name] = _of_descriptor("fsync", name)
+    for name in ("truncate", "ftruncate"):
+        watched[name] = _of_descriptor("truncate", name)
     for name, function in watched.items():
         # shutil asks these sets whether it may work by descriptors, which it does not when they lack the function.
         for known in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):

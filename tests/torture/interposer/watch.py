@@ -28,6 +28,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -42,6 +43,8 @@ _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
     (re.compile(r"(?<=-)[0-9a-f]{8}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=clipmill-)[a-z0-9_]{8}(?=/|$)"), "*"),
+    (re.compile(r"(?<=clipmill-scratch-)\d+(?=/|$)"), "*"),
+    (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
 )
 # The calls as they are: what keeps the books must not be watched itself.
@@ -128,9 +131,11 @@ def visit(
     fault = watch.fault
     if fault in ERRORS:
         # As the system call would: those that take a descriptor have no name to tell.
-        raise OSError(ERRORS[fault], os.strerror(ERRORS[fault]), *names)
+        told = [name if name is None else os.fspath(name) for name in names]
+        raise OSError(ERRORS[fault], os.strerror(ERRORS[fault]), *told)
     if fault == "kill-after":
-        act()
+        with suppress(OSError):
+            act()
     elif fault in ("cut", "short"):
         assert act_in_part is not None, point
         done = act_in_part()
