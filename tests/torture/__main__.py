@@ -45,6 +45,8 @@ def main() -> None:
     finally:
         if not chosen.keep:
             shutil.rmtree(folder, ignore_errors=True)
+    if not result.outcomes:
+        sys.exit(f"no case was tried: none of seed {chosen.seed} is called {chosen.case}, or the time was too short")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     print(report(result, seed=chosen.seed, commit=commit.stdout.strip()))
     if chosen.json is not None:

@@ -93,7 +93,10 @@ def _listed(parts: dict[str, Subjects], *, only: str | None) -> tuple[list[list[
     def cases_of(part: str, subject: str, draw: Callable[[], Iterator[Case]]) -> list[Case]:
         begin_s = time.monotonic()
         try:
-            return [case for case in draw() if only is None or case.name.startswith(only)]
+            found = list(draw())
+            if only is None:
+                return found
+            return [case for case in found if case.name == only] or [one for one in found if one.name.startswith(only)]
         except Exception as error:  # noqa: BLE001 - of one subject; the others go on
             case = Case(f"{part}/{subject}/undisturbed", "none", lambda _: None)
             broken.append(Outcome(case, _reason(error), time.monotonic() - begin_s))

@@ -84,8 +84,9 @@ def _sendfile(out_fd: int, in_fd: int, offset: int | None, count: int) -> int:
     def send(num_bytes: int) -> int:
         return cast(int, _real["sendfile"](out_fd, in_fd, offset, num_bytes))
 
-    size = max(2, min(count, os.fstat(in_fd).st_size - (offset or 0)))
-    return visit("write", _regular(out_fd), lambda: send(count), act_in_part=lambda: send(size // 2))
+    size = min(count, os.fstat(in_fd).st_size - (offset or 0))
+    where = _regular(out_fd) if size > 0 else None  # else it only asks whether there is more
+    return visit("write", where, lambda: send(count), act_in_part=lambda: send(max(1, size // 2)))
 
 
 def _of_descriptor(operation: str, name: str) -> Callable[..., Any]:
