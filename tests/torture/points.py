@@ -14,7 +14,7 @@ from tests.torture.cases import Broken, Case, drawn
 from tests.torture.checks import ended_well, no_litter, nothing_in, same_contents
 from tests.torture.commands import Ran
 from tests.torture.subjects import SUBJECTS, Subject
-from tests.torture.watched import Point
+from tests.torture.watched import Point, not_yet_on_the_disk, points_of
 from tests.torture.workspace import Workspace
 
 PART = "points"
@@ -28,7 +28,9 @@ def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Ca
 
 
 def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Case]:
-    undisturbed, points = _traced(subject, workspace)
+    undisturbed, trace = _traced(subject, workspace)
+    yield Case(f"{PART}/{subject.name}/order", "order", partial(_check_order, trace))
+    points = [point for point in points_of(trace) if not _UNSTEADY.search(point.name)]
     pairs = [(point, fault) for point in points for fault in point.faults]
     kinds = (lambda pair: f"{pair[0].operation}/{pair[1]}", lambda pair: pair[0].name.rpartition("#")[0])
     in_order = drawn(pairs, seed=f"{seed}/{subject.name}", kinds=kinds)
@@ -37,23 +39,28 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
         yield Case(f"{PART}/{subject.name}/{point.name}/{fault}", fault, run)
 
 
-def _traced(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[Point]]:
-    """What an undisturbed run ends with, and its points."""
-    found: list[Point] = []
+def _traced(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[str]]:
+    """What an undisturbed run ends with, and what it does."""
+    trace: list[str] = []
 
     def make(folder: Path) -> None:
         subject.begin(workspace, folder)
         watched = subject.watched(workspace, folder)
-        ran, points = watched.traced(workspace.commands)
+        ran, lines = watched.traced(workspace.commands)
         ended_well(ran, status=143 if subject.term else subject.status)
         if subject.term:
             ended_well(subject.run_again(workspace, folder), status=subject.status)
         no_litter(folder / "data", folder / "run")
         nothing_in(watched.scratch)
-        found.extend(points)
+        trace.extend(lines)
 
     folder = workspace.made(f"undisturbed-{subject.name}", make)
-    return subject.kept(folder), [point for point in found if not _UNSTEADY.search(point.name)]
+    return subject.kept(folder), trace
+
+
+def _check_order(trace: list[str], _: Path) -> None:
+    if early := not_yet_on_the_disk(trace):
+        raise Broken(f"renamed before it was flushed: {'; '.join(early)}")
 
 
 def _try(

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.torture.commands import INTERPOSER
 from tests.torture.interposer import watch
+from tests.torture.watched import not_yet_on_the_disk
 
 # Every way in which the programs write; one of them in a child, which knows by itself that it is watched.
 PROGRAM = """
@@ -46,7 +47,7 @@ driver mkdir:folder#1
 driver open:folder/.tmp-*-published#1
 driver write:folder/.tmp-*-published#1
 driver fsync:folder/.tmp-*-published#1
-driver rename:folder/published#1
+driver rename:folder/published#1 < folder/.tmp-*-published
 driver fsync:folder#1
 driver open:lines.txt#1
 driver write:lines.txt#1
@@ -55,7 +56,7 @@ driver write:raw#1
 driver truncate:raw#1
 driver open:copied#1
 driver write:copied#1
-driver link:linked#1
+driver link:linked#1 < raw
 driver mkdir:folder/tmp*#1
 driver rmdir:folder/tmp*#1
 worker open:child#1
@@ -128,3 +129,10 @@ def test_a_short_write_is_gone_on_with(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "watched" / "folder" / "published").read_bytes() == b"whole"
     assert "driver write:folder/.tmp-*-published#2" in (tmp_path / "log").read_text().splitlines()
+
+
+def test_a_name_that_is_given_before_the_bytes_are_on_the_disk_is_found() -> None:
+    lines = ["driver write:a#1", "driver write:b/c#1", "driver fsync:a#1", "driver rename:d#1 < a"]
+    assert not_yet_on_the_disk(lines) == []
+    assert not_yet_on_the_disk([*lines, "worker rename:e#1 < b"]) == ["e (written as b/c)"]
+    assert not_yet_on_the_disk([*lines, "worker fsync:b/c#1", "worker rename:e#1 < b"]) == []

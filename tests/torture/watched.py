@@ -34,6 +34,34 @@ class Point:
         return faults if self.is_driver else (*faults, "kill-worker")
 
 
+def points_of(lines: Sequence[str]) -> list[Point]:
+    """The points of a trace in the order in which they came, each once."""
+    words = (line.partition(" < ")[0].partition(" ") for line in lines)
+    return list({name: Point(name, role == "driver") for role, _, name in words}.values())
+
+
+def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
+    """The files of a trace that got their last names before the disk had their bytes.
+
+    After a power failure such a name may stand for an empty file, or for half of one.
+    """
+    unsynced: set[str] = set()
+    early = []
+    for line in lines:
+        point, _, source = line.partition(" ")[2].partition(" < ")
+        operation, _, name = point.rpartition("#")[0].partition(":")
+        if operation in ("write", "truncate"):
+            unsynced.add(name)
+        elif operation in ("fsync", "unlink"):
+            unsynced.discard(name)
+        elif operation in ("rename", "link"):
+            late = {one for one in unsynced if one == source or one.startswith(f"{source}/")}
+            if late:
+                early.append(f"{name} (written as {', '.join(sorted(late))})")
+            unsynced -= late
+    return early
+
+
 @dataclass(frozen=True)
 class Watched:
     """A command in a case's folder, of which `data`, `run` and the scratch space are watched.
@@ -53,14 +81,13 @@ class Watched:
     def scratch(self) -> Path:
         return self.folder / "tmp"
 
-    def traced(self, commands: Commands) -> tuple[Ran, list[Point]]:
-        """Runs it undisturbed; its points in the order in which they came, each once."""
+    def traced(self, commands: Commands) -> tuple[Ran, list[str]]:
+        """Runs it undisturbed; what it did, in lines of `interposer.watch`."""
         log = self.folder / "points.log"
         ran = self._run(commands, {watch.LOG: str(log)})
         lines = log.read_text().splitlines() if log.exists() else []
-        found = {name: Point(name, role == "driver") for role, _, name in (line.partition(" ") for line in lines)}
         log.unlink(missing_ok=True)
-        return ran, list(found.values())
+        return ran, lines
 
     def disturbed(self, commands: Commands, point: Point, fault: str) -> tuple[Ran, bool]:
         """Runs it with a fault; how it ended, and whether it came to that point."""

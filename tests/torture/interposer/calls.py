@@ -113,7 +113,8 @@ def _of_path(name: str) -> Callable[..., Any]:
 def _of_two_paths(operation: str, name: str) -> Callable[..., Any]:
     def call(old: Any, new: Any, **named: Any) -> Any:
         path = _where(new, named.get("dst_dir_fd"))
-        return visit(operation, path, lambda: _real[name](old, new, **named), names=(old, None, new))
+        source = _where(old, named.get("src_dir_fd"))
+        return visit(operation, path, lambda: _real[name](old, new, **named), names=(old, None, new), source=source)
 
     return call
 

@@ -3,7 +3,7 @@
 Environment variables say it, so that workers, and workers of workers, know as well:
 
     CLIPMILL_TORTURE_WATCH   folders, as LABEL=PATH lines; operations elsewhere pass untouched
-    CLIPMILL_TORTURE_LOG     file to which each operation is appended: role, point
+    CLIPMILL_TORTURE_LOG     file to which each operation is appended: role, point, and of a new name the old one
     CLIPMILL_TORTURE_POINT   where the fault happens, once
     CLIPMILL_TORTURE_FAULT   what happens there:
                              kill, kill-after  the command is killed (SIGKILL) before, after the operation
@@ -70,8 +70,8 @@ class Watch:
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
-    def point(self, operation: str, path: str) -> str | None:
-        """The point that is met now; None where nobody watches."""
+    def name_of(self, path: str) -> str | None:
+        """What a path is called in every run; None where nobody watches."""
         found = next((one for one in self.folders if path == one[1] or path.startswith(f"{one[1]}/")), None)
         if found is None:
             return None
@@ -81,12 +81,23 @@ class Watch:
             name = name.replace(drawn, "*")
         for pattern, star in _RANDOM:
             name = pattern.sub(star, name)
+        return name
+
+    def point(self, operation: str, path: str, *, source: str | None = None) -> str | None:
+        """The point that is met now; None where nobody watches.
+
+        Args:
+            source: what is renamed, or linked to, so that it is called `path`.
+        """
+        name = self.name_of(path)
+        if name is None:
+            return None
         with self.lock:
             self.counts[f"{operation}:{name}"] += 1
             point = f"{operation}:{name}#{self.counts[f'{operation}:{name}']}"
         if self.log is not None:
             role = "driver" if os.getpid() == self.driver else "worker"
-            self.append(f"{role} {point}\n")
+            self.append(f"{role} {point}" + (f" < {self.name_of(source)}\n" if source is not None else "\n"))
         return point
 
     def append(self, line: str) -> None:
@@ -118,10 +129,11 @@ def visit(
     *,
     names: Sequence[Any] = (),
     act_in_part: Callable[[], T] | None = None,
+    source: str | None = None,
 ) -> T:
     """Does what was asked for, unless this is the point of the fault."""
     watch = _watch
-    point = watch.point(operation, path) if watch is not None and path is not None else None
+    point = watch.point(operation, path, source=source) if watch is not None and path is not None else None
     if watch is None or point is None:
         return act()
     if point == watch.term and watch.claims("term"):
