@@ -81,13 +81,9 @@ def _resume(_: Workspace, folder: Path) -> Sequence[object]:
 
 
 def _train_again(workspace: Workspace, folder: Path) -> Ran:
-    """Goes on with the run, or begins it where it had not begun."""
-    scratch = folder / "tmp"
-    ran = workspace.commands.run("train", _resume(workspace, folder), scratch=scratch)
-    if ran.status == 2 and "there is no run in" in ran.stderr:
-        ended_well(ran)
-        ran = workspace.commands.run("train", _train(workspace, folder), scratch=scratch)
-    return ran
+    """Goes on with the run, or begins it where it had not begun, by one command line."""
+    words = (*_train(workspace, folder), "--resume", "auto")
+    return workspace.commands.run("train", words, scratch=folder / "tmp")
 
 
 def _run_contents(folder: Path) -> dict[str, str]:
@@ -135,7 +131,7 @@ def _stopped_run(workspace: Workspace) -> Path:
     return workspace.made("stopped-run", make)
 
 
-_TRAINING: dict[str, Any] = {"program": "train", "kept": _run_contents, "again": _train_again}
+_TRAINING: dict[str, Any] = {"program": "train", "kept": _run_contents}
 SUBJECTS = (
     Subject("manifest-first", partial(_manifest, which="first"), None),
     Subject("manifest-second", partial(_manifest, which="later"), bases.with_manifest),
@@ -148,7 +144,14 @@ SUBJECTS = (
     Subject("text-again", _prep(*bases.TEXT, *bases.ENGINE), bases.with_later_manifest),
     Subject("gc", _prep("gc"), bases.with_garbage),
     Subject("retry", _prep("retry", *bases.ENGINE), bases.with_failure),
-    Subject("train", _train, bases.with_columns, **_TRAINING),
-    Subject("train-stopped", _train, bases.with_columns, term="write:run/metrics.jsonl#4", **_TRAINING),
+    Subject("train", _train, bases.with_columns, again=_train_again, **_TRAINING),
+    Subject(
+        "train-stopped",
+        _train,
+        bases.with_columns,
+        term="write:run/metrics.jsonl#4",
+        again=_train_again,
+        **_TRAINING,
+    ),
     Subject("train-resumed", _resume, _stopped_run, **_TRAINING),
 )
