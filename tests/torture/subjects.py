@@ -11,7 +11,6 @@ from typing import Any
 from tests.prep.running import contents
 from tests.torture import bases
 from tests.torture.checks import ended_well
-from tests.torture.commands import Ran
 from tests.torture.watched import Watched
 from tests.torture.workspace import Workspace, copy
 
@@ -30,7 +29,7 @@ class Subject:
         term: point at which the command is sent SIGTERM as well, which it obeys.
         is_fresh: it runs in new interpreters, and so do its workers; see `Commands.run`.
         kept: what must be equal in the end: by name, what stands for its bytes.
-        again: runs the command after it was disturbed; the same command where it is None.
+        again: arguments of the command after it was disturbed; the same where it is None.
         max_cases: how many of its cases are drawn, where each takes long.
     """
 
@@ -42,7 +41,7 @@ class Subject:
     term: str | None = None
     is_fresh: bool = False
     kept: Callable[[Path], Mapping[str, str]] = lambda folder: contents(folder / "data")
-    again: Callable[[Workspace, Path], Ran] | None = None
+    again: Callable[[Workspace, Path], Sequence[object]] | None = None
     max_cases: int | None = None
 
     def watched(self, workspace: Workspace, folder: Path) -> Watched:
@@ -55,13 +54,10 @@ class Subject:
         if self.base is not None:
             copy(self.base(workspace), folder)
 
-    def run_again(self, workspace: Workspace, folder: Path) -> Ran:
-        """Runs the command once more, undisturbed."""
-        if self.again is not None:
-            return self.again(workspace, folder)
-        scratch = folder / "tmp"
-        arguments = self.arguments(workspace, folder)
-        return workspace.commands.run(self.program, arguments, scratch=scratch, is_fresh=self.is_fresh)
+    def watched_again(self, workspace: Workspace, folder: Path) -> Watched:
+        """The command that goes on after that."""
+        arguments = (self.again or self.arguments)(workspace, folder)
+        return Watched(self.program, arguments, folder, is_fresh=self.is_fresh)
 
 
 def _prep(*arguments: object) -> Callable[[Workspace, Path], Sequence[object]]:
@@ -80,10 +76,9 @@ def _resume(_: Workspace, folder: Path) -> Sequence[object]:
     return ("dual-encoder", "--out", folder / "run", "--resume")
 
 
-def _train_again(workspace: Workspace, folder: Path) -> Ran:
+def _train_again(workspace: Workspace, folder: Path) -> Sequence[object]:
     """Goes on with the run, or begins it where it had not begun, by one command line."""
-    words = (*_train(workspace, folder), "--resume", "auto")
-    return workspace.commands.run("train", words, scratch=folder / "tmp")
+    return (*_train(workspace, folder), "--resume", "auto")
 
 
 def _run_contents(folder: Path) -> dict[str, str]:

@@ -92,8 +92,13 @@ class Watched:
 
     def disturbed(self, commands: Commands, point: Point, fault: str) -> tuple[Ran, bool]:
         """Runs it with a fault; how it ended, and whether it came to that point."""
+        (self.folder / "flags" / "fault").unlink(missing_ok=True)
         ran = self._run(commands, {watch.POINT: point.name, watch.FAULT: fault})
         return ran, (self.folder / "flags" / "fault").exists()
+
+    def undisturbed(self, commands: Commands) -> Ran:
+        """Runs it as users do; how it ended."""
+        return commands.run(self.program, self.arguments, scratch=self.scratch, is_fresh=self.is_fresh)
 
     def _run(self, commands: Commands, environment: dict[str, str]) -> Ran:
         flags = self.folder / "flags"
