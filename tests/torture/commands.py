@@ -152,8 +152,8 @@ class Commands:
             except ConnectionRefusedError:
                 connection.close()
                 if self._forks.poll() is not None or time.monotonic() > deadline_s:
-                    log = (self._folder / "forks.log").read_text("utf-8", "replace")
-                    raise RuntimeError(f"the process that commands are forked from did not start\n{log}") from None
+                    said = (self._folder / "forks.log").read_text("utf-8", "replace")
+                    raise RuntimeError(f"the process that commands are forked from did not start\n{said}") from None
                 time.sleep(0.05)
 
     def close(self) -> None:
