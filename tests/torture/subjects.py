@@ -137,6 +137,7 @@ SUBJECTS = (
     Subject("latents", _prep(*bases.LATENTS, *bases.ENGINE), bases.with_chunks),
     Subject("text", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest),
     Subject("text-again", _prep(*bases.TEXT, *bases.ENGINE), bases.with_later_manifest),
+    Subject("text-fresh", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest, is_fresh=True, max_cases=10),
     Subject("gc", _prep("gc"), bases.with_garbage),
     Subject("retry", _prep("retry", *bases.ENGINE), bases.with_failure),
     Subject("train", _train, bases.with_columns, again=_train_again, **_TRAINING),
