@@ -18,6 +18,7 @@ from manifests.errors import FailedWork
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
 from train.data.batch import Batch
+from train.distributed import heartbeat
 from train.distributed.launch import open_world
 from train.distributed.settings import ParallelSettings, Strategy
 from train.distributed.world import World
@@ -175,6 +176,12 @@ def run_command(*arguments: str) -> None:
     """One rank of the whole program."""
     sys.argv = ["train", *arguments]
     main()
+
+
+def run_impatient_command(*arguments: str) -> None:
+    """One rank of the whole program, which gives up silent ranks within seconds."""
+    heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 2.0
+    run_command(*arguments)
 
 
 def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports: list[int]) -> None:
