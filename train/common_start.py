@@ -6,11 +6,8 @@ Paths to data may differ, since machines do: what lies there is compared. So may
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol, TypeVar
-
-import torch
 
 from manifests.errors import UserError
 from manifests.store import read_manifest
@@ -22,6 +19,7 @@ from train.data.streams.tars import names_tars
 from train.distributed.comparing import COMMAND, Start, difference
 from train.distributed.world import World
 from train.settings import TrainingSettings, flat, plain_values
+from train.surroundings import versions
 
 # Where the data lie, and how fast they are read: neither decides what is trained.
 OF_A_MACHINE = frozenset({"shards", "cache", "workers", "batches_ahead"})
@@ -46,11 +44,12 @@ Samples = TypeVar("Samples", bound=NamedSamples)
 def start_of(settings: TrainingSettings, *, resume: object) -> Start:
     """How this rank was started, as ranks compare it."""
     values = flat({name: value for name, value in plain_values(asdict(settings)).items() if name not in OF_A_MACHINE})
+    own = versions()
     return {
         COMMAND: f"train {settings.command}",
-        "clipmill": version("clipmill"),
+        "clipmill": own["clipmill"],
         # What a patch release changes, ranks may differ in.
-        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "torch": ".".join(own["torch"].split(".")[:2]),
         **{f"--{name.replace('_', '-')}": value for name, value in flat({**values, "resume": resume}).items()},
     }
 

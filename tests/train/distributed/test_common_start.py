@@ -13,8 +13,10 @@ from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_own_commands
 from tests.train.test_latents_training import FLAGS, write_columns
 from train.checkpoint import all_checkpoints
+from train.common_start import start_of
 from train.distributed.comparing import difference
 from train.run_folder import RunFolder
+from train.settings import DualEncoderSettings
 
 DUAL = ("dual-encoder", *FLAGS, "--batch", "8", "--steps", "2", "--warmup-steps", "1", "--device", "cpu")
 MAE = ("mae", "--input", "latents", "--model", "tiny", "--segment", "2s", "--num-frames", "2", "--device", "cpu")
@@ -88,6 +90,15 @@ def test_ranks_train_on_copies_of_a_folder_and_not_on_other_data(columns: Path, 
         assert "manifest" not in error
     for status, error in missing:
         assert status == 2 and "missing" in error and "Traceback" not in error
+
+
+def test_versions_count_and_what_a_machine_may_have_of_its_own_does_not() -> None:
+    start = start_of(DualEncoderSettings(shards="here", workers=3), resume=False)
+    assert start == start_of(DualEncoderSettings(shards="there", workers=9, batches_ahead=1), resume=False)
+    assert start["command"] == "train dual-encoder" and start["--resume"] is False and start["--loss.kind"] == "infonce"
+    other = {**start, "clipmill": "0.0.1", "torch": "1.0"}
+    found = difference([start, other])
+    assert found is not None and "clipmill is " in found and "torch is " in found and "1.0 on rank 1" in found
 
 
 def test_differences_name_the_ranks_that_have_each_value() -> None:
