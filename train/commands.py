@@ -13,8 +13,8 @@ from train.caption.settings import CaptionerSettings
 from train.checkpoint import latest_checkpoint
 from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassifySettings
+from train.common_start import SAME_START, NamedSamples, open_alike, start_of
 from train.data.latents.records import FrameShape
-from train.data.loader import TrainingSet
 from train.distributed.launch import open_world
 from train.distributed.settings import ParallelSettings
 from train.distributed.world import World
@@ -41,15 +41,6 @@ from train.weights.sources import Say, Source, fetch_tag, open_weights
 
 Settings = TypeVar("Settings", bound=ClipSettings)
 Settings_contra = TypeVar("Settings_contra", bound=ClipSettings, contravariant=True)
-
-
-class NamedSamples(TrainingSet, Protocol):
-    """Samples of a data folder or of tars."""
-
-    @property
-    def variant_name(self) -> str:
-        """What the samples are made of."""
-        ...
 
 
 class StartableTask(Task, Protocol):
@@ -139,7 +130,8 @@ def _launch(
 ) -> None:
     check_tracking(settings.track)
     device = choose_device(settings.device)
-    with open_world(device_type=device.type) as world:
+    start = start_of(settings, resume=resume)
+    with open_world(device_type=device.type, start=start, hint=SAME_START) as world:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
         _train(settings, make_task, effective, resume=resume, world=world, device=device, at_end=at_end)
 
@@ -175,7 +167,7 @@ def _train(
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
     settings = effective(settings, source, say=progress.say)
     task = make_task(settings, door=door, device=device)
-    samples = task.training_set(world.replicas)
+    samples = open_alike(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=progress.say)

@@ -1,5 +1,7 @@
 """What a model is trained towards: the part of a task that the loop knows besides the model."""
 
+from collections.abc import Mapping, Sequence
+
 from torch import nn
 
 from train.data.batch import Batch
@@ -23,6 +25,13 @@ class Objective(nn.Module):
             Numbers for the log, equal on all ranks; `loss` is the whole batch's.
         """
         raise NotImplementedError
+
+    def check_resumable(self, sizes: Mapping[str, Sequence[int]], *, where: str) -> None:
+        """Raises a UserError where a checkpoint has state that the loss, as it is now, cannot go on with.
+
+        Args:
+            sizes: of the tensors that the checkpoint `where` has of the objective, by the names of `state_dict`.
+        """
 
     def learning_rate(self, scheduled: float) -> float:
         """Learning rate of its own parameters in a step for which the model's schedule gives `scheduled`."""

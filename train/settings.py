@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -72,6 +72,9 @@ _CLIP_RANGES: dict[str, tuple[float, float]] = {
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     """What the loop needs to know, whatever it trains."""
+
+    command: ClassVar[str] = ""
+    """The command whose settings these are."""
 
     shards: Annotated[str, _WHERE] = "data"
     """Data folder that prep made, a path or an address (s3://bucket/data); or tars: 'DIR/{000000..000099}.tar'."""
@@ -184,6 +187,8 @@ class ClipSettings(TrainingSettings):
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderSettings(ClipSettings):
     """Settings of `train dual-encoder`."""
+
+    command = "dual-encoder"
 
     input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
     """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from train.precision import Precision, open_precision
 from train.settings import TrainingSettings, require_same, shaping
 from train.tasks import Task
 from train.tasks.stages import own_part
+
+Of = TypeVar("Of")
 
 
 @dataclass
@@ -109,6 +111,10 @@ class State:
         require_same(facts.settings, shaping(settings), where=str(path))
         samples.load_state_dict(*facts.loader)
         table = read_table(path)
+        sizes = {
+            name.removeprefix("objective."): entry["size"] for name, entry in _starting(table, "objective.").items()
+        }
+        self.objective.check_resumable(sizes, where=str(path))
         wanted = {name: one for name, one in self.tensors().items() if not name.startswith("optimizer.")}
         for prefix in ("model.", "ema.", "objective."):
             check_fits(path, table, _on_all_stages(_starting(wanted, prefix), world.stages), prefix=prefix)
@@ -218,7 +224,7 @@ def _on_all_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str,
     return {name: torch.empty(size, device="meta") for name, size in of_all.items()}
 
 
-def _starting(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _starting(tensors: dict[str, Of], prefix: str) -> dict[str, Of]:
     return {name: one for name, one in tensors.items() if name.startswith(prefix)}
 
 

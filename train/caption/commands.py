@@ -17,10 +17,10 @@ from train.caption.decoding.settings import (
     num_beams_of,
     temperature_of,
 )
-from train.caption.evaluating import captions_of, loss_of
+from train.caption.evaluating import captions_of, comparable, loss_of
 from train.caption.metrics.coco_results import write_coco_results
 from train.caption.metrics.meteor import Meteor
-from train.caption.metrics.scores import score_captions
+from train.caption.metrics.scores import CaptionScores, named, score_captions
 from train.caption.metrics.spice import check_jars
 from train.caption.report.page import write_captions_page
 from train.caption.settings import CaptionerSettings
@@ -93,8 +93,11 @@ def evaluate_captions(
         )
     loss = loss_of([said])
     names = clip_names(samples, sorted(said.captions))
-    captions = {name: said.captions[number] for number, name in names.items()}
-    references = {name: samples.references(number) for number, name in names.items()}
+    captions, references, left_out = comparable(
+        {name: said.captions[number] for number, name in names.items()},
+        {name: samples.references(number) for number, name in names.items()},
+    )
+    names = {number: name for number, name in names.items() if name in captions}
     constant, chosen = _constant(captioner, references)
     with Meteor() as meteor:
         scores, of_constant = (
@@ -109,7 +112,7 @@ def evaluate_captions(
         **facts,
         "step": trained.step,
         "weights": trained.weights,
-        "data": "; ".join([samples.describe(), *_left_out(samples, every=every)]),
+        "data": "; ".join([samples.describe(), *_left_out(samples, every=every), *_without_words(scores, left_out)]),
         "variant": samples.variant_name,
         "clip": clip_in_words(trained.settings),
         "decoding": describe_decoding(how),
@@ -121,6 +124,8 @@ def evaluate_captions(
         "loss_rule": _loss_rule(trained.settings),
         "means": scores.means,
         "absent": scores.absent,
+        "empty": list(scores.empty),
+        "without_words": left_out,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
         "said": shown_json(samples, names, captions, references, scores, num_frames=trained.settings.num_frames),
         "all_said": f"evaluations/{name}.html",
@@ -193,6 +198,16 @@ def _left_out(samples: CaptionedClips, *, every: int) -> list[str]:
         said.append(f"{num_without:,} {have} no captions")
     if every > 1:
         said.append(f"one clip in {every:,} is captioned: {len(range(0, len(samples), every)):,}")
+    return said
+
+
+def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
+    """What has no words: captions that were found, which are worth 0, and references, whose clips are left out."""
+    said = []
+    if scores.empty:
+        said.append(f"{len(scores.empty):,} of {scores.num_videos:,} captions found are empty ({named(scores.empty)})")
+    if left_out:
+        said.append(f"left out for references without words: {len(left_out):,} ({named(left_out)})")
     return said
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from train.caption.metrics.grams import Floats, count_grams
 from train.caption.metrics.ptb_tokenizer import tokenize
-from train.caption.metrics.scores import score_captions
+from train.caption.metrics.scores import score_captions, without_words
 
 RULE = "of all its captions the one with the highest mean CIDEr-D as a caption of every clip"
 _SHORTLIST = 8
@@ -18,8 +18,12 @@ def best_constant(references: Mapping[str, Sequence[str]]) -> str:
     CIDEr of one caption with every clip costs one product with their mean; CIDEr-D has no such way.
 
     Args:
-        references: captions of each clip, one at least.
+        references: captions of each clip, one at least; clips whose captions have no words count for nothing.
     """
+    wordless = set(without_words(references))
+    if len(wordless) == len(references):
+        return ""
+    references = {clip: its for clip, its in references.items() if clip not in wordless}
     captions = [caption for its in references.values() for caption in its]
     clip_of = np.repeat(np.arange(len(references)), [len(its) for its in references.values()])
     order = np.argsort(-mean_cider([tokenize(caption).split() for caption in captions], clip_of), kind="stable")

@@ -4,16 +4,16 @@ Shape suffixes: B batch, K captions of a clip, L tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from manifests.errors import FailedWork
+from manifests.errors import FailedWork, UserError
 from train.caption.decoding.decode import write_captions
 from train.caption.decoding.settings import DecodingSettings
-from train.caption.metrics.scores import score_captions
+from train.caption.metrics.scores import score_captions, without_words
 from train.caption.objective import shifted, summed_loss, without_padding
 from train.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 from train.data.batch import Batch, to_device
@@ -86,16 +86,41 @@ def loss_of(parts: Sequence[Said]) -> float:
 
 
 def numbers_of(parts: Sequence[Said], *, references: Callable[[int], Sequence[str]]) -> dict[str, float]:
-    """What all ranks' captions are worth: loss, metrics without Java, exact matches; and how many clips failed.
+    """What all ranks' captions are worth: loss, metrics without Java, exact matches; how many clips failed, how many
+    captions are empty, and how many clips are left out because no reference has words.
 
     Args:
         references: all captions of a clip.
 
     Raises:
         FailedWork: as `loss_of`.
+        UserError: no clip has references with words.
     """
     loss = loss_of(parts)
     captions = {str(number): text for part in parts for number, text in part.captions.items()}
-    num_failed = sum(len(part.failed) for part in parts)
-    scores = score_captions(captions, {number: references(int(number)) for number in captions}, with_java=False)
-    return {"loss": loss, **scores.means, **({"num_failed": float(num_failed)} if num_failed else {})}
+    captions, its_references, left_out = comparable(captions, {one: references(int(one)) for one in captions})
+    scores = score_captions(captions, its_references, with_java=False)
+    counts = {
+        "num_failed": sum(len(part.failed) for part in parts),
+        "num_empty": len(scores.empty),
+        "num_without_words": len(left_out),
+    }
+    return {"loss": loss, **scores.means, **{name: float(count) for name, count in counts.items() if count}}
+
+
+def comparable(
+    captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
+    """Captions and references of the clips that can be scored, and the clips whose references have no words.
+
+    Raises:
+        UserError: no clip has references with words.
+    """
+    left_out = without_words(references)
+    kept = {one: its for one, its in references.items() if one not in set(left_out)}
+    if left_out and not kept:
+        raise UserError(
+            f"clips whose references have words: 0 of {len(left_out)}; there is nothing to compare captions with",
+            hint="check the captions of this split: they are empty or punctuation alone",
+        )
+    return {one: captions[one] for one in kept}, kept, left_out

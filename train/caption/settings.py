@@ -114,6 +114,8 @@ _ALL_CAPTIONS = CaptionSettings()
 class CaptionerSettings(ClipSettings):
     """Settings of `train caption`."""
 
+    command = "caption"
+
     num_frames: Annotated[int, Parameter(group="Clips")] = 8
     """Pictures of a clip."""
     towers: Annotated[CaptionTowers, _TOWERS] = _ENCODER

@@ -40,6 +40,8 @@ _NO_EVALUATION = ClassEvaluation()
 class ClassifySettings(ClipSettings):
     """Settings of `train classify`."""
 
+    command = "classify"
+
     input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
     """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
     segment: Annotated[str, _CLIPS] = "5s"

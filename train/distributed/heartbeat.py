@@ -3,6 +3,9 @@
 A collective waits for all ranks; on a GPU, where no connection breaks, for ten minutes and more. So a thread of every
 rank says every few seconds that it lives, and leaves the process when another one has been silent for too long or has
 said why it stopped.
+
+What they say lies in a store that rank 0 keeps where no torchrun does. If that process is frozen, or its machine gone
+without a word, a call of the store never returns: so a second thread times the calls of the first one.
 """
 
 import os
@@ -18,6 +21,7 @@ from train.distributed.world import World
 
 BEAT_S = 5.0
 SILENT_S = 40.0
+_TICK_S = 1.0
 # A rank that says why it stops breaks connections too: the others have this long to notice by themselves.
 _GRACE_S = 10.0
 _LEFT, _FAILED = "left", "failed: "
@@ -38,8 +42,11 @@ class Heartbeat:
         )
         self._store = dist.PrefixStore("heartbeat", store)
         self._store.set(str(world.rank), "0")
+        self._clock = _RunningClock()
+        self._called_s: float | None = None  # when the call of the store began that has not returned yet
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._time_calls, name="heartbeat-timer", daemon=True).start()
 
     def end(self, *, error: BaseException | None = None) -> None:
         """Tells the others that this rank is done, or why it stops."""
@@ -47,7 +54,10 @@ class Heartbeat:
             return
         self._is_over.set()
         self._thread.join(BEAT_S)
+        is_stuck = self._thread.is_alive()
         self._thread = None
+        if is_stuck:
+            return  # in a call of the store, which would not take another one
         try:
             self._store.set(str(self._world.rank), _LEFT if error is None else f"{_FAILED}{_described(error)}")
         except RuntimeError:
@@ -58,20 +68,45 @@ class Heartbeat:
         number = 0
         while not self._is_over.wait(BEAT_S):
             number += 1
+            self._called_s = self._clock.now_s
             try:
                 self._store.set(str(self._world.rank), str(number))
                 said = [text.decode() for text in self._store.multi_get(list(map(str, range(self._world.size))))]
             except RuntimeError:
                 said = None
-            reason = watch.reason_to_stop(said, now_s=monotonic())
-            if reason is not None and not self._is_over.is_set():
-                sys.stderr.write(
-                    f"failed: {reason}; rank {self._world.rank} stops too, "
-                    "go on from the latest checkpoint with --resume\n"
-                )
-                sys.stderr.flush()
-                # The main thread waits in a collective that will not end.
-                os._exit(EXIT_FAILED_WORK)
+            self._called_s = None
+            self._leave_for(watch.reason_to_stop(said, now_s=self._clock.now_s))
+
+    def _time_calls(self) -> None:
+        while not self._is_over.wait(_TICK_S):
+            self._clock.tick()
+            called_s = self._called_s
+            if called_s is not None and self._clock.now_s - called_s >= SILENT_S:
+                self._leave_for(_unanswered())
+
+    def _leave_for(self, reason: str | None) -> None:
+        if reason is None or self._is_over.is_set():
+            return
+        sys.stderr.write(
+            f"failed: {reason}; rank {self._world.rank} stops too, go on from the latest checkpoint with --resume\n"
+        )
+        sys.stderr.flush()
+        # The main thread waits in a collective that will not end.
+        os._exit(EXIT_FAILED_WORK)
+
+
+class _RunningClock:
+    """Seconds in which this process ran. While it is suspended (Ctrl-Z, SIGSTOP), others' silence tells it nothing."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._ticked_s = monotonic()
+
+    def tick(self) -> None:
+        """Goes on by the time since the last tick, or by the little that a process which runs needs for one."""
+        now_s = monotonic()
+        self.now_s += min(now_s - self._ticked_s, 2 * _TICK_S)
+        self._ticked_s = now_s
 
 
 class Watch:
@@ -89,7 +124,7 @@ class Watch:
         if said is None:
             self._reached_s = now_s if self._reached_s is None else self._reached_s
             silent = now_s - self._reached_s >= SILENT_S
-            return f"the machine of rank 0 has not answered for {SILENT_S:g} s" if silent else None
+            return _unanswered() if silent else None
         self._reached_s = now_s
         for rank, text in enumerate(said):
             if rank == self._world.rank or text == _LEFT:
@@ -103,6 +138,10 @@ class Watch:
             elif now_s - self._heard_s[rank] >= SILENT_S:
                 return f"rank {rank} has not been heard of for {SILENT_S:g} s"
         return None
+
+
+def _unanswered() -> str:
+    return f"the machine of rank 0 has not answered for {SILENT_S:g} s, or its process is suspended"
 
 
 def _described(error: BaseException) -> str:

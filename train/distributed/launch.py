@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from manifests.errors import FailedWork, UserError
+from train.distributed.comparing import Start, require_same_start
 from train.distributed.heartbeat import Heartbeat
 from train.distributed.world import World
 
@@ -17,11 +18,16 @@ _LOST = ("closed by peer", "connection reset", "connection refused", "broken pip
 
 
 @contextmanager
-def open_world(*, device_type: str) -> Iterator[World]:
+def open_world(*, device_type: str, start: Start | None = None, hint: str = "") -> Iterator[World]:
     """The world that torchrun launched this process into; one of size 1 where nothing launched it.
 
+    Args:
+        start: how this rank was started; the ranks compare it before there is anything else between them.
+        hint: what to do where they were started differently.
+
     Raises:
-        UserError: the environment is half there, or this machine has fewer GPUs than processes.
+        UserError: the environment is half there, this machine has fewer GPUs than processes, or the ranks were not
+            started alike.
         FailedWork: another rank is gone; this one cannot go on without it.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -31,7 +37,15 @@ def open_world(*, device_type: str) -> Iterator[World]:
     if device_type == "cuda":
         _take_gpu(world)
     # The ranks find one another through a store that torchrun keeps, or rank 0 where something else launched them.
-    store, _, _ = next(dist.rendezvous("env://"))
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+    except RuntimeError as error:
+        raise FailedWork(
+            f"rank {world.rank} of {world.size} finds no other ranks at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} ({_first_line(error)}); what they said stands in their own logs"
+        ) from error
+    if start is not None and world.size > 1:
+        require_same_start(start, store=store, world=world, hint=hint)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("clipmill", store), rank=world.rank, world_size=world.size)
     heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))

@@ -117,6 +117,23 @@ class World:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
+    def each(self, work: Callable[[], Outcome]) -> Outcome:
+        """What `work` gives on this rank, once every rank has called its own and none has failed.
+
+        Raises:
+            ClipmillError: `work` raised it on a rank, the lowest such rank's; every rank raises the same.
+        """
+        if self.size == 1:
+            return work()
+        try:
+            outcome, error = work(), None
+        except ClipmillError as own:
+            outcome, error = None, own
+        errors = [one for one in self.gather_objects(error) if one is not None]
+        if errors:
+            raise errors[0]
+        return cast(Outcome, outcome)
+
     def first(self, work: Callable[[], Outcome]) -> Outcome:
         """What `work` gives on rank 0, where alone it is called, on all ranks.
 

@@ -120,6 +120,7 @@ class GlobalContrast(ContrastiveObjective):
         pair_B: torch.Tensor,
         further_B: tuple[torch.Tensor, ...],
         group_B: torch.Tensor,
+        step: Step,
     ) -> torch.Tensor:
         """New rows [B, C] of a side's table."""
         return estimate.log_u_B[:, None]
@@ -150,7 +151,8 @@ class GlobalContrast(ContrastiveObjective):
         for number, side in enumerate(sides):
             group_B = groups(side.ids_B)
             estimate = self._estimate(side, gathered_B[number], pair_B, group_B, gamma=gamma)
-            state_BC = self.moved_state(side, estimate, pair_B, tuple(gathered_B[2 + number :: 2]), group_B)
+            further_B = tuple(gathered_B[2 + number :: 2])
+            state_BC = self.moved_state(side, estimate, pair_B, further_B, group_B, step)
             side.table.write(side.ids_B, state_BC)
             estimates.append(estimate)
             values_B.append(self.value(side, estimate.log_inner_B))

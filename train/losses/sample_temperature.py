@@ -1,33 +1,53 @@
 """Global losses with a temperature for each clip and each caption: iSogCLR and FastCLIP v2 (RGCL)."""
 
+import math
+from collections.abc import Mapping, Sequence
+
 import torch
 
+from manifests.errors import UserError
 from train.distributed.world import World
 from train.losses.cached import Inputs
 from train.losses.global_contrast import Estimate, GlobalContrast, GlobalSet, Side
 from train.losses.moving_average import group_means
 from train.losses.scores import Scores, mean_scores
 from train.losses.settings import Loss
+from train.step import Step
 
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's; the public code's as well
 _LONGEST = 5.0  # of a temperature's gradient, in the public code
 _HIGHEST = 1.0  # temperature, in the public code
-# Columns of the state, after log u.
+# Columns of the state, after log u. The public code counts epochs, not visits, and needs no column for them.
 _TEMPERATURE, _MEAN, _SQUARE, _VISITS = 1, 2, 3, 4
+_NUM_COLUMNS = {"paper": 5, "fast_clip": 4}
 
 
 class SampleTemperature(GlobalContrast):
     """RGCL: mean of tau_i (log(epsilon + g_i) + rho) over clips and over captions.
 
-    Temperatures move when their clip or caption is visited, by Adam with a count of its own for each (procedure 4
-    without decay). The public code leaves out the momentum of the first visit and, unlike Adam, divides by the mean
-    square itself rather than by its root.
+    Temperatures move when their clip or caption is visited: by AdamW without decay (procedure 5, lines 8 and 9;
+    procedure 4, lines 13 to 16), whose t is the number of the visit. The public code has epochs in the place of visits:
+    in epoch 0 both betas are 0, afterwards t is the epoch + 1.
     """
 
     def __init__(self, inputs: Inputs, settings: Loss, whole: GlobalSet, *, world: World) -> None:
         state = (settings.number("temperature"), 0.0, 0.0, 0.0)
-        super().__init__(inputs, settings, whole, world=world, further_state=state)
+        num_further = _NUM_COLUMNS[settings.convention] - 1
+        super().__init__(inputs, settings, whole, world=world, further_state=state[:num_further])
         self._is_code = settings.convention == "fast_clip"
+
+    def check_resumable(self, sizes: Mapping[str, Sequence[int]], *, where: str) -> None:
+        """Raises a UserError for state that began when `fast_clip` was the public code before October 2024.
+
+        That one divided by the mean square rather than by its root; clipmill kept the number of visits beside it.
+        """
+        if self._is_code and list(sizes.get("clips.rows", ()))[1:] == [_NUM_COLUMNS["paper"]]:
+            raise UserError(
+                f"{where} has temperatures of {self._settings.kind} that moved by an older rule of --loss.convention "
+                "fast_clip, which divided by the mean square of the gradient and not by its root",
+                hint="begin a new run with another --out (--init.weights takes the weights of this one), or finish it "
+                "with the version of clipmill that began it",
+            )
 
     def temperatures(self, state_BC: torch.Tensor) -> torch.Tensor:
         """Each its own."""
@@ -57,6 +77,7 @@ class SampleTemperature(GlobalContrast):
         pair_B: torch.Tensor,
         further_B: tuple[torch.Tensor, ...],
         group_B: torch.Tensor,
+        step: Step,
     ) -> torch.Tensor:
         """Averages, and temperatures moved along equation 9; where an id occurs twice, along the mean of both."""
         (mean_B,) = further_B
@@ -67,19 +88,24 @@ class SampleTemperature(GlobalContrast):
         gradient_B = group_means(gradient_B, group_B)
         state_BC = side.state_BC.clone()
         state_BC[:, 0] = estimate.log_u_B
-        visits_B = state_BC[:, _VISITS] = side.state_BC[:, _VISITS] + 1
-        beta1, beta2 = torch.full_like(pair_B, _BETA1), torch.full_like(pair_B, _BETA2)
-        if self._is_code:
-            beta1, beta2 = torch.where(visits_B > 1, beta1, 0), torch.where(visits_B > 1, beta2, 0)
+        count_B, beta1, beta2 = self._count(side, state_BC, step)
         state_BC[:, _MEAN] = beta1 * side.state_BC[:, _MEAN] + (1 - beta1) * gradient_B
         state_BC[:, _SQUARE] = beta2 * side.state_BC[:, _SQUARE] + (1 - beta2) * gradient_B**2
-        mean_grad_B = state_BC[:, _MEAN] / (1 - beta1**visits_B)
-        square_B = state_BC[:, _SQUARE] / (1 - beta2**visits_B)
-        divisor_B = (square_B if self._is_code else square_B.sqrt()) + _EPS
+        mean_grad_B = state_BC[:, _MEAN] / (1 - beta1**count_B)
+        square_B = state_BC[:, _SQUARE] / (1 - beta2**count_B)
         rate = self._settings.own_temperature_lr
         assert rate is not None
         highest = _HIGHEST if self._is_code else None
-        state_BC[:, _TEMPERATURE] = (side.temperature_B - rate * mean_grad_B / divisor_B).clamp(
+        state_BC[:, _TEMPERATURE] = (side.temperature_B - rate * mean_grad_B / (square_B.sqrt() + _EPS)).clamp(
             self._settings.min_temperature, highest
         )
         return state_BC
+
+    def _count(self, side: Side, state_BC: torch.Tensor, step: Step) -> tuple[torch.Tensor, float, float]:
+        """t + 1 of procedure 4 for each of B, and the betas; visits are counted in `state_BC`."""
+        if not self._is_code:
+            state_BC[:, _VISITS] = side.state_BC[:, _VISITS] + 1
+            return state_BC[:, _VISITS], _BETA1, _BETA2
+        epoch = math.floor(step.epoch)
+        count_B = torch.full_like(side.temperature_B, epoch + 1)
+        return (count_B, _BETA1, _BETA2) if epoch else (count_B, 0.0, 0.0)

@@ -83,6 +83,7 @@ class Loss:
     """The margin is that times the pair's relevancy, as LaViLa's (max-margin)."""
 
     def __post_init__(self) -> None:
+        _require("kind", self.kind in PUBLISHED, self.kind, f"one of: {', '.join(PUBLISHED)}")
         own = PUBLISHED[self.kind]
         for name in ("temperature", "temperature_lr", "rho", "gamma", "margin"):
             self._check_number(name)

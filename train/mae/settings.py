@@ -78,6 +78,8 @@ _VIDEOMAE = MaeTowers()
 class MaeSettings(ClipSettings):
     """Settings of `train mae`; the defaults are VideoMAE's (Tong et al. 2022, table 8)."""
 
+    command = "mae"
+
     input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
     """pixels: chunks, decoded; latents: segments of the column that prep latents made."""
     segment: Annotated[str, _CLIPS] = "5s"

@@ -12,6 +12,7 @@ from manifests.errors import UserError
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.caption.commands import evaluate_captions
+from train.caption.evaluating import Said, numbers_of
 from train.caption.metrics.coco_results import read_coco_results
 from train.caption.metrics.java import Absent
 from train.caption.metrics.scores import score_captions
@@ -115,6 +116,31 @@ def test_captions_as_nobody_wants_them_are_escaped_and_counted(
     text += (captioner_run / found["all_said"]).read_text(encoding="utf-8")
     assert f"<dd>{odd_data}</dd>" in text
     assert "<script>alert" not in text and "\x00" not in text and "\x1b" not in text
+
+
+def test_references_without_words_are_left_out_and_named(
+    train: Train, captioner_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_dir = tmp_path / "wordless"
+    splits = {"e": "val", "f": "val", "g": "test"}
+    for shard_id, (video_id, split) in enumerate(splits.items()):
+        write_shard(data_dir, shard_id, chunks_of(video_id, 20), split=split)
+    texts = {"e": "it begins", "f": "...", "g": ". . ."}
+    write_captions(data_dir, splits, [Caption(video_id, 0.0, 2.0, text) for video_id, text in texts.items()])
+    run = tmp_path / "run"
+    shutil.copytree(captioner_run, run)
+    assert train("eval", "caption", run, "--shards", data_dir, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_samples"] == 1 and found["without_words"] == ["f"]
+    assert "; left out for references without words: 1 (f)" in found["data"]
+    # A captioner that says nothing is worth nothing.
+    said = Said(captions={0: "", 1: ""}, summed_loss=1.0, num_tokens=2)
+    numbers = numbers_of([said], references=lambda number: ["it begins", ""] if number else ["..."])
+    counted = ("num_empty", "num_without_words")
+    assert [numbers.pop(name) for name in counted] == [1, 1] and numbers.pop("loss") == 0.5
+    assert numbers == pytest.approx(dict.fromkeys(numbers, 0.0), abs=1e-6)
+    with pytest.raises(UserError, match="clips whose references have words: 0 of 1"):
+        evaluate_captions(run, split="test", shards=str(data_dir))
 
 
 def test_a_split_without_captions_is_named(captioner_run: Path, odd_data: Path) -> None:

@@ -36,14 +36,19 @@ class Rank:
         return status, self.said.read_text()
 
 
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 def fork_ranks(run: Callable[..., None], *arguments: Any, size: int, folder: Path) -> list[Rank]:
     """Starts `size` ranks that call `run`, in an environment as torchrun makes it; what they say goes to `folder`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(RUNS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(size):
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -1,19 +1,24 @@
 """Runs of the loop that one process or two make alike, in float64."""
 
+import io
 import json
+import os
 import sys
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from manifests.errors import FailedWork
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
 from train.data.batch import Batch
+from train.distributed import heartbeat
 from train.distributed.launch import open_world
 from train.distributed.settings import ParallelSettings, Strategy
 from train.distributed.world import World
@@ -171,6 +176,33 @@ def run_command(*arguments: str) -> None:
     """One rank of the whole program."""
     sys.argv = ["train", *arguments]
     main()
+
+
+def run_impatient_command(*arguments: str) -> None:
+    """One rank of the whole program, which gives up silent ranks within seconds."""
+    heartbeat.BEAT_S, heartbeat.SILENT_S = 0.2, 2.0
+    run_command(*arguments)
+
+
+def run_own_commands(folder: Path, cases: list[tuple[Sequence[str], ...]], ports: list[int]) -> None:
+    """One rank of several that runs, case by case, the command of its own: what it said and its exit status.
+
+    The ranks meet anew for each case, each the first of its machine.
+    """
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = "0"
+    ends = []
+    for commands, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with redirect_stderr(io.StringIO()) as said:
+            try:
+                run_command(*commands[rank])
+            except SystemExit as end:
+                ends.append((end.code, said.getvalue()))
+        if dist.is_initialized():
+            dist.destroy_process_group()  # a command that fails leaves it as it is, and its process ends
+    (folder / f"ends-{rank}.json").write_text(json.dumps(ends))
 
 
 def run_ranks(folder: Path, data_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks that are told to stop, and ranks that are killed: the others stop, and the run goes on to the same end."""
 
+import os
 import signal
 import subprocess
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from tests.train.distributed.conftest import slurm_environment
 from tests.train.distributed.forked import fork_ranks
-from tests.train.distributed.runs import run_command
+from tests.train.distributed.runs import run_command, run_impatient_command
 from tests.train.test_latents_training import FLAGS, write_columns
 from tests.train.weights.test_export import run_train
 from train.checkpoint import all_checkpoints
@@ -61,6 +62,27 @@ def test_a_run_that_is_stopped_and_then_loses_a_rank_goes_on_by_one_process(colu
     assert max(all_checkpoints(checkpoints)) > stopped_at
     assert run_train("dual-encoder", "--resume", "--out", out) == 0
     assert [line["step"] for line in read_lines(metrics)] == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_frozen_rank_0_is_noticed_though_it_keeps_the_store(columns: Path, tmp_path: Path) -> None:
+    """Nothing launched them: no agent keeps the store, and calls of it never return."""
+    out = tmp_path / "run"
+    command = [*TRAIN, "--shards", str(columns), "--out", str(out), "--steps", "100000"]
+    first, second = fork_ranks(run_impatient_command, *command, size=2, folder=tmp_path)
+    wait_for(RunFolder(out).metrics, num_lines=3, runs=second.process.is_alive)
+    pid = first.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        status, error = second.end(within_s=60)
+        assert status == 1, error
+        assert "failed: the machine of rank 0 has not answered for 2 s, or its process is suspended" in error
+        assert error.count("failed: ") == 1 and "rank 1 stops too" in error and "--resume" in error
+        assert "Traceback" not in error
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    status, error = first.end(within_s=60)
+    assert status == 1 and "failed: " in error and "Traceback" not in error
 
 
 def test_the_slurm_script_launches_one_torchrun_a_node(repository: Path, columns: Path, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The losses as their papers write them: pair by pair, in plain sums, differentiated by autograd.
 
 It shares nothing with train.losses. A step gives the value, the gradients of the embeddings and what is kept.
+
+Paper: Wei et al. 2024, arXiv 2407.01445, in the version with the xlarge setting. Code: src/fast_clip/loss.py of
+github.com/Optimization-AI/fast_clip at efd89d5 (3 October 2024).
 """
 
 import math
@@ -50,13 +53,22 @@ def in_batch_loss(
     return total if kind == "max-margin" else total / count
 
 
+@dataclass(frozen=True)
+class Moments:
+    """m and v of procedure 4, and how often they were updated."""
+
+    m: float = 0.0
+    v: float = 0.0
+    num_updates: int = 0
+
+
 @dataclass
 class Memory:
-    """u (and temperatures with Adam's averages) of each id that was visited."""
+    """u (and temperatures with their moments) of each id that was visited."""
 
     u: dict[int, float] = field(default_factory=dict)
     tau: dict[int, float] = field(default_factory=dict)
-    adam: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    adam: dict[int, Moments] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,6 +105,7 @@ def global_step(
     epsilon: float,
     sizes: tuple[int, int],
     lr: float,
+    epoch: int,
 ) -> Stepped:
     """One step of a global loss; `ids` and `memories` are those of clips and captions."""
     count = len(video)
@@ -141,7 +154,7 @@ def global_step(
     logs = [[math.log(epsilon + x) for x in line] for line in u]
     if kind in OWN_TEMPERATURE:
         loss = sum(taus[k][i].item() * (logs[k][i] + rho) for k, i in both) / count
-        _move(convention, inner, u, taus, ids, memories, rho=rho, epsilon=epsilon, sizes=sizes, lr=lr)
+        _move(convention, inner, u, taus, ids, memories, rho=rho, epsilon=epsilon, sizes=sizes, lr=lr, epoch=epoch)
         return Stepped(half * loss, video_grad, text_grad)
     loss = sum(
         _outer(kind, is_code, taus[k][i].item()) * (logs[k][i] + (rho if kind == "fastclip-v3" else 0)) for k, i in both
@@ -171,24 +184,41 @@ def _move(
     epsilon: float,
     sizes: tuple[int, int],
     lr: float,
+    epoch: int,
 ) -> None:
-    is_code = convention == "fast_clip"
+    """Procedure 5, lines 7 to 9: of each pair of the batch, both temperatures by their own gradients (9)."""
     for side in range(2):
+        memory = memories[side]
         grads: dict[int, list[float]] = {}
         for i, one in enumerate(ids[side]):
             (slope,) = torch.autograd.grad(inner[side][i], [taus[side]], retain_graph=True)
             tau = taus[side][i].item()
-            gradient = math.log(epsilon + u[side][i]) + rho + tau * slope[i].item() / (epsilon + u[side][i])
-            gradient = max(-5.0, min(5.0, gradient)) if is_code else gradient / sizes[side]
+            # Eq. 9 without its 1 / |S|; the slope is the mean of the third partial derivatives of l over the others.
+            gradient = math.log(epsilon + u[side][i]) + rho + tau / (epsilon + u[side][i]) * slope[i].item()
+            # FastCLIPLossIndividual.local: "we do not divide the gradient by dataset size", then clamp_.
+            gradient = gradient / sizes[side] if convention == "paper" else min(max(gradient, -5.0), 5.0)
             grads.setdefault(one, []).append(gradient)
         for one, several in grads.items():
             gradient = sum(several) / len(several)
-            mean, square, visits = memories[side].adam.get(one, (0.0, 0.0, 0))
-            visits += 1
-            beta1, beta2 = (0.0, 0.0) if is_code and visits == 1 else (0.9, 0.999)
-            mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
-            memories[side].adam[one] = (mean, square, visits)
-            mean_hat, square_hat = mean / (1 - beta1**visits), square / (1 - beta2**visits)
-            divisor = (square_hat if is_code else math.sqrt(square_hat)) + 1e-8
-            moved = max(0.01, memories[side].tau[one] - lr * mean_hat / divisor)
-            memories[side].tau[one] = min(1.0, moved) if is_code else moved
+            moments = memory.adam.get(one, Moments())
+            if convention == "paper":
+                # t of procedure 4 counts the updates of a parameter, and this one has one at each visit.
+                moments, direction = adamw_without_decay(moments, gradient, t=moments.num_updates)
+                memory.tau[one] = max(memory.tau[one] - lr * direction, 0.01)
+            else:
+                # adjust_hyperparams: the betas are 0 until epoch 1; local: they are raised to self.epoch + 1.
+                betas = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
+                moments, direction = adamw_without_decay(moments, gradient, t=epoch, betas=betas)
+                memory.tau[one] = min(max(memory.tau[one] - lr * direction, 0.01), 1.0)
+            memory.adam[one] = moments
+
+
+def adamw_without_decay(
+    moments: Moments, gradient: float, *, t: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+) -> tuple[Moments, float]:
+    """Procedure 4, optimizer AdamW, lambda = 0; what line 16 multiplies by the learning rate."""
+    beta1, beta2 = betas
+    m = beta1 * moments.m + (1 - beta1) * gradient  # line 13
+    v = beta2 * moments.v + (1 - beta2) * gradient**2  # line 14
+    m_hat, v_hat = m / (1 - beta1 ** (t + 1)), v / (1 - beta2 ** (t + 1))  # line 15
+    return Moments(m, v, moments.num_updates + 1), m_hat / (math.sqrt(v_hat) + eps)  # line 16

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.train.losses.naive import Memory, global_step, in_batch_loss
+from tests.train.losses.naive import Memory, Moments, adamw_without_decay, global_step, in_batch_loss
 from tests.train.losses.pairs import (
     CAPTION_IDS,
     CASES,
@@ -93,6 +93,7 @@ def test_a_loss_of_the_set_is_its_formula_over_steps(kind: Kind, convention: Con
             epsilon=epsilon,
             sizes=(NUM_CLIPS, NUM_CAPTIONS),
             lr=published.get("temperature_lr", 0.0),
+            epoch=number,
         )
         assert numbers["loss"] == pytest.approx(expected.loss, rel=1e-8)
         torch.testing.assert_close(model.video.grad, expected.video_grad, rtol=1e-7, atol=1e-12)
@@ -109,6 +110,32 @@ def test_a_loss_of_the_set_is_its_formula_over_steps(kind: Kind, convention: Con
             assert row[0].item() == pytest.approx(math.log(u), rel=1e-8)
             if memory.tau:
                 assert row[1].item() == pytest.approx(memory.tau[one], rel=1e-8)
+
+
+def test_the_formulas_own_optimizer_is_adamw_as_torch_has_it() -> None:
+    weight = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    torchs = torch.optim.AdamW([weight], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
+    moments, found = Moments(), 0.5
+    for t, gradient in enumerate((3.0, -0.2, 0.04, 7.0)):
+        weight.grad = torch.tensor([gradient], dtype=torch.float64)
+        torchs.step()
+        moments, direction = adamw_without_decay(moments, gradient, t=t)
+        found -= 0.01 * direction
+        assert found == pytest.approx(weight.item(), rel=1e-12)
+
+
+def test_temperatures_of_their_own_go_on_moving_in_later_epochs_as_in_the_public_code() -> None:
+    """Published numbers: 0.03 falls by 0.01 in epoch 0, and the size of later steps is not that of the gradient."""
+    objective = objective_of(settings_of("fastclip-v2", "fast_clip", temperature=0.03), table=True)
+    assert isinstance(objective, GlobalContrast)
+    model = Table(6)
+    found = []
+    for epoch in range(6):
+        objective.backward(model, batch_of(0), Step(number=epoch + 1, epoch=epoch + 0.5))
+        found.append(objective.clips.read(torch.tensor(CLIP_IDS[0]))[:, 1])
+    taus = torch.stack(found)
+    torch.testing.assert_close((taus[0] - 0.03).abs(), torch.full((6,), 0.01, dtype=taus.dtype))
+    assert ((taus[1:] - taus[:-1]).abs().amax(dim=1) > 1e-3).all()
 
 
 def test_what_a_pair_does_to_the_others_is_not_left_out() -> None:

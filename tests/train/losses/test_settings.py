@@ -1,14 +1,15 @@
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from manifests.errors import UserError
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
-from train.losses.build import build_contrast
+from train.distributed.world import World
+from train.losses.build import OF_THE_BATCH, OF_THE_SET, build_contrast
 from train.losses.global_contrast import GlobalSet
-from train.losses.settings import GLOBAL, PUBLISHED, Convention, Loss
+from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind, Loss
 from train.step import Step
 
 
@@ -46,6 +47,18 @@ def test_numbers_that_are_left_out_are_the_published_ones() -> None:
     assert Loss(kind="fastclip-v1").effective_gamma_schedule == "cosine"
     assert Loss(kind="max-margin").number("margin") == 0.2
     assert Loss(kind="max-margin", use_relevancy=True).number("margin") == 0.4
+
+
+def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
+    assert {*OF_THE_BATCH, *OF_THE_SET} == {*get_args(Kind)} == {*PUBLISHED}
+    assert {*OF_THE_SET} == GLOBAL
+    unknown = Loss()
+    object.__setattr__(unknown, "kind", "clip")
+    with pytest.raises(KeyError, match="clip"):
+        build_contrast(unknown, inputs=lambda batch: (batch["latents"], batch["text"]), whole=None, world=World())
+    with pytest.raises(UserError, match=r"--loss\.kind is clip") as error:
+        Loss(kind="clip")  # type: ignore[arg-type]
+    assert error.value.hint is not None and "fastclip-v3" in error.value.hint
 
 
 @pytest.mark.parametrize("kind", sorted(GLOBAL))

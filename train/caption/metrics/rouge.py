@@ -1,6 +1,7 @@
 """ROUGE-L (Lin 2004) as pycocoevalcap computes it: beta 1.2, the best precision and the best recall of all references.
 
-The two need not come from the same reference. A caption without words counts as one word that is empty.
+The two need not come from the same reference. There a caption without words is one word that is empty, and equals a
+reference without words: 1. Here it has nothing in common with any: 0, as by Lin's definition.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ _BETA = 1.2
 
 def rouge_l(candidate: str, references: Sequence[str]) -> float:
     """ROUGE-L of a tokenized caption beside its tokenized references; at least one."""
+    if not candidate:
+        return 0.0
     words = candidate.split(" ")
     places = _places(words)
     precision = recall = 0.0

@@ -43,6 +43,7 @@ class CaptionScores:
         means: metric to its value; keys as in LABELS. BLEU and METEOR are those of the corpus, no means over videos.
         per_video: video to metric to value, in the order of the candidates.
         absent: metric to the reason why it is not among them.
+        empty: videos whose captions have no words; they are worth 0 in every metric.
         num_references: references of all videos together.
         idf: where the document frequencies of CIDEr come from.
         ids_hash: of the ids of the videos, so that numbers of two sets are not compared by mistake.
@@ -51,6 +52,7 @@ class CaptionScores:
     means: dict[str, float]
     per_video: dict[str, dict[str, float]]
     absent: dict[str, str]
+    empty: tuple[str, ...]
     num_references: int
     idf: str
     ids_hash: str
@@ -73,13 +75,14 @@ def score_captions(
 
     Args:
         candidates: video id to caption, as it was found; it may be empty.
-        references: video id to captions, as people wrote them; for the same videos, one at least for each.
+        references: video id to captions, as people wrote them; for the same videos, for each one at least that has
+            words (`without_words` names the others).
         with_java: whether METEOR and SPICE are tried, which take seconds to start and longer for each video.
         spice_jars: the folder of the two jars that SPICE needs.
         meteor: is entered already, where several sets of captions are scored; one of its own when left out.
 
     Raises:
-        UserError: no videos, not the same videos, a video without references, no jars in `spice_jars`.
+        UserError: no videos, not the same videos, a video without references that have words, no jars in `spice_jars`.
     """
     _check(candidates, references)
     if spice_jars is not None:
@@ -93,6 +96,9 @@ def score_captions(
 
     ours = {video_id: tokens(caption) for video_id, caption in candidates.items()}
     theirs = {video_id: [tokens(caption) for caption in references[video_id]] for video_id in candidates}
+    _require_videos(
+        [video_id for video_id, captions in theirs.items() if not any(captions)], "without words to compare with"
+    )
 
     columns, means = _plain_scores(ours, theirs)
     absent: dict[str, str] = {}
@@ -111,10 +117,21 @@ def score_captions(
             video_id: {name: columns[name][video_id] for name in LABELS if name in columns} for video_id in candidates
         },
         absent=absent,
+        empty=tuple(video_id for video_id, caption in ours.items() if not caption),
         num_references=num_references,
         idf=f"the {num_references:,} references of these {len(ours):,} videos",
         ids_hash=hash_of_ids(candidates),
     )
+
+
+def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
+    """The videos whose references have no words, if they have any: nothing can be compared with them."""
+    return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
+
+
+def named(video_ids: Sequence[str]) -> str:
+    """The first few of some videos."""
+    return ", ".join(video_ids[:_NAMED]) + (", ..." if len(video_ids) > _NAMED else "")
 
 
 def hash_of_ids(ids: Iterable[str]) -> str:
@@ -145,7 +162,9 @@ def _plain_scores(
         "rouge_l": np.array([rouge_l(ours[video_id], theirs[video_id]) for video_id in ours]),
         "cider_d": cider_d,
         "cider": plain_cider,
-        "exact_match": np.array([float(ours[video_id] in theirs[video_id]) for video_id in ours]),
+        "exact_match": np.array(
+            [float(bool(ours[video_id]) and ours[video_id] in theirs[video_id]) for video_id in ours]
+        ),
     }
     means = {name: float(row.mean()) for name, row in rows.items()}
     means |= {f"bleu{order + 1}": float(corpus_bleu[order]) for order in range(MAX_ORDER)}
@@ -166,12 +185,12 @@ def _java_metrics(
 def _check(candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> None:
     if not candidates:
         raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")
-    for what, ids in (
-        ("without references", [video_id for video_id in candidates if not references.get(video_id)]),
-        ("without a caption to score", [video_id for video_id in references if video_id not in candidates]),
-    ):
-        if ids:
-            named = ", ".join(ids[:_NAMED]) + (", ..." if len(ids) > _NAMED else "")
-            raise UserError(
-                f"{len(ids)} videos are {what}: {named}", hint="score the videos that have both, and no others"
-            )
+    _require_videos([video_id for video_id in candidates if not references.get(video_id)], "without references")
+    _require_videos([video_id for video_id in references if video_id not in candidates], "without a caption to score")
+
+
+def _require_videos(lacking: Sequence[str], what: str) -> None:
+    if lacking:
+        raise UserError(
+            f"{len(lacking)} videos are {what}: {named(lacking)}", hint="score the videos that have both, and no others"
+        )

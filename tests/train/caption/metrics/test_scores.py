@@ -26,15 +26,19 @@ def scored(candidates: Candidates, references: References) -> CaptionScores:
 
 
 def real_scores(candidates: Candidates, references: References) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Of pycocoevalcap, for the corpus and for each video, by our names."""
+    """Of pycocoevalcap, for the corpus and for each video, by our names.
+
+    There a caption without words equals a reference without words, and has a ROUGE-L of 1 with it; here it has none.
+    """
     ours = {video_id: [tokenize(caption)] for video_id, caption in candidates.items()}
     theirs = {video_id: [tokenize(caption) for caption in references[video_id]] for video_id in candidates}
     bleus, video_bleus = Bleu(4).compute_score(theirs, ours, verbose=0)
-    rouge, video_rouges = Rouge().compute_score(theirs, ours)
+    _, video_rouges = Rouge().compute_score(theirs, ours)
+    video_rouges = np.where([bool(caption) for (caption,) in ours.values()], video_rouges, 0.0)
+    rouge = float(video_rouges.mean())
     means = {f"bleu{order + 1}": bleu for order, bleu in enumerate(bleus)} | {"rouge_l": rouge}
     columns = {f"bleu{order + 1}": column for order, column in enumerate(video_bleus)} | {"rouge_l": video_rouges}
-    if any(caption for captions in theirs.values() for caption in captions):  # it cannot without any word
-        means["cider_d"], columns["cider_d"] = Cider().compute_score(theirs, ours)
+    means["cider_d"], columns["cider_d"] = Cider().compute_score(theirs, ours)
     return means, columns
 
 
@@ -94,7 +98,8 @@ captions = st.lists(words, max_size=8).map(" ".join)
 
 @st.composite
 def corpora(draw: st.DrawFn) -> tuple[Candidates, References]:
-    references = {f"v{number}": draw(st.lists(captions, min_size=1, max_size=4)) for number in range(draw(sizes))}
+    several = st.lists(captions, min_size=1, max_size=4).filter(lambda its: any(map(tokenize, its)))
+    references = {f"v{number}": draw(several) for number in range(draw(sizes))}
     candidates = {
         video_id: draw(st.one_of(captions, st.sampled_from(its_own))) for video_id, its_own in references.items()
     }
@@ -114,7 +119,7 @@ OTHERS = {"x": ["someone cooks an egg in a pan", "an egg is fried"], "y": ["dogs
 EDGES = {
     "empty candidate": ("", ["a man plays", "a guitar player"]),
     "empty reference": ("a man plays", ["", "a man"]),
-    "both empty": ("", [""]),
+    "empty as one reference": ("", ["", "a man"]),
     "only punctuation": ("...", ["!", "a man"]),
     "one word": ("guitar", ["guitar", "a man plays guitar"]),
     "two words": ("plays guitar", ["plays guitar", "guitar"]),
@@ -149,6 +154,16 @@ def test_a_single_video_has_no_cider() -> None:
     assert (scores.means["cider_d"], scores.means["cider"], scores.means["exact_match"]) == (0, 0, 1)
 
 
+@pytest.mark.parametrize("nothing", ["", "...", ". !"])
+def test_captions_without_words_are_worth_nothing_and_named(nothing: str) -> None:
+    references = {"v": ["", "a man plays"], "w": ["...", "a dog"]}
+    scores = scored(dict.fromkeys(references, nothing), references)
+    assert scores.empty == ("v", "w")
+    for value in (scores.means, *scores.per_video.values()):
+        assert value == pytest.approx(dict.fromkeys(value, 0.0), abs=CLOSE)
+    assert scored({"v": "a man plays", "w": nothing}, references).empty == ("w",)
+
+
 def test_repeating_a_word_gains_nothing_in_cider_d_but_much_in_cider() -> None:
     references = {"v": ["guitar"], **OTHERS}
     once, often = (
@@ -175,6 +190,7 @@ def test_scores_say_what_they_were_computed_from() -> None:
         ({"v": "a"}, {}, "1 videos are without references: v"),
         ({"v": "a"}, {"v": []}, "1 videos are without references: v"),
         ({"v": "a"}, {"v": ["a"], "w": ["b"]}, "1 videos are without a caption to score: w"),
+        ({"v": "", "w": "a"}, {"v": ["", "..."], "w": ["a"]}, "1 videos are without words to compare with: v"),
     ],
 )
 def test_videos_without_their_other_half_are_named(candidates: Candidates, references: References, told: str) -> None:
