@@ -59,6 +59,20 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a checkpoint is complete and all its checksums fit; reads all of it."""
+    try:
+        read_facts(path)
+    except UserError:
+        return False
+    return True
+
+
 def all_checkpoints(folder: Path) -> dict[int, Path]:
     """Checkpoints by their steps, in ascending order."""
     found = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}

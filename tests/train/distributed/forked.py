@@ -15,6 +15,7 @@ from typing import Any
 RUNS = [
     "tests.train.distributed.runs",
     "tests.train.distributed.stage_runs",
+    "tests.train.killed",
     "tests.train.losses.runs",
     "tests.train.optim.sharded_steps",
     "torch._dynamo",
