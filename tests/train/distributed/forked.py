@@ -18,6 +18,9 @@ RUNS = [
     "tests.train.killed",
     "tests.train.losses.runs",
     "tests.train.optim.sharded_steps",
+    "train.commands",
+    "train.mae.commands",
+    "train.report",
     "torch._dynamo",
 ]
 
