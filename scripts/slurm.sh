@@ -36,7 +36,7 @@ was_signalled=no
 # The signal goes to the job's processes by scancel, which leaves this script alone: srun ends its step at once on SIGTERM.
 stop_training() {
     was_signalled=yes
-    scancel --signal=TERM "$SLURM_JOB_ID"
+    scancel --signal=TERM "$SLURM_JOB_ID" || true # it may have ended just now
 }
 trap 'is_out_of_time=yes; stop_training' USR1
 trap stop_training TERM

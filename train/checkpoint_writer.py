@@ -1,5 +1,6 @@
 """Writing checkpoints while the training goes on: copied at once, written by a thread, published by one rename."""
 
+import errno
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from train.checkpoint import (
     is_checkpoint_name,
     is_intact,
 )
-from train.distributed.storage import Storage
+from train.distributed.storage import FailedElsewhere, Storage
 from train.distributed.world import World
 
 # A metric whose name has one of these is better where it is lower.
@@ -65,7 +66,8 @@ class CheckpointWriter:
             return
         error = self._writing.exception()
         self._writing = None
-        reasons = self._world.gather_objects(None if error is None else _described(error))
+        is_own = error is not None and not isinstance(error, FailedElsewhere)
+        reasons = self._world.gather_objects(_described(error) if is_own else None)
         for rank, reason in enumerate(reasons):
             if reason is not None:
                 raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
@@ -115,7 +117,7 @@ class CheckpointWriter:
 
 
 def recover(folder: Path) -> None:
-    """Finishes what a killed process began in a folder of checkpoints; to be called by the one process that writes there.
+    """Finishes what a killed process began in a folder of checkpoints; called by the only process that writes there.
 
     A complete checkpoint that was not yet renamed gets its name. Everything else under a temporary name is removed.
     """
@@ -178,8 +180,11 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _described(error: BaseException) -> str:
+def _described(error: BaseException | None) -> str:
     # DCP wraps what went wrong on each rank, with its traceback as text.
     for cause, _ in getattr(error, "failures", {}).values():
         return _described(cause)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while {error.filename} was written" if error.filename else ""
+        return f"the disk is full{where} ({error.strerror}); make room and go on with --resume"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

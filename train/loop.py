@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from manifests.errors import Stopped, UserError
-from train.agreement import FailureLog, StopSignal, going_on_said, require_finite
+from train.agreement import FailureLog, StopSignal, going_on_said, require_finite, require_finite_state
 from train.checkpoint import latest_checkpoint
 from train.checkpoint_writer import CheckpointWriter
 from train.data.batch import to_device
@@ -55,7 +55,8 @@ def train(
         The trained model.
 
     Raises:
-        FailedWork: the loss is not finite, too many samples failed, or a checkpoint could not be written.
+        FailedWork: the loss or the weights are not finite, too many samples failed, or a checkpoint could not be
+            written.
         Stopped: SIGTERM came; the state has been saved.
         UserError: the checkpoint does not fit, or a batch is larger than the set of samples or than memory.
     """
@@ -79,8 +80,10 @@ def train(
         nonlocal saved_step
         if state.step == saved_step:
             return  # told to stop right after a checkpoint, which has the same state, and perhaps numbers
+        tensors = state.tensors()
+        require_finite_state(tensors, step=state.step, world=world, run=run)
         facts = state.facts(task, samples, settings, world=world, numbers=numbers)
-        writer.save(state.tensors(), facts)
+        writer.save(tensors, facts)
         saved_step = state.step
 
     state.trained.train()

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manifests.errors import UserError
+from manifests.plain_json import parse_json
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.result_data import data_facts, result_name
 from train.settings import TrainingSettings, require_same, shaping
-from train.settings_files import load_settings, save_settings
+from train.settings_files import load_settings, read_values, save_settings
 
 # Captions in COCO's results format, which lie beside the results of evaluations.
 COCO_SUFFIX = ".coco.json"
@@ -126,9 +127,7 @@ class RunFolder:
 
     def data_facts(self, shards: str | None) -> dict[str, Any]:
         """What a result says of its data (see train.result_data); `shards` is None where it is the run's own."""
-        import yaml
-
-        own = yaml.safe_load(self.settings.read_bytes()).get("shards", TrainingSettings.shards)
+        own = read_values(self.settings).get("shards", TrainingSettings.shards)
         return data_facts(str(own), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
@@ -216,7 +215,7 @@ def read_object(path: Path) -> dict[str, Any]:
     is_evaluation = path.parent.name == EVALUATIONS
     hint = "put back what `train eval` wrote, or remove it" if is_evaluation else "put back what the run wrote"
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint=hint) from error
     if not isinstance(value, dict):
@@ -242,7 +241,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     values = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             value = None
         if not isinstance(value, dict):

@@ -1,9 +1,9 @@
 """Settings in files: YAML of a run, of `--config` and of the presets.
 
 Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
-`--preset`, the default. With `--resume` the run's own settings stand in for files and preset; with `--resume auto`, where
-there is a run, they come after both and before the default. A run saves what took effect as RUN/settings.yaml, which loads
-back to an equal object.
+`--preset`, the default. With `--resume` the run's own settings stand in for files and preset; with `--resume auto` they
+come after both and before the default, where there is a run. A run saves what took effect as RUN/settings.yaml, which
+loads back to an equal object.
 """
 
 import re
@@ -78,11 +78,16 @@ def yaml_source(path: Path) -> Any:
     from cyclopts.config import Dict
 
     # Keys may be spelled as the field or as the flag.
-    spelled = {str(key).replace("-", "_"): value for key, value in _read(path).items()}
+    spelled = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
     return Dict(spelled, source=str(path), use_commands_as_keys=False)
 
 
-def _read(path: Path) -> dict[object, Any]:
+def read_values(path: Path) -> dict[object, Any]:
+    """The content of a YAML file of settings.
+
+    Raises:
+        UserError: there is no such file, or it is not a YAML mapping.
+    """
     import yaml
 
     try:
@@ -91,6 +96,8 @@ def _read(path: Path) -> dict[object, Any]:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
+    except RecursionError as error:
+        raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings", hint="one `key: value` a line, keys spelled as the flags")
     return values
@@ -171,4 +178,6 @@ def _values_of(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def _flags_of(path: Path) -> set[str]:
-    return {f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in _read(path).items()})}
+    return {
+        f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in read_values(path).items()})
+    }

@@ -10,7 +10,7 @@ import torch
 
 from manifests.errors import Stopped, UserError
 from manifests.publish import TEMPORARY_PREFIX
-from tests.train.killed import StoppedPoints, three_steps, killed_at, train_and_stop, train_plane
+from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop, train_plane
 from train.checkpoint import all_checkpoints, checkpoint_name, is_intact, latest_checkpoint, read_facts, read_weights
 from train.checkpoint_writer import recover
 from train.evaluation.settings import EvaluationSettings

@@ -1,4 +1,4 @@
-"""`--resume auto`: one command line begins a run, goes on with it after whatever killed it, and does nothing at its end."""
+"""`--resume auto`: one command line begins a run, and goes on with it after whatever killed it."""
 
 import signal
 from collections.abc import Callable

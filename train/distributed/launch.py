@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from manifests.errors import FailedWork, UserError
+from train.distributed.attempt import name_attempt
 from train.distributed.heartbeat import Heartbeat
 from train.distributed.world import World
 
@@ -32,9 +33,11 @@ def open_world(*, device_type: str) -> Iterator[World]:
         _take_gpu(world)
     # The ranks find one another through a store that torchrun keeps, or rank 0 where something else launched them.
     store, _, _ = next(dist.rendezvous("env://"))
+    attempt = name_attempt(store, world)
+    store = dist.PrefixStore(attempt, store)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("clipmill", store), rank=world.rank, world_size=world.size)
-    heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
+    heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]), attempt=attempt)
     try:
         yield world
         # Nobody leaves before all are done: the store may be in one of the processes.
