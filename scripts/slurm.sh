@@ -20,6 +20,16 @@ head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # One port a job, so that two jobs on a node do not meet.
 port=$((20000 + SLURM_JOB_ID % 20000))
 
+is_out_of_time=no
+was_signalled=no
+# The signal goes to the job's processes by scancel, which leaves this script alone: srun ends its step at once on SIGTERM.
+stop_training() {
+    was_signalled=yes
+    scancel --signal=TERM "$SLURM_JOB_ID" || true # it may have ended just now
+}
+trap 'is_out_of_time=yes; stop_training' USR1
+trap stop_training TERM
+
 # Workers get as long to save as SLURM leaves them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 srun --kill-on-bad-exit=1 --ntasks-per-node=1 torchrun \
@@ -30,16 +40,6 @@ srun --kill-on-bad-exit=1 --ntasks-per-node=1 torchrun \
     --rdzv-endpoint "$head_node:$port" \
     -m train "$@" --resume auto &
 training=$!
-
-is_out_of_time=no
-was_signalled=no
-# The signal goes to the job's processes by scancel, which leaves this script alone: srun ends its step at once on SIGTERM.
-stop_training() {
-    was_signalled=yes
-    scancel --signal=TERM "$SLURM_JOB_ID" || true # it may have ended just now
-}
-trap 'is_out_of_time=yes; stop_training' USR1
-trap stop_training TERM
 
 status=0
 wait "$training" || status=$?

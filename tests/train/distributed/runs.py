@@ -130,7 +130,7 @@ def exact_plane(out: Path, **changes: Any) -> TrainingSettings:
 
 
 class LateNanTask(PlaneTask):
-    """The second of two ranks, and it alone, has NaN in a parameter after the last step."""
+    """The second of two ranks, and it alone, has NaN in an averaged weight after the last step."""
 
     def __init__(self, world: World) -> None:
         super().__init__(dropout=0.0, dtype=torch.float64)
