@@ -1,4 +1,4 @@
-"""One SHA-256 a video over its captions, so that a plan sees changed captions without reading any."""
+"""SHA-256 over captions: one per video, so that a plan sees changed captions without reading any; one over texts."""
 
 import hashlib
 from dataclasses import dataclass
@@ -43,6 +43,23 @@ def captions_sha256(
                 sha256.update(stream.rows(begin, end))
             digests[first + int(video)] = sha256.hexdigest()
     return digests
+
+
+class TextDigest:
+    """SHA-256 over texts in their order, whatever blocks they come in; different lists of texts have different ones."""
+
+    def __init__(self) -> None:
+        self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
+
+    def add(self, texts: pa.StringArray) -> None:
+        """Takes the texts that follow, of a block of captions."""
+        lengths, content = _streams(texts)[-2:]
+        self._lengths.update(lengths.rows(0, len(texts)))
+        self._bytes.update(content.rows(0, len(texts)))
+
+    def hexdigest(self) -> str:
+        """Digest of all that was added."""
+        return hashlib.sha256(self._lengths.digest() + self._bytes.digest()).hexdigest()
 
 
 def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:

@@ -1,14 +1,18 @@
 #!/bin/bash
-# Trains on all GPUs of a SLURM job, one torchrun a node:
+# Trains on all GPUs of a SLURM job, one torchrun per node, and continues in as many jobs as the training takes:
 #
 #     sbatch --nodes 2 scripts/slurm.sh dual-encoder --shards DATA --preset b16-ego4d --out RUN
 #
-# Two minutes before the time limit SLURM sends SIGTERM: the run saves, and the same command with --resume goes on.
+# Two minutes before the time limit SLURM sends SIGUSR1 to this script: the run saves a checkpoint and the job goes back
+# into the queue. --resume auto starts a new run in the first job and resumes it in the following ones, also after a node
+# failure or a preemption, when SLURM itself requeues the job. `scancel` stops the job for good.
 #SBATCH --job-name=clipmill
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
-#SBATCH --signal=TERM@120
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
@@ -16,12 +20,38 @@ head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # One port a job, so that two jobs on a node do not meet.
 port=$((20000 + SLURM_JOB_ID % 20000))
 
+is_out_of_time=no
+was_signalled=no
+# The signal goes to the job's processes by scancel, which leaves this script alone: srun ends its step at once on SIGTERM.
+stop_training() {
+    was_signalled=yes
+    scancel --signal=TERM "$SLURM_JOB_ID" || true # it may have ended just now
+}
+trap 'is_out_of_time=yes; stop_training' USR1
+trap stop_training TERM
+
 # Workers get as long to save as SLURM leaves them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
-exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 torchrun \
+srun --kill-on-bad-exit=1 --ntasks-per-node=1 torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
     --rdzv-backend c10d \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-endpoint "$head_node:$port" \
-    -m train "$@"
+    -m train "$@" --resume auto &
+training=$!
+
+status=0
+wait "$training" || status=$?
+# A signal interrupts `wait`, while the training still saves.
+while [[ $was_signalled == yes ]]; do
+    was_signalled=no
+    status=0
+    wait "$training" || status=$?
+done
+
+if [[ $is_out_of_time == yes && $status != 0 ]]; then
+    echo "the time limit is near: job $SLURM_JOB_ID is requeued"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -5,7 +5,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -21,6 +21,7 @@ from train.data.filling import LoadedBatch
 from train.data.place import Place
 from train.data.stages import on_all_stages
 from train.distributed.world import World
+from train.finite import not_finite
 from train.run_folder import RunFolder, append_lines, keep_lines
 from train.step import Step
 
@@ -121,6 +122,19 @@ def require_finite(what: str, value: float, batch: Batch, *, step: Step, world: 
     if world.is_first:
         publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})
     raise FailedWork(f"the {what} is {value} at step {step.number}; the keys of its batch are in {path}")
+
+
+def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, world: World, run: RunFolder) -> None:
+    """Keeps a state that nobody can go on from out of the checkpoints; all ranks call it before they save one.
+
+    Raises:
+        FailedWork: a tensor holds NaN or infinity; all ranks raise it.
+    """
+    if (names := not_finite(tensors, world=world)) is not None:
+        raise FailedWork(
+            f"after step {step} these tensors hold values that are not finite (NaN or infinity): {names}; "
+            f"no checkpoint is made of them, and those of earlier steps stay in {run.checkpoints}"
+        )
 
 
 @contextmanager

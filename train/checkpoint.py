@@ -12,12 +12,17 @@ Names of tensors begin with model., ema., objective. or optimizer.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
+from math import prod
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifests.errors import UserError
+from manifests.plain_json import parse_json
 from train.data.place import LoaderState
 from train.distributed.world import World
 
@@ -28,6 +33,7 @@ CHECKPOINT_FORMAT = 3
 FACTS_FILE, TABLE_FILE, PICKLED_FILE = "checkpoint.json", "tensors.json", ".metadata"
 _NAME = re.compile(r"step_(\d{6,})")
 _MANY = 6
+_MOST_DIMENSIONS = 12  # a box has 2 ** dimensions corners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,20 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a checkpoint is complete and all its checksums fit; reads all of it."""
+    try:
+        read_facts(path)
+    except UserError:
+        return False
+    return True
+
+
 def all_checkpoints(folder: Path) -> dict[int, Path]:
     """Checkpoints by their steps, in ascending order."""
     found = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
@@ -83,7 +103,7 @@ def read_facts(path: Path, *, world: World | None = None) -> Facts:
         files = sorted(content["files"].items())[world.rank :: world.size]
         damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
         facts = Facts(**{name: content[name] for name in Facts.__dataclass_fields__})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         damage, facts = _first_line(error), None
     damages = [one for one in world.gather_objects(damage) if one is not None]
     if damages or facts is None:
@@ -93,7 +113,7 @@ def read_facts(path: Path, *, world: World | None = None) -> Facts:
 
 def content_of(path: Path) -> dict[str, Any]:
     """A checkpoint's checkpoint.json; OSError or ValueError where it cannot be read."""
-    content = json.loads((path / FACTS_FILE).read_bytes())
+    content = parse_json((path / FACTS_FILE).read_bytes())
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
     if content.pop("checksum", None) != _checksum_of(content):
@@ -102,14 +122,48 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Which tensors a checkpoint has (train.distributed.storage); UserError where it cannot be read."""
+    """Which tensors a checkpoint has (train.distributed.storage), each of them whole.
+
+    Raises:
+        UserError: the table cannot be read, or the pieces of a tensor leave out a part of it or overlap.
+    """
     try:
-        table = json.loads((path / TABLE_FILE).read_bytes())
+        table = parse_json((path / TABLE_FILE).read_bytes())
         if not isinstance(table, dict):
             raise ValueError(f"{TABLE_FILE} is no table")
-    except (OSError, ValueError) as error:
+        for name, entry in table.items():
+            pieces = [(piece["offsets"], piece["sizes"]) for piece in entry["pieces"]]
+            if not is_tiled(entry["size"], pieces):
+                raise ValueError(f"the pieces of {name} {entry['size']} in {TABLE_FILE} do not make up the tensor")
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, _first_line(error)) from error
     return table
+
+
+def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes cover every element of a tensor exactly once, and nothing else.
+
+    What covers is a sum of boxes, and a box is known by its corners with alternating signs. These add up to the corners
+    of the whole tensor if and only if the boxes add up to it: time is linear in the number of boxes.
+
+    Args:
+        pieces: offsets and sizes of each box.
+
+    Raises:
+        TypeError: something is no whole number.
+        ValueError: a box has another number of dimensions than the tensor, or a negative size.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, offsets, sizes in ((-1, [0] * len(size), size), *((1, *piece) for piece in pieces)):
+        if not len(offsets) == len(sizes) == len(size) <= _MOST_DIMENSIONS or any(length < 0 for length in sizes):
+            raise ValueError(f"{sizes} at {offsets} is no part of a tensor {size}")
+        ends = [
+            ((begin, 1), (begin + length, -1))
+            for begin, length in zip(map(index, offsets), map(index, sizes), strict=True)
+        ]
+        for corner in product(*ends):
+            corners[tuple(at for at, _ in corner)] += sign * prod(one for _, one in corner)
+    return not any(corners.values())
 
 
 def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:

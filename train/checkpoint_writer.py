@@ -1,5 +1,6 @@
 """Writing checkpoints while the training goes on: copied at once, written by a thread, published by one rename."""
 
+import errno
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +19,10 @@ from train.checkpoint import (
     checkpoint_name,
     content_of,
     file_facts,
+    is_checkpoint_name,
+    is_intact,
 )
-from train.distributed.storage import Storage
+from train.distributed.storage import FailedElsewhere, Storage
 from train.distributed.world import World
 
 # A metric whose name has one of these is better where it is lower.
@@ -41,8 +44,7 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
         if world.is_first:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{TEMPORARY_PREFIX}*"):
-                shutil.rmtree(left)
+            recover(folder)
 
     def save(self, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
         """Copies the state and returns; waits only for the checkpoint before.
@@ -64,10 +66,19 @@ class CheckpointWriter:
             return
         error = self._writing.exception()
         self._writing = None
-        reasons = self._world.gather_objects(None if error is None else _described(error))
+        is_own = error is not None and not isinstance(error, FailedElsewhere)
+        reasons = self._world.gather_objects(_described(error) if is_own else None)
         for rank, reason in enumerate(reasons):
             if reason is not None:
                 raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
+
+    def prune(self) -> None:
+        """Removes the checkpoints that do not stay: those that a process killed in between left.
+
+        To be called once the latest one has been read: it may be damaged, and then the others are needed.
+        """
+        if self._world.is_first:
+            self._prune()
 
     def close(self) -> None:
         """Ends the thread, once it has written what it is writing; to be called after a failure too."""
@@ -94,15 +105,8 @@ class CheckpointWriter:
         publish_json(temporary / TABLE_FILE, table)
         files |= {name: file_facts(temporary / name) for name in (TABLE_FILE, PICKLED_FILE)}
         publish_json(temporary / FACTS_FILE, facts.as_json(files))
-        self._publish(temporary, self._folder / name)
+        _publish(temporary, self._folder / name)
         self._prune()
-
-    def _publish(self, temporary: Path, final: Path) -> None:
-        sync(temporary)
-        if final.exists():
-            _remove(final)
-        temporary.rename(final)
-        sync(self._folder)
 
     def _prune(self) -> None:
         there = all_checkpoints(self._folder)
@@ -110,6 +114,19 @@ class CheckpointWriter:
         scores = {step: _score(self._best or "", value) for step, value in values.items()}
         for step in superfluous(list(there), keep=self._keep, scores=scores):
             _remove(there[step])
+
+
+def recover(folder: Path) -> None:
+    """Finishes what a killed process began in a folder of checkpoints; called by the only process that writes there.
+
+    A complete checkpoint that was not yet renamed gets its name. Everything else under a temporary name is removed.
+    """
+    for left in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
+        name = left.name.removeprefix(TEMPORARY_PREFIX)
+        if is_checkpoint_name(name) and is_intact(left):
+            _publish(left, folder / name)
+        else:
+            _delete(left)
 
 
 def superfluous(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
@@ -136,15 +153,38 @@ def _score(metric: str, value: float) -> float:
     return -value if any(word in metric for word in _LOWER_IS_BETTER) else value
 
 
+def _publish(temporary: Path, final: Path) -> None:
+    """Gives a complete checkpoint its name; an intact one that has the name already holds the same step, and stays."""
+    sync(temporary)
+    if final.exists():
+        if is_intact(final):
+            _delete(temporary)
+            return
+        # A damaged one is no checkpoint. If this process is killed between the two renames, `recover` does the second.
+        _remove(final)
+    temporary.rename(final)
+    sync(final.parent)
+
+
 def _remove(path: Path) -> None:
-    # Under a temporary name first: readers see whole checkpoints or none.
+    # Under a temporary name first: readers see complete checkpoints or none.
     leaving = path.with_name(f"{TEMPORARY_PREFIX}old-{path.name}")
     path.rename(leaving)
-    shutil.rmtree(leaving)
+    _delete(leaving)
 
 
-def _described(error: BaseException) -> str:
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _described(error: BaseException | None) -> str:
     # DCP wraps what went wrong on each rank, with its traceback as text.
     for cause, _ in getattr(error, "failures", {}).values():
         return _described(cause)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while {error.filename} was written" if error.filename else ""
+        return f"the disk is full{where} ({error.strerror}); make room and go on with --resume"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -18,6 +18,7 @@ from train.classify.settings import ClassifySettings
 from train.evaluation.cli import evaluate
 from train.idle_flags import refuse_idle_flags
 from train.mae.settings import MaeSettings
+from train.run_folder import Resume
 from train.settings import DualEncoderSettings
 from train.settings_files import add_files, hint_with_files
 
@@ -41,7 +42,7 @@ def dual_encoder(
     *,
     preset: Annotated[str | None, Parameter(group="Where")] = None,
     config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
-    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+    resume: Annotated[Resume, Parameter(group="Where", negative="")] = False,
 ) -> None:
     """Trains a video tower and a text tower to meet, by a contrastive loss (--loss.kind).
 
@@ -56,7 +57,7 @@ def dual_encoder(
     config
         YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
     resume
-        Go on with the run in --out from its latest checkpoint.
+        Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
     from train.commands import train_dual_encoder
 
@@ -69,7 +70,7 @@ def classify(
     *,
     preset: Annotated[str | None, Parameter(group="Where")] = None,
     config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
-    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+    resume: Annotated[Resume, Parameter(group="Where", negative="")] = False,
 ) -> None:
     """Fine-tunes a video tower to tell the labels of clips apart.
 
@@ -84,7 +85,7 @@ def classify(
     config
         YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
     resume
-        Go on with the run in --out from its latest checkpoint.
+        Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
     from train.commands import train_classify
 
@@ -97,7 +98,7 @@ def mae(
     *,
     preset: Annotated[str | None, Parameter(group="Where")] = None,
     config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
-    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+    resume: Annotated[Resume, Parameter(group="Where", negative="")] = False,
 ) -> None:
     """Trains a video tower to reconstruct what a mask hides (VideoMAE): of any videos, without captions.
 
@@ -112,7 +113,7 @@ def mae(
     config
         YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
     resume
-        Go on with the run in --out from its latest checkpoint.
+        Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
     from train.commands import train_mae
 
@@ -125,7 +126,7 @@ def caption(
     *,
     preset: Annotated[str | None, Parameter(group="Where")] = None,
     config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
-    resume: Annotated[bool, Parameter(group="Where", negative="")] = False,
+    resume: Annotated[Resume, Parameter(group="Where", negative="")] = False,
 ) -> None:
     """Trains a captioner: a video tower and a GPT-2 that says what the clip shows.
 
@@ -140,7 +141,7 @@ def caption(
     config
         YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
     resume
-        Go on with the run in --out from its latest checkpoint.
+        Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
     from train.commands import train_caption
 

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from manifests.publish import publish_bytes, publish_json
 from train.caption.runs import read_decoder_parts, start_lines
 from train.caption.settings import CaptionerSettings
 from train.checkpoint import latest_checkpoint
+from train.checkpoint_writer import recover
 from train.classify.run_classes import read_run_classes
 from train.classify.settings import ClassifySettings
 from train.common_start import SAME_START, NamedSamples, open_alike, start_of
@@ -24,7 +26,7 @@ from train.models.attention import AttentionDoor, open_attention
 from train.precision import open_precision
 from train.progress import Progress
 from train.report import write_page
-from train.run_folder import RunFolder, create_run, read_lines, reopen_run
+from train.run_folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
 from train.settings import ClipSettings, DualEncoderSettings
 from train.surroundings import machine, versions
 from train.tasks import Task
@@ -81,21 +83,28 @@ class AtEnd(Protocol[Settings_contra]):
     def __call__(self, run: RunFolder, settings: Settings_contra, /, *, say: Say) -> None: ...
 
 
-def train_dual_encoder(settings: DualEncoderSettings, *, resume: bool) -> None:
+class MakesTaskOfRun(Protocol[Settings_contra]):
+    """Gives the class of a task that goes on with a run from a checkpoint; UserError where the run is damaged."""
+
+    def __call__(self, run: RunFolder, /) -> MakesTask[Settings_contra]: ...
+
+
+def train_dual_encoder(settings: DualEncoderSettings, *, resume: Resume) -> None:
     """Trains a dual encoder, on all ranks that torchrun launched, and writes the run's results page."""
     _launch(settings, DualEncoderTask, effective_settings, resume=resume)
 
 
-def train_classify(settings: ClassifySettings, *, resume: bool) -> None:
+def train_classify(settings: ClassifySettings, *, resume: Resume) -> None:
     """Fine-tunes a video tower on labels, likewise."""
-    run = RunFolder(settings.out)
-    # The data may have labels that it did not have then.
-    has_classes = resume and latest_checkpoint(run.checkpoints) is not None
-    classes = read_run_classes(run) if has_classes else None
-    _launch(settings, partial(ClassifyTask, classes=classes), effective_clip_settings, resume=resume)
+
+    def of_run(run: RunFolder) -> MakesTask[ClassifySettings]:
+        # The data may have labels that it did not have then.
+        return partial(ClassifyTask, classes=read_run_classes(run))
+
+    _launch(settings, ClassifyTask, effective_clip_settings, resume=resume, of_run=of_run)
 
 
-def train_mae(settings: MaeSettings, *, resume: bool) -> None:
+def train_mae(settings: MaeSettings, *, resume: Resume) -> None:
     """Trains a masked autoencoder, likewise."""
 
     def effective(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
@@ -111,13 +120,14 @@ def train_mae(settings: MaeSettings, *, resume: bool) -> None:
     _launch(settings, MaeTask, effective, resume=resume, at_end=at_end)
 
 
-def train_caption(settings: CaptionerSettings, *, resume: bool) -> None:
+def train_caption(settings: CaptionerSettings, *, resume: Resume) -> None:
     """Trains a captioner, likewise."""
-    run = RunFolder(settings.out)
-    # The data may have captions that it did not have then, and tokens are made of captions.
-    has_decoder = resume and latest_checkpoint(run.checkpoints) is not None
-    decoder = read_decoder_parts(run) if has_decoder else None
-    _launch(settings, partial(CaptionTask, decoder=decoder), effective_caption_settings, resume=resume)
+
+    def of_run(run: RunFolder) -> MakesTask[CaptionerSettings]:
+        # The data may have captions that it did not have then, and tokens are made of captions.
+        return partial(CaptionTask, decoder=read_decoder_parts(run))
+
+    _launch(settings, CaptionTask, effective_caption_settings, resume=resume, of_run=of_run)
 
 
 def _launch(
@@ -125,15 +135,36 @@ def _launch(
     make_task: MakesTask[Settings],
     effective: MakesEffective[Settings],
     *,
-    resume: bool,
+    resume: Resume,
     at_end: AtEnd[Settings] | None = None,
+    of_run: MakesTaskOfRun[Settings] | None = None,
 ) -> None:
     check_tracking(settings.track)
     device = choose_device(settings.device)
     start = start_of(settings, resume=resume)
-    with open_world(device_type=device.type, start=start, hint=SAME_START) as world:
+    with open_world(device_type=device.type, start=start, hint=SAME_START) as world, ExitStack() as held:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        _train(settings, make_task, effective, resume=resume, world=world, device=device, at_end=at_end)
+        # The first rank decides for all, which may see the folder of the run at other moments.
+        old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
+        if old_run is not None and of_run is not None and world.first(lambda: _has_checkpoint(old_run)):
+            make_task = of_run(old_run)
+        _train(settings, make_task, effective, old_run=old_run, held=held, world=world, device=device, at_end=at_end)
+
+
+def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:
+    """The run to go on with, in order after whatever killed a process in it."""
+    run = find_run(path, resume)
+    if run is not None:
+        held.enter_context(run.held())
+        sweep(run)
+        recover(run.checkpoints)
+    return run
+
+
+def _create_and_hold(settings: ClipSettings, *, held: ExitStack) -> RunFolder:
+    run = create_run(settings)
+    held.enter_context(run.held())
+    return run
 
 
 def _train(
@@ -141,7 +172,8 @@ def _train(
     make_task: MakesTask[Settings],
     effective: MakesEffective[Settings],
     *,
-    resume: bool,
+    old_run: RunFolder | None,
+    held: ExitStack,
     world: World,
     device: torch.device,
     at_end: AtEnd[Settings] | None,
@@ -162,17 +194,18 @@ def _train(
             f"--warmup-steps {settings.warmup_steps} leaves nothing of --steps {settings.steps}: the learning rate "
             "rises to the end"
         )
-    old_run = reopen_run(settings) if resume else None
-    has_weights = old_run is not None and latest_checkpoint(old_run.checkpoints) is not None
+    has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
     settings = effective(settings, source, say=progress.say)
+    if old_run is not None:
+        world.first(lambda: reopen_run(settings))
     task = make_task(settings, door=door, device=device)
     samples = open_alike(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=progress.say)
     # The folder is made last: a mistake in the flags leaves nothing behind.
-    run = old_run or world.first(lambda: create_run(settings))
+    run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     about = task.facts()
     for line in start_lines(about):
@@ -194,9 +227,7 @@ def _train(
         for name, content in task.files().items():
             publish_bytes(run.path / name, content)
         publish_json(run.facts, facts)
-    with ExitStack() as held:
-        world.first(lambda: held.enter_context(run.held()))
-        train(task, samples, settings, run=run, world=world, device=device, progress=progress)
+    train(task, samples, settings, run=run, world=world, device=device, progress=progress)
     if world.is_first:
         if at_end is not None:
             at_end(run, settings, say=progress.say)
@@ -204,6 +235,10 @@ def _train(
     failed = len(read_lines(run.failures))
     remark = f"; {failed} samples failed, all are listed in {run.failures}" if failed else ""
     progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}{remark}")
+
+
+def _has_checkpoint(run: RunFolder) -> bool:
+    return latest_checkpoint(run.checkpoints) is not None
 
 
 def _processes(parallel: ParallelSettings, world: World) -> str:

@@ -61,7 +61,8 @@ def refuse_idle_flags(_app: Any, commands: tuple[str, ...], arguments: Iterable[
 def _refuse_of_what_is_new(name: str, found: dict[str, Any]) -> None:
     if not any(token.source == "cli" for token in found[name].tokens):
         return
-    beside = [other for other in _OF_WHAT_IS_NEW[name] if found[other].tokens]
+    # The settings of a run say of each flag that it was left out.
+    beside = [other for other in _OF_WHAT_IS_NEW[name] if _words(found[other])]
     start = _words(found["--init.weights"])
     if start and has_captioner(Path(start)):
         beside = ["--init.weights", *beside]

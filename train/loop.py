@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from manifests.errors import Stopped, UserError
-from train.agreement import FailureLog, StopSignal, going_on_said, require_finite
+from train.agreement import FailureLog, StopSignal, going_on_said, require_finite, require_finite_state
 from train.checkpoint import latest_checkpoint
 from train.checkpoint_writer import CheckpointWriter
 from train.data.batch import to_device
@@ -55,25 +55,36 @@ def train(
         The trained model.
 
     Raises:
-        FailedWork: the loss is not finite, too many samples failed, or a checkpoint could not be written.
+        FailedWork: the loss or the weights are not finite, too many samples failed, or a checkpoint could not be
+            written.
         Stopped: SIGTERM came; the state has been saved.
         UserError: the checkpoint does not fit, or a batch is larger than the set of samples or than memory.
     """
     check_batch(settings, samples)
     state = new_state(task, samples, settings, world=world, device=device)
+    # Before the latest checkpoint is looked for: the writer adopts one that a killed process did not get to rename.
+    writer = CheckpointWriter(run.checkpoints, world=world, keep=settings.keep_checkpoints, best=settings.best)
+    saved_step: int | None = None
     if (path := world.first(lambda: latest_checkpoint(run.checkpoints))) is not None:
         state.restore(path, samples, settings, task=task, world=world)
+        saved_step = state.step
+        writer.prune()
     failures = FailureLog(run, world=world, max_failures=settings.max_failures, place=state.place)
     trackers = Trackers([])
     if world.is_first:
         trackers = open_trackers(settings, run=run, progress=progress, step=state.step)
-    writer = CheckpointWriter(run.checkpoints, world=world, keep=settings.keep_checkpoints, best=settings.best)
     batches = prefetch(samples.batches(max_failures=failures.num_left), device)
     throughput = Throughput(device=device, precision=state.precision.name)
 
     def save(numbers: dict[str, float]) -> None:
+        nonlocal saved_step
+        if state.step == saved_step:
+            return  # told to stop right after a checkpoint, which has the same state, and perhaps numbers
+        tensors = state.tensors()
+        require_finite_state(tensors, step=state.step, world=world, run=run)
         facts = state.facts(task, samples, settings, world=world, numbers=numbers)
-        writer.save(state.tensors(), facts)
+        writer.save(tensors, facts)
+        saved_step = state.step
 
     state.trained.train()
     # However it ends, the threads of loader and writer end, and the numbers are kept.

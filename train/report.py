@@ -14,6 +14,7 @@ from train.page import publish_page
 from train.result_data import other_data
 from train.run_folder import RunFolder, read_lines, read_object
 from train.settings import DualEncoderSettings, TrainingSettings, flat, plain_values
+from train.settings_files import read_values
 
 _NUM_LAST = 20
 _ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe", "reconstruction", "captions")
@@ -34,11 +35,9 @@ def write_page(run: RunFolder) -> None:
 
 def page_of(run: RunFolder) -> dict[str, Any]:
     """What the page of a run shows."""
-    import yaml
-
     lines = read_lines(run.metrics)
     facts = run.read_facts()
-    settings = flat(yaml.safe_load(run.settings.read_bytes()))
+    settings = flat({str(key): value for key, value in read_values(run.settings).items()})
     results = [read_object(path) for path in run.results()]
     own_split = settings.get("split")
     results.sort(

@@ -19,17 +19,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from manifests.errors import UserError
-from manifests.publish import publish_bytes, publish_json
+from manifests.plain_json import parse_json
+from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.result_data import data_facts, result_name
 from train.settings import TrainingSettings, require_same, shaping
-from train.settings_files import load_settings, save_settings
+from train.settings_files import load_settings, read_values, save_settings
 
 # Captions in COCO's results format, which lie beside the results of evaluations.
 COCO_SUFFIX = ".coco.json"
 EVALUATIONS = "evaluations"
+# Of --resume: begin a run, go on with one, or go on where there is one and begin where there is none.
+Resume = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,7 @@ class RunFolder:
 
     def data_facts(self, shards: str | None) -> dict[str, Any]:
         """What a result says of its data (see train.result_data); `shards` is None where it is the run's own."""
-        import yaml
-
-        own = yaml.safe_load(self.settings.read_bytes()).get("shards", TrainingSettings.shards)
+        own = read_values(self.settings).get("shards", TrainingSettings.shards)
         return data_facts(str(own), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
@@ -138,27 +139,54 @@ class RunFolder:
 
 
 def create_run(settings: TrainingSettings) -> RunFolder:
-    """Makes the folder of a new run.
+    """Makes the folder of a new run; one in which a process was killed while it made it is taken over.
 
     Raises:
-        UserError: the folder is there already and not empty, or cannot be made.
+        UserError: the folder is there already and not empty, or cannot be made; or another process has it.
     """
     run = RunFolder(settings.out)
     try:
-        if run.path.exists() and any(run.path.iterdir()):
-            raise UserError(f"{run.path} exists already", hint="use --resume to go on with it, or another --out")
         run.path.mkdir(parents=True, exist_ok=True)
-        save_settings(settings, run.settings)
+        with run.held():
+            left = _left_over(run.path, run.settings.name)
+            if len(left) < len(list(run.path.iterdir())):
+                raise UserError(f"{run.path} exists already", hint="use --resume to go on with it, or another --out")
+            for path in left:
+                path.unlink()
+            save_settings(settings, run.settings)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run.path}: {error.strerror}", hint="use another --out") from error
     return run
 
 
-def reopen_run(settings: TrainingSettings) -> RunFolder:
-    """Opens the folder of a run to go on with it under `settings`.
+def find_run(path: Path, resume: Resume) -> RunFolder | None:
+    """The run to go on with; None where a new one begins.
 
     Raises:
-        UserError: there is no run in it, or a setting that shapes the weights has changed.
+        UserError: `resume` is True, and there is no run in `path`.
+    """
+    if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
+        return None
+    return open_run(path)
+
+
+def sweep(run: RunFolder) -> None:
+    """Removes what processes that were killed left in the folder of a run; to be called by the one that holds it."""
+    for folder in (run.path, run.path / EVALUATIONS):
+        for path in _left_over(folder, "*"):
+            path.unlink(missing_ok=True)
+
+
+def _left_over(folder: Path, name: str) -> list[Path]:
+    """Files that were being published under `name`."""
+    return [path for path in folder.glob(f"{TEMPORARY_PREFIX}{'[0-9a-f]' * 12}-{name}") if path.is_file()]
+
+
+def reopen_run(settings: TrainingSettings) -> RunFolder:
+    """Opens the folder of a run to go on with it under `settings`, those that take effect.
+
+    Raises:
+        UserError: there is no run in it, or settings that shape the weights have changed; it names them.
     """
     run = open_run(settings.out)
     old = load_settings(run.settings, type(settings))
@@ -187,7 +215,7 @@ def read_object(path: Path) -> dict[str, Any]:
     is_evaluation = path.parent.name == EVALUATIONS
     hint = "put back what `train eval` wrote, or remove it" if is_evaluation else "put back what the run wrote"
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", hint=hint) from error
     if not isinstance(value, dict):
@@ -213,7 +241,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     values = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             value = None
         if not isinstance(value, dict):

@@ -275,15 +275,14 @@ _GO_ON = "leave it out to go on with the run, or begin a new one with another --
 
 
 def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: str = _GO_ON) -> None:
-    """Raises a UserError where a setting that decides the weights is another one (both as of `shaping`).
+    """Raises a UserError where settings that decide the weights are other ones (both as of `shaping`).
 
     Args:
         where: whose the old ones are.
         hint: what to do then.
     """
-    for name in old.keys() & new.keys():
-        if old[name] != new[name]:
-            raise UserError(
-                f"--{name.replace('_', '-')} is {new[name]}, {where} has {old[name]}",
-                hint=hint,
-            )
+    other = [name for name in new if name in old and old[name] != new[name]]
+    if other:
+        first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in other]
+        words = [first.format(f"{where} has "), *(one.format("not ") for one in more)]
+        raise UserError("; ".join(words), hint=hint)

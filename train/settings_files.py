@@ -1,8 +1,9 @@
 """Settings in files: YAML of a run, of `--config` and of the presets.
 
 Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
-`--preset`, the default; with `--resume` the run's own settings stand in for files and preset. A run saves what
-took effect as RUN/settings.yaml, which loads back to an equal object.
+`--preset`, the default. With `--resume` the run's own settings stand in for files and preset; with `--resume auto` they
+come after both and before the default, where there is a run. A run saves what took effect as RUN/settings.yaml, which
+loads back to an equal object.
 """
 
 import re
@@ -77,11 +78,16 @@ def yaml_source(path: Path) -> Any:
     from cyclopts.config import Dict
 
     # Keys may be spelled as the field or as the flag.
-    spelled = {str(key).replace("-", "_"): value for key, value in _read(path).items()}
+    spelled = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
     return Dict(spelled, source=str(path), use_commands_as_keys=False)
 
 
-def _read(path: Path) -> dict[object, Any]:
+def read_values(path: Path) -> dict[object, Any]:
+    """The content of a YAML file of settings.
+
+    Raises:
+        UserError: there is no such file, or it is not a YAML mapping.
+    """
     import yaml
 
     try:
@@ -90,6 +96,8 @@ def _read(path: Path) -> dict[object, Any]:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
+    except RecursionError as error:
+        raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings", hint="one `key: value` a line, keys spelled as the flags")
     return values
@@ -111,26 +119,37 @@ def preset_path(name: str, command: str = "") -> Path:
 def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
     """Fills in what no flag has set; cyclopts calls it for each command.
 
-    The values come from the `--config` files and the `--preset`, or, with `--resume`, from the run itself.
+    The values come from the `--config` files and the `--preset`, with `--resume` from the run itself, and with
+    `--resume auto` from all of them.
     """
     from train.run_folder import RunFolder
 
-    given = {argument.name: [token.value for token in argument.tokens] for argument in arguments}
-    if given.get("--resume"):
+    def given(name: str) -> list[str]:
+        return [token.value for argument in arguments if argument.name == name for token in argument.tokens]
+
+    def fill(path: Path) -> None:
+        yaml_source(path)(app, commands, arguments)
+
+    resume = given("--resume")
+    is_automatic = resume[-1:] == ["auto"]
+    if resume and not is_automatic:
         for name in ("--config", "--preset"):
-            if given.get(name):
-                raise UserError(f"{name} does not go with --resume", hint="the run's own settings count; leave it out")
-        out = given["--out"][0] if given["--out"] else str(DualEncoderSettings.out)
-        RunFolder(Path(out)).require_task(commands[-1])
-        saved = Path(out) / "settings.yaml"
-        # Where it is missing, opening the run says so.
-        sources = [saved] if saved.is_file() else []
-    else:
-        # A source fills only what is still empty: the strongest comes first.
-        sources = [Path(file) for file in reversed(given.get("--config", []))]
-        sources += [preset_path(name, commands[-1]) for name in given.get("--preset", [])]
-    for source in sources:
-        yaml_source(source)(app, commands, arguments)
+            if given(name):
+                raise UserError(
+                    f"{name} does not go with --resume",
+                    hint="the run's own settings count; leave it out, or use --resume auto",
+                )
+    # A source fills only what is still empty: the strongest comes first.
+    for file in reversed(given("--config")):
+        fill(Path(file))
+    for preset in given("--preset"):
+        fill(preset_path(preset, commands[-1]))
+    if resume:
+        out = Path(given("--out")[0]) if given("--out") else DualEncoderSettings.out
+        # Where there is no run, a new one begins, or opening it says so.
+        if (saved := RunFolder(out).settings).is_file():
+            RunFolder(out).require_task(commands[-1])
+            fill(saved)
 
 
 def hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
@@ -159,4 +178,6 @@ def _values_of(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def _flags_of(path: Path) -> set[str]:
-    return {f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in _read(path).items()})}
+    return {
+        f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in read_values(path).items()})
+    }

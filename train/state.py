@@ -18,6 +18,7 @@ from train.distributed.pipeline import Pipeline
 from train.distributed.storage import dtype_of
 from train.distributed.world import World
 from train.distributed.zero import ZeroOptimizer
+from train.finite import not_finite
 from train.objective import Objective
 from train.optim.ema import Ema
 from train.optim.groups import plain_name
@@ -103,7 +104,8 @@ class State:
         """Takes over a checkpoint, whatever number of ranks wrote it; all ranks call it.
 
         Raises:
-            UserError: it cannot be read, or is of another task, model, or set of samples, or of other settings.
+            UserError: it cannot be read, is not finite, or is of another task, model, set of samples, or of other
+                settings.
         """
         facts = read_facts(path, world=world)
         if facts.task != task.name:
@@ -121,6 +123,11 @@ class State:
         optimized = self._optimizer_tensors(table)
         fill(path, table, wanted | _flat(optimized), world=world)
         self._load_optimizer(optimized)
+        if (names := not_finite(self.tensors(), world=world)) is not None:
+            raise UserError(
+                f"checkpoint {path} holds values that are not finite (NaN or infinity) in {names}",
+                hint="remove it: the one before it, if there is one, is used instead",
+            )
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
         self.place = together([Place(one["position"], tuple(one["ahead"])) for one in facts.loader])

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from train.checkpoint import (
     all_checkpoints,
     check_fits,
     file_facts,
+    is_tiled,
     read_facts,
     read_table,
     read_weights,
@@ -107,6 +110,97 @@ def test_a_table_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     reseal(path)
     with pytest.raises(UserError, match=r"'\.\./elsewhere' is no name of a file"):
         read_weights(path)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [([0, 0], [1, 3])],
+        [([0, 0], [1, 3]), ([0, 0], [1, 3])],
+        [([0, 0], [2, 2]), ([0, 1], [2, 2])],
+        [([0, 0], [2, 3]), ([0, 0], [2, 3])],
+        [([0, 0], [3, 3])],
+        [([-1, 0], [3, 3])],
+        [([0], [6])],
+        [([0, 0], [2, -3])],
+        [([0, 0], [2.0, 3])],
+    ],
+)
+def test_a_table_whose_pieces_do_not_make_up_a_tensor_is_refused(
+    tmp_path: Path, pieces: list[tuple[list[float], list[float]]]
+) -> None:
+    """Nothing else says so: the rest would be whatever the memory held."""
+    write(tmp_path, 3)
+    path = tmp_path / "step_000003"
+    table = json.loads((path / "tensors.json").read_bytes())
+    (stored,) = table["ema.a.weight"]["pieces"]
+    table["ema.a.weight"]["pieces"] = [{**stored, "offsets": begin, "sizes": sizes} for begin, sizes in pieces]
+    (path / "tensors.json").write_text(json.dumps(table))
+    reseal(path)
+    with pytest.raises(UserError, match="step_000003 cannot be read"):
+        read_weights(path)
+    with pytest.raises(UserError, match="step_000003 cannot be read"):
+        read_table(path)
+
+
+def test_boxes_that_cover_each_element_once_are_whole_whatever_their_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = [([0, 0, 0], [4, 5, 6])]
+    for _ in range(40):
+        at = int(torch.randint(len(whole), (1,), generator=generator))
+        dimension = int(torch.randint(3, (1,), generator=generator))
+        offsets, sizes = whole.pop(at)
+        cut = int(torch.randint(sizes[dimension] + 1, (1,), generator=generator))
+        for begin, size in ((0, cut), (cut, sizes[dimension] - cut)):
+            moved = [one + begin * (place == dimension) for place, one in enumerate(offsets)]
+            whole.insert(0, (moved, [size if place == dimension else one for place, one in enumerate(sizes)]))
+        assert is_tiled([4, 5, 6], whole)
+    solid = next(box for box in whole if 0 not in box[1])
+    assert not is_tiled([4, 5, 6], [*whole, solid])
+    assert not is_tiled([4, 5, 6], [box for box in whole if box is not solid])
+    assert is_tiled([], [([], [])]) and not is_tiled([], []) and is_tiled([0, 3], [])
+
+
+@pytest.mark.parametrize("file", ["checkpoint.json", "tensors.json"])
+def test_values_that_are_nested_too_deeply_are_named(tmp_path: Path, file: str) -> None:
+    write(tmp_path, 3)
+    path = tmp_path / "step_000003"
+    (path / file).write_text("[" * 200_000)
+    with pytest.raises(UserError, match="step_000003 cannot be read: its values are nested too deeply"):
+        read_facts(path) if file == "checkpoint.json" else read_table(path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("num_values", [1_000, 8_000, 100_000])
+def test_a_full_disk_is_said_to_be_full(small_disk: Path, capfd: pytest.CaptureFixture[str], num_values: int) -> None:
+    """Wherever it shows: in the first byte of a tensor, in its last, or in the files beside it."""
+    room = small_disk / "room"
+    room.write_bytes(bytes(36_000 if num_values == 8_000 else 60_000 if num_values == 1_000 else 0))
+    writer = CheckpointWriter(small_disk / "there", world=World(), keep=1, best=None)
+    tensors = {name: torch.zeros(num_values) for name in ("model.a", "model.b")}
+    writer.save(tensors, Facts(task="t", step=1, loader=[]))
+    with pytest.raises(
+        FailedWork, match=rf"could not write .* into {small_disk}.*: the disk is full.*go on with --resume"
+    ):
+        writer.wait()
+    writer.close()
+    assert capfd.readouterr().err == "", "torch's threads complain by themselves"
+    assert list(all_checkpoints(small_disk / "there")) == []
+    # With room again, the run goes on.
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    write(small_disk / "there", 1)
+    assert [path.name for path in (small_disk / "there").iterdir()] == ["step_000001"]
 
 
 def test_a_step_that_was_changed_does_not_pass(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path: Path) -> None
         pass
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 200_000])
 def test_damaged_facts_are_named(tmp_path: Path, content: str) -> None:
     run = RunFolder(tmp_path)
     assert run.read_facts() == {}

@@ -67,6 +67,8 @@ def test_a_setting_out_of_range_is_named(field: str, value: float, rule: str) ->
         ("steps: [", "is not YAML"),
         ("steps: 0", "--steps is 0"),
         ("model: huge", "huge"),
+        ("a: " + "[" * 1_000, "nested too deeply"),
+        ("towers: " + "{a: " * 120 + "1" + "}" * 120, "towers"),
     ],
 )
 def test_a_bad_file_of_settings_is_named(tmp_path: Path, content: str, message: str) -> None:

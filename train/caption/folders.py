@@ -1,7 +1,8 @@
 """Whether a folder has a captioner, by its small files alone. Nothing heavy is imported: flags are checked by it."""
 
-import json
 from pathlib import Path
+
+from manifests.plain_json import parse_json
 
 
 def has_captioner(folder: Path) -> bool:
@@ -13,7 +14,7 @@ def has_captioner(folder: Path) -> bool:
 def _value(path: Path, name: str) -> object:
     """Nothing where the file is not there or damaged: whoever needs it says so."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return found.get(name) if isinstance(found, dict) else None

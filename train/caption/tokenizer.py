@@ -3,7 +3,6 @@
 The tokenizers library does it, the one that transformers uses: its files are what GPT-2 comes with.
 """
 
-import json
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from manifests.plain_json import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -133,7 +133,7 @@ def read_tokenizer(folder: Path, *, hint: str | None = None) -> CaptionTokenizer
     files = [whole] if whole.is_file() else parts
     try:
         if files == parts:
-            vocabulary = json.loads(parts[0].read_text(encoding="utf-8"))
+            vocabulary = parse_json(parts[0].read_text(encoding="utf-8"))
             lines = parts[1].read_text(encoding="utf-8").splitlines()
             merges = [(left, right) for left, right in (line.split(" ") for line in lines if _is_merge(line))]
             tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))

@@ -5,6 +5,7 @@ Shape suffixes: K captions of a visit, L tokens.
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +68,10 @@ class CaptionedClips(VideoCaptions):
         self.tokenizer = make_tokenizer(self.all_texts())
         self._num_cut = self.tokenizer.num_longer(self.all_texts(), max_tokens=max_tokens)
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of what decides which sample stands where, and what its captions are in tokens."""
-        return hashlib.sha256(super().fingerprint.encode() + self.tokenizer.as_json()).hexdigest()
+    @cached_property
+    def _order_sha256(self) -> str:
+        """Of what decides which sample stands where, and what a word is in tokens."""
+        return hashlib.sha256(super()._order_sha256.encode() + self.tokenizer.as_json()).hexdigest()
 
     def describe(self) -> str:
         """One line: captions that are used, and those that are not, by reason; and those that are cut."""

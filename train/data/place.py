@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from train.data.order import positions_of_rank
 
+_SEPARATOR = "-"
+
 
 class LoaderState(TypedDict):
     """Where a run over a set of samples stands."""
@@ -59,6 +61,16 @@ class Place:
         return self.position + numbers + np.searchsorted(free_before, numbers, side="right")
 
 
+def set_fingerprint(order: str, content: str) -> str:
+    """Fingerprint of a set of samples in two parts, so that an error can tell which of them differs.
+
+    Args:
+        order: hash of which samples there are and in which order.
+        content: hash of what a sample shows beside its pictures. Runs of older versions have no such part.
+    """
+    return f"{order}{_SEPARATOR}{content}"
+
+
 def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str) -> Place:
     """The place that the states of all ranks describe.
 
@@ -71,9 +83,16 @@ def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str
             different steps.
     """
     states = list(states)
+    order, _, content = samples.partition(_SEPARATOR)
     for state in states:
-        if state["samples"] != samples or state["seed"] != seed:
-            of_other = "samples" if state["samples"] != samples else f"order: seed {state['seed']}"
+        old_order, _, old_content = state["samples"].partition(_SEPARATOR)
+        if old_order == order and old_content and old_content != content:
+            raise UserError(
+                f"the captions of {what} have other words or sources than those that the run was trained with",
+                hint="go on with the captions that the run began with, or begin a new run with another --out",
+            )
+        if old_order != order or state["seed"] != seed:
+            of_other = "samples" if old_order != order else f"order: seed {state['seed']}"
             raise UserError(
                 f"the loader's state is of other {of_other}, not of {what}, seed {seed}",
                 hint="go on with the data, split, segment and seed that the run began with",

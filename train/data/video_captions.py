@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from manifests.caption_digest import TextDigest
 from manifests.errors import UserError
 from manifests.store import read_captions
 from shards.tars import TarBytes
@@ -24,6 +26,7 @@ from train.data.clip_samples import ClipSamples
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, Visit
+from train.data.place import set_fingerprint
 from train.data.relevant_captions import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
 from train.data.usable_captions import usable_captions
@@ -71,6 +74,7 @@ class VideoCaptions(ClipSamples):
         tars: TarBytes | None = None,
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
+        self._labels_sha256 = ""
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
         video_ids = chunks.video_ids
         self.stored_text = StoredText(data_dir, video_ids) if has_stored_text else None
@@ -141,7 +145,12 @@ class VideoCaptions(ClipSamples):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides which sample stands where: the captions, their order, their spans, the pictures."""
+        """Hash of what decides which sample stands where, and of the words that it is shown with."""
+        return set_fingerprint(self._order_sha256, self._content_sha256)
+
+    @cached_property
+    def _order_sha256(self) -> str:
+        """Of the captions, their order, their spans, the pictures."""
         digest = hashlib.sha256(self.variant_name.encode())
         if self._group > 1:
             digest.update(f"groups of {self._group}".encode())
@@ -149,6 +158,21 @@ class VideoCaptions(ClipSamples):
         for array in (self._caption_ids, self.clips.spans.begin_us, self.clips.spans.end_us):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+    @cached_property
+    def _content_sha256(self) -> str:
+        """Of the words of the captions that are used, and of which of a clip's captions belong to one source."""
+        digest, begin = TextDigest(), 0
+        used = np.unique(self._rows)
+        for chunk in self._texts.chunks:
+            first, last = np.searchsorted(used, (begin, begin + len(chunk)))
+            digest.add(chunk.take(pa.array(used[first:last] - begin)))
+            begin += len(chunk)
+        content = hashlib.sha256(digest.hexdigest().encode())
+        for array in (self.captions.choice.first_place, self.captions.choice.first_run):
+            content.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        content.update(self._labels_sha256.encode())
+        return content.hexdigest()
 
     def require_different_texts(self) -> None:
         """Raises a UserError where all captions are the same text: there is nothing to tell apart."""
@@ -214,6 +238,7 @@ class VideoCaptions(ClipSamples):
         place_in_used[by_id] = np.arange(len(by_id))
         labels = [name for name in LABELS if name in table.column_names]
         used = table.select(["text", *labels]).take(pa.array(self._rows[by_id]))
+        self._labels_sha256 = hashlib.sha256(repr(used.select(labels).to_pydict()).encode()).hexdigest()
         own = place_in_used[self.captions.choice.first(np.arange(len(self)))]
         return RelevantCaptions(used, own, min_relevancy=self._settings.min_relevancy)
 

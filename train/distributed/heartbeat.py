@@ -30,7 +30,7 @@ _LEFT, _FAILED = "left", "failed: "
 class Heartbeat:
     """Beats from now on, until `end`."""
 
-    def __init__(self, world: World, *, host: str, port: int) -> None:
+    def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -40,7 +40,7 @@ class Heartbeat:
         store = dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENT_S / 2)
         )
-        self._store = dist.PrefixStore("heartbeat", store)
+        self._store = dist.PrefixStore(f"{attempt}/heartbeat", store)
         self._store.set(str(world.rank), "0")
         self._clock = _RunningClock()
         self._called_s: float | None = None  # when the call of the store began that has not returned yet

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from manifests.errors import FailedWork, UserError
+from train.distributed.attempt import name_attempt
 from train.distributed.comparing import Start, require_same_start
 from train.distributed.heartbeat import Heartbeat
 from train.distributed.world import World
@@ -39,16 +40,18 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     # The ranks find one another through a store that torchrun keeps, or rank 0 where something else launched them.
     try:
         store, _, _ = next(dist.rendezvous("env://"))
+        attempt = name_attempt(store, world)
     except RuntimeError as error:
         raise FailedWork(
             f"rank {world.rank} of {world.size} finds no other ranks at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} ({_first_line(error)}); what they said stands in their own logs"
         ) from error
+    store = dist.PrefixStore(attempt, store)
     if start is not None and world.size > 1:
         require_same_start(start, store=store, world=world, hint=hint)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("clipmill", store), rank=world.rank, world_size=world.size)
-    heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
+    heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]), attempt=attempt)
     try:
         yield world
         # Nobody leaves before all are done: the store may be in one of the processes.

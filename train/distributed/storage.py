@@ -4,16 +4,19 @@ What torch writes has a pickled table beside the tensors; nothing here reads it.
 and tensors are read by torch.load(weights_only=True), so that a checkpoint cannot make anybody execute anything.
 """
 
+import io
+import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -55,14 +58,26 @@ class Storage:
 
         Returns:
             What is where: plain values, the same on all ranks.
+
+        Raises:
+            OSError: this rank's parts could not be written.
+            FailedElsewhere: those of another rank could not.
         """
+        files = _Files()
+        writer = dcp.FileSystemWriter(str(folder), thread_count=_NUM_THREADS, sync_files=False)
+        writer.fs = files
         metadata = dcp.save(
             dict(tensors),
-            storage_writer=dcp.FileSystemWriter(str(folder), thread_count=_NUM_THREADS, sync_files=True),
+            storage_writer=writer,
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self._group,
             no_dist=self._group is None,
         )
+        failed = self.gather(files.error is not None)
+        if files.error is not None:
+            raise files.error
+        if any(failed):
+            raise FailedElsewhere(f"rank {failed.index(True)} could not write its parts")
         return _table(metadata)
 
     def gather(self, value: Any) -> list[Any]:
@@ -103,6 +118,66 @@ def dtype_of(name: str) -> torch.dtype:
 def files_of(table: Table) -> set[str]:
     """Names of the files that a table points into."""
     return {piece["file"] for entry in table.values() for piece in entry["pieces"]}
+
+
+class FailedElsewhere(Exception):
+    """Another rank could not write what it has; that one says why."""
+
+
+class _Files(FileSystem):
+    """Files that are flushed to the disk, and that keep the first error of the disk in place of raising it.
+
+    torch writes from threads of its own. An error that is raised in one of them is printed and lost, and one in the
+    middle of a tensor becomes a message about the inside of an archive.
+
+    Attributes:
+        error: the first one; what is written after it goes nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        with closing(_Stream(Path(path), self)) as stream:
+            yield stream
+
+
+class _Stream(io.RawIOBase):
+    def __init__(self, path: Path, files: _Files) -> None:
+        self._path, self._files, self._position = path, files, 0
+        self._file: BinaryIO | None = None
+        with self._errors_kept():
+            self._file = path.open("wb")
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Any) -> int:
+        with self._errors_kept():
+            if self._file is not None and self._files.error is None:
+                self._file.write(data)
+        num_bytes = memoryview(data).nbytes
+        self._position += num_bytes
+        return num_bytes
+
+    def close(self) -> None:
+        if not self.closed and self._file is not None:
+            with self._errors_kept(), self._file as file:
+                file.flush()
+                os.fsync(file.fileno())
+        super().close()
+
+    @contextmanager
+    def _errors_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._files.error is None:
+                self._files.error = OSError(error.errno, error.strerror, str(self._path))
 
 
 class _Reader(dcp.FileSystemReader):

@@ -1,10 +1,10 @@
 """Weights & Biases, online or into files that `wandb sync` sends later."""
 
-import json
 import secrets
 from typing import Any
 
 from manifests.errors import UserError
+from manifests.plain_json import parse_json
 from manifests.publish import publish_json
 from train.run_folder import RunFolder, read_lines
 from train.settings import TrainingSettings
@@ -26,7 +26,7 @@ class WeightsAndBiases:
 
         path = run.path / "wandb.json"
         known: dict[str, Any] = (
-            json.loads(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
+            parse_json(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
         )
         lines = read_lines(run.metrics)
         self._last_step = max(known["last_step"], step, lines[-1]["step"] if lines else 0)

@@ -1,12 +1,12 @@
 """Reads the configuration files beside weights, and checks the kind of every value that is used."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from manifests.plain_json import parse_json
 
 _MEND = "mend it, or get the folder again"
 _COLOURS = 3
@@ -21,7 +21,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}", hint=_MEND) from error
     if not isinstance(value, dict):

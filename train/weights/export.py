@@ -15,6 +15,7 @@ from train.weights.export_caption import exported_captioner
 from train.weights.export_clip import FrameEmbedding, exported_clip
 from train.weights.export_videomae import exported_autoencoder, exported_classifier
 from train.weights.exported import publish_folder
+from train.weights.numbers import require_finite
 
 ExportFormat = Literal["open_clip", "hf", "videomae"]
 
@@ -31,7 +32,8 @@ def export_run(
     """Writes the weights of a run's latest checkpoint, or of the one that is named.
 
     Raises:
-        UserError: there is no checkpoint, `out` is there already, or the format cannot hold such a model.
+        UserError: there is no checkpoint, its weights are not finite, `out` is there already, or the format cannot hold
+            such a model.
     """
     run = open_run(run_path)
     path = checkpoint or run.require_checkpoint()
@@ -44,6 +46,7 @@ def export_run(
             hint="leave it out",
         )
     weights = read_weights(path)
+    require_finite(weights, source=path)
     if task == DualEncoderTask.name:
         exported = exported_clip(run, weights, checkpoint=path, form=form, frame_embedding=frame_embedding)
     elif task == MaeTask.name:

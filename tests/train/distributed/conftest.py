@@ -39,7 +39,13 @@ def slurm_environment(folder: Path, *, job: int) -> dict[str, str]:
     """Variables as SLURM sets them for a job of two processes on this machine, with its programs in `folder`."""
     programs = folder / "bin"
     programs.mkdir()
-    fakes = {"srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"', "scontrol": "echo 127.0.0.1"}
+    step, requeued = programs / "step.pid", programs / "requeued"
+    fakes = {
+        "srun": f'echo $$ > {step}; while [[ "$1" == --* ]]; do shift; done\nexec "$@"',
+        "scontrol": f'if [[ "$1" == requeue ]]; then echo "$2" >> {requeued}; else echo 127.0.0.1; fi',
+        # As the real one: it signals the processes of the job's steps, not the script.
+        "scancel": f'[[ "$*" == "--signal=TERM {job}" ]] && kill -TERM "$(cat {step})"',
+    }
     for name, content in fakes.items():
         (programs / name).write_text(f"#!/bin/bash\n{content}\n")
         (programs / name).chmod(stat.S_IRWXU)

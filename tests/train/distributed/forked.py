@@ -15,8 +15,12 @@ from typing import Any
 RUNS = [
     "tests.train.distributed.runs",
     "tests.train.distributed.stage_runs",
+    "tests.train.killed",
     "tests.train.losses.runs",
     "tests.train.optim.sharded_steps",
+    "train.commands",
+    "train.mae.commands",
+    "train.report",
     "torch._dynamo",
 ]
 

@@ -134,10 +134,26 @@ def exact_plane(out: Path, **changes: Any) -> TrainingSettings:
     return replace(base, **{"optimizer": replace(base.optimizer, ema=0.9), **changes})
 
 
-def train_plane(chosen: TrainingSettings, world: World, points: Points | None = None) -> nn.Module:
+class LateNanTask(PlaneTask):
+    """The second of two ranks, and it alone, has NaN in an averaged weight after the last step."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(dropout=0.0, dtype=torch.float64)
+        self._world = world
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        self._num_evaluations = getattr(self, "_num_evaluations", 0) + 1
+        if self._num_evaluations == 4 and not self._world.is_first:
+            next(model.parameters()).data[0, 0] = float("nan")
+        return super().evaluate(model, world)
+
+
+def train_plane(
+    chosen: TrainingSettings, world: World, points: Points | None = None, *, task: PlaneTask | None = None
+) -> nn.Module:
     """A run of the small task, from its latest checkpoint if it has one."""
     samples = LoadedPoints(points or Points(), chosen, world)
-    task = PlaneTask(dropout=0.0, dtype=torch.float64)
+    task = task or PlaneTask(dropout=0.0, dtype=torch.float64)
     return train(
         task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)
     )
@@ -169,6 +185,10 @@ def _all_runs(folder: Path, data_dir: Path, world: World) -> None:
             train_plane(exact_plane(folder / name, max_failures=most), world, points)
         except FailedWork as error:
             shown[name] = str(error)
+    try:
+        train_plane(exact_plane(folder / "not-finite"), world, task=LateNanTask(world))
+    except FailedWork as error:
+        shown["not-finite"] = str(error)
     (folder / f"shown-{world.rank}.json").write_text(json.dumps(shown))
 
 

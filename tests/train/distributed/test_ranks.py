@@ -138,6 +138,12 @@ def test_ranks_that_failures_set_apart_are_resumed_by_one_process(runs: Runs, tm
     assert len(set(failed)) == len(failed), "no place is visited twice"
 
 
+def test_weights_of_one_rank_that_are_not_finite_stop_all_and_no_checkpoint_is_made(runs: Runs) -> None:
+    shown = [json.loads((runs.two / f"shown-{rank}.json").read_text())["not-finite"] for rank in (0, 1)]
+    assert shown[0] == shown[1] and "after step 12 " in shown[0] and "ema.0.weight" in shown[0]
+    assert max(all_checkpoints(runs.two / "not-finite" / "checkpoints")) < 12
+
+
 def test_a_loss_that_is_no_number_stops_all_ranks_with_the_keys_of_all(runs: Runs) -> None:
     shown = [json.loads((runs.two / f"shown-{rank}.json").read_text())["poisoned"] for rank in (0, 1)]
     assert shown[0] == shown[1] and "the loss is nan at step" in shown[0]

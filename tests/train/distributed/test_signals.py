@@ -3,18 +3,20 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.train.distributed.conftest import slurm_environment
-from tests.train.distributed.forked import fork_ranks
+from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command, run_impatient_command
 from tests.train.test_latents_training import FLAGS, write_columns
 from tests.train.weights.test_export import run_train
-from train.checkpoint import all_checkpoints
+from train.checkpoint import all_checkpoints, latest_checkpoint, read_weights
 from train.run_folder import RunFolder, read_lines
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
@@ -26,6 +28,10 @@ STEPS = ("--steps", str(NUM_STEPS), "--checkpoint-every", "30")
 @pytest.fixture(scope="module")
 def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_columns(tmp_path_factory.mktemp("columns"))
+
+
+def is_running(process: subprocess.Popen[str]) -> Callable[[], bool]:
+    return lambda: process.poll() is None
 
 
 def wait_for(path: Path, *, num_lines: int, runs: Callable[[], bool]) -> None:
@@ -85,22 +91,68 @@ def test_a_frozen_rank_0_is_noticed_though_it_keeps_the_store(columns: Path, tmp
     assert status == 1 and "failed: " in error and "Traceback" not in error
 
 
-def test_the_slurm_script_launches_one_torchrun_a_node(repository: Path, columns: Path, tmp_path: Path) -> None:
-    """Its own line, under variables as SLURM sets them; SIGTERM to it saves, as a time limit that is near does."""
-    out = tmp_path / "run"
-    command = ["bash", "scripts/slurm.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_happened(
+    repository: Path, columns: Path, tmp_path: Path
+) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    flags = [*TRAIN, "--shards", str(columns), "--steps", "60", "--checkpoint-every", "5", "--resume", "auto"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "train"]
     process = subprocess.Popen(
-        command,
+        [*launch, *flags, "--out", str(killed)],
         cwd=repository,
-        env=slurm_environment(tmp_path, job=4711),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    wait_for(RunFolder(out).metrics, num_lines=5, runs=lambda: process.poll() is None)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=90)
-    assert process.returncode != 0
-    (stopped_at,) = all_checkpoints(RunFolder(out).checkpoints)
-    assert f"stopped: step {stopped_at} is saved" in said
-    assert '"processes": "2, ddp"' in RunFolder(out).facts.read_text()
+    checkpoints = RunFolder(killed).checkpoints
+    # In the middle of writing a checkpoint, nearly always.
+    while process.poll() is None and not (all_checkpoints(checkpoints) and list(checkpoints.glob(".tmp-step_*"))):
+        time.sleep(0.001)
+    assert process.poll() is None, "it ended before a rank could be killed"
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert said.count("done: 60 steps") == 1 and said.count("attention: ") == 2, "it was not restarted"
+    end_well(fork_ranks(run_command, *flags, "--out", str(whole), size=2, folder=tmp_path))
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(killed).items())
+    assert {path.name for path in checkpoints.iterdir()} == {
+        path.name for path in RunFolder(whole).checkpoints.iterdir()
+    }
+    assert [line["step"] for line in read_lines(RunFolder(killed).metrics)] == list(range(1, 61))
+
+
+def test_the_slurm_script_launches_one_torchrun_a_node(repository: Path, columns: Path, tmp_path: Path) -> None:
+    """Under variables as SLURM sets them: SIGTERM to it saves; near its time limit it saves and requeues the job."""
+    out = tmp_path / "run"
+    command = ["bash", "scripts/slurm.sh", *TRAIN, "--shards", str(columns), "--out", str(out), *STEPS]
+    environment, requeued = slurm_environment(tmp_path, job=4711), tmp_path / "bin" / "requeued"
+    stopped_at = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        process = subprocess.Popen(
+            command, cwd=repository, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        wait_for(RunFolder(out).metrics, num_lines=stopped_at + 5, runs=is_running(process))
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=90)
+        assert process.returncode != 0
+        before, (*older, stopped_at) = stopped_at, all_checkpoints(RunFolder(out).checkpoints)
+        assert stopped_at > before and (older == [] or number == signal.SIGUSR1)
+        assert f"stopped: step {stopped_at} is saved" in said
+        assert '"processes": "2, ddp"' in RunFolder(out).facts.read_text()
+        # A job that was cancelled or preempted is SLURM's to requeue.
+        assert requeued.exists() == (number == signal.SIGUSR1)
+    assert requeued.read_text() == "4711\n"
+    assert [line["step"] for line in read_lines(RunFolder(out).metrics)] == list(range(1, stopped_at + 1))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manifests.errors import UserError
+from manifests.plain_json import parse_json
 from manifests.publish import publish_json
 
 _HINT = 'COCO\'s results format is a JSON list of {"image_id": id, "caption": text}'
@@ -22,7 +23,7 @@ def read_coco_results(path: Path) -> dict[str, str]:
         UserError: no such file, not that format, a video twice.
     """
     try:
-        rows = json.loads(path.read_bytes())
+        rows = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", hint="give a file of captions") from error
     except ValueError as error:

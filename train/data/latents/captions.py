@@ -6,7 +6,9 @@ Everything is arrays: a pair of segment and caption takes four bytes, a caption 
 segment has captions of several sources, each source of each takes twelve more.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from manifests.caption_digest import TextDigest
 from manifests.errors import UserError
 from manifests.store import open_captions
 from train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
@@ -37,6 +40,7 @@ class SegmentCaptions:
         choice: of a place in `pair_caption` for each of these segments.
         pair_caption: [P] places in the two arrays below; within a segment source by source, then ascending by id.
         caption_id, address: [C] the captions, and where their embeddings lie in the mapped tars (None: nowhere).
+        words_sha256: digest of the words of the captions, by source.
         num_captions: captions of the split in the manifest.
         num_other_sources: those of them whose source is left out.
         num_not_embedded: those of the others that the text column does not have.
@@ -49,6 +53,7 @@ class SegmentCaptions:
     caption_id: NDArray[np.int64]
     address: NDArray[np.int64] | None
     sources: Sources
+    words_sha256: str
     num_captions: int
     num_other_sources: int
     num_not_embedded: int
@@ -79,6 +84,7 @@ def pair_captions(
     names: list[str] = []
     num_read: list[NDArray[Any]] = [none]  # sources of captions
     num_embedded: list[NDArray[Any]] = [none]
+    words: defaultdict[int, TextDigest] = defaultdict(TextDigest)  # by source
     for block in _captions(data_dir, video_ids, names):
         address, embedded = none, np.ones(len(block.caption_id), bool)
         first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
@@ -97,6 +103,8 @@ def pair_captions(
                 "last": last[used],
             }
         )
+        for source in np.unique(block.source[used]).tolist():
+            words[source].add(block.text.take(pa.array(np.flatnonzero(used & (block.source == source)))))
         num_read.append(block.source)
         num_embedded.append(block.source[embedded])
     sources = choose_sources(names, wanted=wanted_sources)
@@ -125,11 +133,17 @@ def pair_captions(
         caption_id=smallest(joined["id"][order]),
         address=None if text is None else joined["address"][order],
         sources=sources,
+        words_sha256=_words_sha256({name: words[code] for code, name in enumerate(names) if sources.rank[code] >= 0}),
         num_captions=num_captions,
         num_other_sources=num_captions - num_of_wanted,
         num_not_embedded=num_of_wanted - num_left,
         num_not_shown=num_left - len(order),
     )
+
+
+def _words_sha256(words: Mapping[str, TextDigest]) -> str:
+    each = [f"{name} {digest.hexdigest()}" for name, digest in sorted(words.items())]
+    return hashlib.sha256("\n".join(each).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -139,11 +153,12 @@ class _Block:
     begin_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     source: NDArray[np.int16]  # place in the names found so far
+    text: pa.StringArray
 
 
 def _captions(data_dir: Path, video_ids: pa.Array, names: list[str]) -> Iterator[_Block]:
     """The captions of `video_ids` in blocks, ascending by id; names of sources are added to `names`."""
-    columns = ["caption_id", "video_id", "begin_s", "end_s", "source"]
+    columns = ["caption_id", "video_id", "begin_s", "end_s", "source", "text"]
     with open_captions(data_dir) as file:
         for batch in file.iter_batches(_BLOCK, columns=columns):
             video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
@@ -154,7 +169,8 @@ def _captions(data_dir: Path, video_ids: pa.Array, names: list[str]) -> Iterator
                     names.append(name)
             code = np.array([names.index(name) for name in coded.dictionary.to_pylist()], np.int16)
             caption_id, begin_s, end_s = (batch[name].to_numpy()[rows] for name in ("caption_id", "begin_s", "end_s"))
-            yield _Block(caption_id, video_row[rows], begin_s, end_s, code[coded.indices.to_numpy()])
+            text = batch["text"].take(pa.array(rows))
+            yield _Block(caption_id, video_row[rows], begin_s, end_s, code[coded.indices.to_numpy()], text)
 
 
 def find_embedded(

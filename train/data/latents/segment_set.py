@@ -25,6 +25,7 @@ from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.records import LatentRecords, key_of, read_records
 from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
 from train.data.latents.text_rows import TextMembers, TextRows, read_text_rows
+from train.data.place import set_fingerprint
 
 # Segments alone, with embeddings that prep text made, or with the captions' words.
 Captions = Literal["none", "stored", "words"]
@@ -199,7 +200,11 @@ class SegmentSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of which samples there are and in which order, whatever shards they lie in."""
+        """Hash of which samples there are and in which order, whatever shards they lie in, and of captions' words."""
+        order = self._order_sha256()
+        return order if self.captions is None else set_fingerprint(order, self.captions.words_sha256)
+
+    def _order_sha256(self) -> str:
         names = [variant.directory.name for variant in (self._latents, self._text_variant) if variant]
         digest = hashlib.sha256("\n".join(names).encode())
         digest.update(pa.record_batch([self.video_ids], names=["video_id"]).serialize())

@@ -1,0 +1,81 @@
+"""A run goes on with the captions that it began with: other words under the same ids and spans are noticed."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from manifests.store import MANIFEST_FOLDER, read_captions
+from tests.train.conftest import VIDEOS
+from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
+from tests.train.latents.written import write_all
+from tests.train.test_video_captions import open_set
+from tests.train.tiny_data import Caption, write_captions
+from train.data.latents.loader import LatentLoader
+from train.data.place import LoaderState
+from train.models.text import load_tokenizer
+
+# As the versions before had them, which hashed no words.
+OLD_OF_CLIPS = "de15e107c4ef04e7e8b34fe813f94dcc67367d61ad6aa4cc6911f01d79753ecf"
+OLD_OF_LATENTS = "89564f275526247d36c77603c7a25142b4d1b85492959066561b9f11193d621a"
+OTHER_WORDS = "captions of .* have other words or sources than those that the run was trained with"
+
+
+def rewrite(data_dir: Path, splits: dict[str, str], captions: list[Caption]) -> None:
+    """Another manifest, whose captions have the same ids."""
+    shutil.rmtree(data_dir / MANIFEST_FOLDER)
+    write_captions(data_dir, splits, captions)
+
+
+def begun_with(samples: str) -> LoaderState:
+    return LoaderState(position=3, ahead=[], seed=0, samples=samples)
+
+
+def test_other_words_of_clips_are_noticed(data_dir: Path, tmp_path: Path) -> None:
+    own = tmp_path / "data"
+    shutil.copytree(data_dir, own)
+    before = open_set(own).fingerprint
+    rows = read_captions(own).to_pylist()
+    captions = [Caption(row["video_id"], row["begin_s"], row["end_s"], row["text"]) for row in rows]
+    rewrite(own, VIDEOS, captions)
+    assert open_set(own).fingerprint == before
+    # One letter of one caption; and two texts that are the same letters, cut at another place.
+    for changed in ({1: "The middle of a"}, {0: "it begin", 1: "sthe middle of a"}):
+        rewrite(own, VIDEOS, [replace(one, text=changed.get(at, one.text)) for at, one in enumerate(captions)])
+        samples = open_set(own)
+        with pytest.raises(UserError, match=OTHER_WORDS):
+            samples.load_state_dict(begun_with(before))
+        samples.load_state_dict(begun_with(OLD_OF_CLIPS))
+    # Those of another split are not trained on.
+    rewrite(own, VIDEOS, [replace(one, text=one.text + (" d" if one.video_id == "d" else "")) for one in captions])
+    open_set(own).load_state_dict(begun_with(before))
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_other_words_of_latents_are_noticed(tmp_path: Path, is_stored: bool) -> None:
+    data_dir = write_all(tmp_path / "data", SHARDS, CAPTIONS, without=WITHOUT_EMBEDDING).data_dir
+    splits = dict.fromkeys((chunk.video_id for chunks in SHARDS for chunk in chunks), "train")
+
+    def opened(sources: str | None = None) -> LatentLoader:
+        tokenize = None if is_stored else load_tokenizer()
+        return LatentLoader(data_dir, split="train", tokenize=tokenize, sources=sources)
+
+    before = opened().fingerprint
+    assert not is_stored or before.partition("-")[0] == OLD_OF_LATENTS
+    rewrite(data_dir, splits, [replace(one, text=one.text.replace("moment", "minute")) for one in CAPTIONS])
+    loader = opened()
+    with pytest.raises(UserError, match=OTHER_WORDS):
+        loader.load_state_dict(begun_with(before))
+    loader.load_state_dict(begun_with(before.partition("-")[0]))
+
+
+def test_words_of_sources_that_are_left_out_are_no_others(tmp_path: Path) -> None:
+    captions = [*CAPTIONS, Caption("a", 0.0, 9.0, "as a model says", "model")]
+    data_dir = write_all(tmp_path / "data", SHARDS, captions).data_dir
+    splits = dict.fromkeys((chunk.video_id for chunks in SHARDS for chunk in chunks), "train")
+    before = LatentLoader(data_dir, split="train", sources="test=1").fingerprint
+    rewrite(data_dir, splits, [*CAPTIONS, replace(captions[-1], text="as another model says")])
+    assert LatentLoader(data_dir, split="train", sources="test=1").fingerprint == before
+    assert LatentLoader(data_dir, split="train").fingerprint.partition("-")[2] != before.partition("-")[2]

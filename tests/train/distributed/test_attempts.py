@@ -1,0 +1,36 @@
+"""Ranks that are started again find one another, whatever those before them left in the store."""
+
+import threading
+
+import torch.distributed as dist
+
+from train.distributed.attempt import name_attempt
+from train.distributed.world import World
+
+
+def named(store: dist.Store, *, size: int) -> set[str]:
+    names: list[str] = []
+
+    def run(rank: int) -> None:
+        names.append(name_attempt(store, World(rank=rank, size=size)))
+
+    # Rank 0 comes last: until then the others have what an earlier attempt left.
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in reversed(range(size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(names) == size
+    return set(names)
+
+
+def test_each_attempt_has_a_name_of_its_own_that_all_ranks_know() -> None:
+    store = dist.HashStore()
+    found = [named(store, size=3) for _ in range(3)]
+    assert all(len(names) == 1 for names in found) and len(set.union(*found)) == 3
+
+
+def test_a_rank_that_left_before_it_was_answered_is_nobody_to_wait_for() -> None:
+    store = dist.HashStore()
+    store.set("asks/1", "somebody who is gone")
+    assert len(named(store, size=2)) == 1

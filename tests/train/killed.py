@@ -1,0 +1,80 @@
+"""Runs of the plane task, in processes that are killed at a change of names on the disk."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import Stopped
+from tests.train.distributed.forked import RUNS
+from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
+from train.data.filling import LoadedBatch
+from train.loop import train
+from train.progress import Progress
+from train.run_folder import RunFolder, create_run
+from train.settings import TrainingSettings
+
+# What changes names on a disk; os.replace is os.rename here, and Path.unlink os.remove.
+_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+
+
+class StoppedPoints(LoadedPoints):
+    """Points with SIGTERM in the second step, as from a time limit; the step is taken before the run stops."""
+
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        for number, loaded in enumerate(super().batches(position=position, max_failures=max_failures)):
+            if number == 2:  # one batch is taken ahead
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield loaded
+
+
+def three_steps(out: Path) -> TrainingSettings:
+    """Each makes a checkpoint, and one stays."""
+    return settings(out, steps=3, batch=4, checkpoint_every=1, keep_checkpoints=1, workers=1)
+
+
+def train_plane(chosen: TrainingSettings, kind: type[LoadedPoints] = LoadedPoints) -> None:
+    run = RunFolder(chosen.out)
+    if not run.settings.exists():
+        create_run(chosen)
+    points = kind(Points(), chosen)
+    train(PlaneTask(), points, chosen, run=run, world=ONE, device=torch.device("cpu"), progress=Progress())
+
+
+def train_and_stop(chosen: TrainingSettings) -> None:
+    """Trains until it is told to stop in the second step, which makes a checkpoint as well."""
+    with suppress(Stopped):
+        train_plane(chosen, StoppedPoints)
+
+
+def killed_at(number: int, work: Callable[..., None], *arguments: Any, folder: Path) -> int | None:
+    """Calls `work` in a process that is killed before its `number`-th change of names in `folder`; its exit status."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(RUNS)
+    process = context.Process(target=_work, args=(number, work, arguments, folder))
+    process.start()
+    process.join(60)
+    process.kill()
+    return process.exitcode
+
+
+def _work(number: int, work: Callable[..., None], arguments: tuple[Any, ...], folder: Path) -> None:
+    torch.set_num_threads(1)
+    seen = 0
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        nonlocal seen
+        # shutil.rmtree names files relative to an open folder, the last argument.
+        if event in _CHANGES and (given[-1] >= 0 or os.fspath(given[0]).startswith(os.fspath(folder))):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    work(*arguments)

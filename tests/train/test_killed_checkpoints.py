@@ -1,0 +1,87 @@
+"""A training that is killed while it handles checkpoints: none is lost, and the run ends as if nothing had happened."""
+
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.errors import Stopped, UserError
+from manifests.publish import TEMPORARY_PREFIX
+from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop, train_plane
+from train.checkpoint import all_checkpoints, checkpoint_name, is_intact, latest_checkpoint, read_facts, read_weights
+from train.checkpoint_writer import recover
+from train.evaluation.settings import EvaluationSettings
+from train.run_folder import RunFolder
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def all_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_a_run_killed_at_any_change_of_names_loses_no_checkpoint_and_ends_the_same(tmp_path: Path) -> None:
+    train_plane(three_steps(tmp_path / "whole"))
+    expected, files = weights(tmp_path / "whole"), all_files(tmp_path / "whole")
+    number, status, furthest = 0, None, 0
+    while status != 0:
+        number += 1
+        out = tmp_path / f"killed-{number}"
+        folder = RunFolder(out).checkpoints
+        status = killed_at(number, train_and_stop, three_steps(out), folder=folder)
+        assert status in (0, -signal.SIGKILL)
+        assert all(is_intact(path) for path in all_checkpoints(folder).values()), f"a part has a name after {number}"
+        recover(folder)
+        steps = [*all_checkpoints(folder), 0]
+        # Killed later, it has come as far: nothing that was complete is lost.
+        assert max(steps) >= furthest, f"change {number} loses a checkpoint"
+        furthest = max(steps)
+        train_plane(three_steps(out))
+        assert_same(weights(out), expected)
+        assert all_files(out) == files, f"change {number} leaves litter"
+    assert number > 5 and furthest == 2, "too few changes were seen: the test shows nothing"
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again_when_the_run_is_told_to_stop(tmp_path: Path) -> None:
+    """What it knows of its step, such as the numbers of an evaluation, stays as well."""
+    chosen = replace(three_steps(tmp_path / "run"), evaluate=EvaluationSettings(every=1))
+    with pytest.raises(Stopped, match="step 2 is saved"):
+        train_plane(chosen, StoppedPoints)
+    (path,) = all_checkpoints(RunFolder(chosen.out).checkpoints).values()
+    assert read_facts(path).step == 2 and "error" in read_facts(path).numbers
+
+
+def test_a_complete_checkpoint_takes_the_place_of_a_damaged_one_and_not_of_an_intact_one(tmp_path: Path) -> None:
+    train_plane(three_steps(tmp_path / "run"))
+    folder = RunFolder(tmp_path / "run").checkpoints
+    final, temporary = folder / checkpoint_name(3), folder / f"{TEMPORARY_PREFIX}{checkpoint_name(3)}"
+    for damaged in (True, False):
+        shutil.copytree(final, temporary)
+        if damaged:
+            (final / "tensors.json").write_bytes(b"{}")
+        before = final.stat().st_ino
+        recover(folder)
+        assert is_intact(final) and (final.stat().st_ino != before) == damaged
+        assert [path.name for path in folder.iterdir()] == [final.name]
+
+
+def test_older_checkpoints_stay_until_the_latest_has_been_read(tmp_path: Path) -> None:
+    chosen = replace(three_steps(tmp_path / "run"), keep_checkpoints=3)
+    train_plane(chosen)
+    folder = RunFolder(chosen.out).checkpoints
+    (folder / checkpoint_name(3) / "tensors.json").write_bytes(b"{}")
+    with pytest.raises(UserError, match="step_000003 cannot be read"):
+        train_plane(replace(chosen, keep_checkpoints=1))
+    assert list(all_checkpoints(folder)) == [1, 2, 3]
