@@ -134,6 +134,30 @@ def test_a_failed_span_keeps_its_place_in_a_layout_that_is_made_anew(
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("damage", ["flipped", "gone"])
+def test_lost_probes_of_sources_that_are_gone_cost_no_chunks(
+    prep: Prep, tmp_path: Path, made_set: Path, damage: str
+) -> None:
+    shard_set = ShardSet(tmp_path / "data")
+    shutil.copytree(made_set, shard_set.data)
+    moved = made_set.parent / "videos"
+    sound = contents(shard_set.variant)
+    path = shard_set.data / "probes.parquet"
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    moved.rename(made_set.parent / "away")
+    try:
+        rerun(prep, shard_set, *LEN)
+        assert len(shard_set.commits) == 2
+        assert {name for name, digest in contents(shard_set.variant).items() if sound.get(name) != digest} == {
+            "failures.jsonl"
+        }
+    finally:
+        (made_set.parent / "away").rename(moved)
+
+
 def test_a_missing_commit_of_video_leaves_latents_and_their_commits_alone(shard_set: ShardSet) -> None:
     make(shard_set.data)
     folder = Variant.open(shard_set.data, column="latents").directory
