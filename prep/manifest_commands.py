@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from manifests.adapters.reading import Reading
 from manifests.errors import UserError
 from manifests.place import check_data_dir
 from manifests.store import Written, read_manifest, write_manifest
+from manifests.table_files import DamagedManifest
 from prep.data_folder import writing
 
 app = App(name="manifest", help="Write down which videos and captions are wanted.")
@@ -234,7 +236,8 @@ def _write(read: Callable[[], Reading], *, data: Path, videos: Path, dataset: st
 def _check_existing(data: Path) -> None:
     """Complains about a manifest of another format before the work rather than after it."""
     if (data / "manifest" / "manifest.json").exists():
-        read_manifest(data)
+        with suppress(DamagedManifest):  # the write repairs it, or says why it cannot
+            read_manifest(data)
 
 
 def _reasons_in(reading: Reading) -> str:

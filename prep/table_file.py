@@ -20,7 +20,7 @@ _CHECKSUM_KEY = b"clipmill_sha256"
 def write_table_file(path: Path, table: pa.Table) -> None:
     """Publishes `table` (columns of strings and numbers) with its checksum."""
     with published(path) as temporary:
-        pq.write_table(table.replace_schema_metadata({_CHECKSUM_KEY: _sha256(table)}), temporary)
+        pq.write_table(table.replace_schema_metadata({_CHECKSUM_KEY: _sha256(path.name, table)}), temporary)
 
 
 def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
@@ -45,14 +45,17 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
     if not table.schema.equals(schema):
         raise ValueError(f"its columns are {', '.join(table.schema.names)}")
     recorded = (table.schema.metadata or {}).get(_CHECKSUM_KEY)
-    if recorded is not None and recorded != _sha256(table):
+    if recorded is not None and recorded != _sha256(path.name, table):
         raise ValueError("its checksum does not match its content")
     return table.replace_schema_metadata()
 
 
-def _sha256(table: pa.Table) -> bytes:
-    """Checksum (hex) of the values of every column, with their types and which are null."""
-    digest = hashlib.sha256(str(table.num_rows).encode())
+def _sha256(file_name: str, table: pa.Table) -> bytes:
+    """Checksum (hex) of the values of every column, with their types and which are null, and of the file's name.
+
+    The name tells apart files of one schema, such as the layouts, that were exchanged.
+    """
+    digest = hashlib.sha256(f"{file_name}\0{table.num_rows}".encode())
     for name in table.column_names:
         column = pa.concat_arrays(table[name].chunks) if table[name].num_chunks else pa.array([], table[name].type)
         digest.update(f"\0{name}\0{column.type}\0".encode())

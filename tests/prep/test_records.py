@@ -193,3 +193,16 @@ def test_a_manifest_that_is_damaged_is_named(prep: Prep, shard_set: ShardSet) ->
     assert "although there are tables" in prep("verify", "--data", shard_set.data, status=1).stdout
     shutil.move(kept, folder / "manifest.json")
     prep("verify", "--data", shard_set.data)
+
+
+def test_prep_manifest_writes_a_damaged_manifest_again(prep: Prep, tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    videos.mkdir()
+    (videos / "v.mp4").write_bytes(b"x")
+    command = ("manifest", "folder", videos, "--data", data)
+    prep(*command)
+    before = contents(data)
+    for path in sorted((data / "manifest").iterdir()):
+        path.write_bytes(path.read_bytes()[:-9])
+        prep(*command)
+        assert contents(data) == before
