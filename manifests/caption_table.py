@@ -1,4 +1,4 @@
-"""Writing captions.parquet: the captions of one data set woven by id into those of the others, in a stream."""
+"""Writing the table of captions: the captions of one data set woven by id into those of the others, in a stream."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +18,25 @@ ROWS_PER_GROUP = 131_072
 
 
 def write_caption_table(
-    path: Path, *, captions: pa.Table, ids: np.ndarray, kept_video_ids: pa.Array, metadata: dict[bytes, bytes]
+    path: Path,
+    *,
+    old_path: Path | None,
+    captions: pa.Table,
+    ids: np.ndarray,
+    kept_video_ids: pa.Array,
+    metadata: dict[bytes, bytes],
 ) -> None:
-    """Publishes `path`: what it held of the videos `kept_video_ids`, and `captions` with `ids`, ordered by id.
+    """Publishes `path`: what `old_path` holds of the videos `kept_video_ids`, and `captions` with `ids`, ordered by id.
+
+    Args:
+        old_path: the table before; None where there is none.
 
     Raises:
         UserError: a label column is there already with another type.
     """
-    kept = _kept_batches(path, kept_video_ids) if len(kept_video_ids) else iter(())
-    schema = _stored_schema(path if len(kept_video_ids) else None, captions.schema)
+    old_path = old_path if len(kept_video_ids) else None
+    kept = iter(()) if old_path is None else _kept_batches(old_path, kept_video_ids)
+    schema = _stored_schema(old_path, captions.schema)
     with (
         published(path) as temporary,
         pq.ParquetWriter(
@@ -56,7 +66,7 @@ def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
     """Columns of the file: those of CAPTIONS, then the labels of both tables; dictionaries as plain strings."""
     labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain(field.type)) for name, field in labels.items()}
-    if old_path is not None and old_path.exists():
+    if old_path is not None:
         for field in pq.read_schema(old_path):
             if field.name.startswith(LABEL_PREFIX) and labels.setdefault(field.name, field).type != field.type:
                 raise UserError(
@@ -73,8 +83,6 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _kept_batches(path: Path, kept_video_ids: pa.Array) -> Iterator[pa.Table]:
-    if not path.exists():
-        return
     with pq.ParquetFile(path, pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
             table = pa.Table.from_batches([batch]).replace_schema_metadata()

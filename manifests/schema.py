@@ -3,7 +3,8 @@
     videos.parquet     one row a video; rows keep their order for ever, new videos come last
     captions.parquet   one row a caption, ordered by caption_id; ids are dense from 0 and never change their caption
     rejected.parquet   one row for each input row that cannot be used, with the reason
-    manifest.json      format version, counts, and rejected rows by reason, for each data set in the manifest
+    manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
+                       reason, for each data set in the manifest
 
 Times are seconds from the start of the video as a player shows it; an end_s of +inf is the end of the video,
 whose length the manifest does not know. Data sets that carry labels add columns

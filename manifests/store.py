@@ -1,15 +1,15 @@
 """Reading and writing the manifest of a data folder; manifests.schema defines its tables.
 
-A write replaces one data set and keeps the others. The captions, the rejected rows and the videos are published
-first, each marked with the fingerprint of the whole; manifest.json comes last and names the fingerprint that
-counts. A reader that meets another mark says so: a killed write is never read as a manifest.
+A write replaces one data set and keeps the others. It is a function of the rows given and of the last complete
+manifest: what a killed write left is never read. manifest.json makes the tables count (manifests.table_files), each of
+which is marked with the fingerprint of the whole.
 """
 
-import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,19 +17,30 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.caption_digest import captions_sha256
-from manifests.caption_identity import assign_ids, caption_hashes
-from manifests.caption_table import ROWS_PER_GROUP, write_caption_table
+from manifests.caption_table import write_caption_table
+from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
 from manifests.merge import fingerprint, in_old_places, rows_of, video_table, without_taken_ids
-from manifests.publish import publish_json, published
+from manifests.past import Past, read_past, stable_ids
+from manifests.publish import published
 from manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
+from manifests.table_files import (
+    CAPTIONS_FILE,
+    FINGERPRINT_KEY,
+    REJECTED_FILE,
+    REPAIR_HINT,
+    TABLE_FILES,
+    VIDEOS_FILE,
+    DamagedManifest,
+    describe,
+    place,
+    staged_path,
+    table_path,
+)
 
 MANIFEST_FOLDER = "manifest"
-VIDEOS_FILE = "videos.parquet"
-CAPTIONS_FILE = "captions.parquet"
-REJECTED_FILE = "rejected.parquet"
 MANIFEST_FILE = "manifest.json"
-FINGERPRINT_KEY = b"clipmill_manifest"
+_T = TypeVar("_T")
 _CODED = ["video_id", "source"]
 
 
@@ -84,18 +95,27 @@ def open_captions(data_dir: Path) -> pq.ParquetFile:
     Raises:
         UserError: as `read_videos`.
     """
-    manifest = read_manifest(data_dir)
-    path = manifest_dir(data_dir) / CAPTIONS_FILE
-    try:
+
+    def read(manifest: dict[str, Any]) -> pq.ParquetFile:
+        path = table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest)
         file = pq.ParquetFile(path, pre_buffer=False)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"cannot read {path}: {error}", hint="run `prep manifest` again") from error
-    try:
-        _require_parts(path, file.schema_arrow, manifest=manifest, schema=CAPTIONS)
-    except UserError:
-        file.close()
-        raise
-    return file
+        try:
+            _require_parts(path, file.schema_arrow, manifest=manifest, schema=CAPTIONS)
+        except UserError:
+            file.close()
+            raise
+        return file
+
+    return _steadily(data_dir, read)
+
+
+def captions_path(data_dir: Path) -> Path:
+    """The file of the captions, after its checksum was compared; it stays there while no manifest is written.
+
+    Raises:
+        UserError: as `read_videos`.
+    """
+    return _steadily(data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest))
 
 
 def read_rejected(data_dir: Path) -> pa.Table:
@@ -115,19 +135,23 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     """
     path = manifest_dir(data_dir) / MANIFEST_FILE
     try:
-        content = json.loads(path.read_bytes())
+        content = read_checked_json(path)
     except FileNotFoundError as error:
         raise UserError(
             f"no manifest in {data_dir}",
             hint=f"make one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
         ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}", hint="remove it and run `prep manifest` again") from error
-    if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
-        found = content.get("format") if isinstance(content, dict) else None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error}", hint="make it readable") from error
+    except ValueError as error:
+        raise DamagedManifest(path, str(error)) from error
+    if content.get("format") != MANIFEST_FORMAT:
         raise UserError(
-            f"{path} has format {found}, this program reads {MANIFEST_FORMAT}", hint="use the clipmill that made it"
+            f"{path} has format {content.get('format')}, this program reads {MANIFEST_FORMAT}",
+            hint="use the clipmill that made it",
         )
+    if not isinstance(content.get("fingerprint"), str):
+        raise DamagedManifest(path, "it has no fingerprint")
     return content
 
 
@@ -163,7 +187,7 @@ def write_manifest(
     """
     folder = manifest_dir(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    old = _read_old(data_dir)
+    old = _past(data_dir)
     is_other = pc.not_equal(old.videos["dataset"], dataset)
     other_ids, own_ids = (old.videos.filter(mask)["video_id"] for mask in (is_other, pc.invert(is_other)))
     rejected = REJECTED.empty_table() if rejected is None else rejected
@@ -174,7 +198,7 @@ def write_manifest(
     video_rows = rows_of(captions["video_id"], videos["video_id"])
     if (video_rows < 0).any():
         raise ValueError("captions of a video that is not among the videos")
-    ids, next_id = _stable_ids(folder, captions, own_ids=own_ids, next_id=old.next_caption_id)
+    ids, next_id = stable_ids(old, captions, own_ids=own_ids)
     new = video_table(
         dataset,
         videos,
@@ -186,16 +210,19 @@ def write_manifest(
     all_rejected = pa.concat_tables([other_rejected, rejected.select(REJECTED.names).cast(REJECTED)])
 
     mark = fingerprint(all_videos, all_rejected)
+    old.require_same(mark)
     metadata = {FINGERPRINT_KEY: mark.encode()}
+    staged = {name: staged_path(folder, name, mark=mark) for name in TABLE_FILES}
     write_caption_table(
-        folder / CAPTIONS_FILE,
+        staged[CAPTIONS_FILE],
+        old_path=old.captions_path,
         captions=captions,
         ids=ids,
         kept_video_ids=other_ids.combine_chunks(),
         metadata=metadata,
     )
     for name, table in ((REJECTED_FILE, all_rejected), (VIDEOS_FILE, all_videos)):
-        with published(folder / name) as temporary:
+        with published(staged[name]) as temporary:
             pq.write_table(table.replace_schema_metadata(metadata), temporary, compression="zstd")
     reasons = {entry["values"]: entry["counts"] for entry in pc.value_counts(rejected["reason"]).to_pylist()}
     entry = {
@@ -204,15 +231,17 @@ def write_manifest(
         "num_captions_lost": num_captions_lost,
         "num_rejected": reasons,
     }
-    publish_json(
+    publish_checked_json(
         folder / MANIFEST_FILE,
         {
             "format": MANIFEST_FORMAT,
             "fingerprint": mark,
             "next_caption_id": next_id,
             "datasets": {**old.datasets, dataset: entry},
+            "tables": {name: describe(path) for name, path in staged.items()},
         },
     )
+    place(folder, mark=mark)
     num_kept = pc.sum(pc.is_in(own_ids, value_set=videos["video_id"].combine_chunks())).as_py() or 0
     return Written(
         folder=folder,
@@ -227,67 +256,46 @@ def write_manifest(
     )
 
 
-@dataclass(frozen=True)
-class _Old:
-    """The manifest before a write; an interrupted write's tables are as good a past as any."""
-
-    videos: pa.Table
-    rejected: pa.Table
-    next_caption_id: int
-    datasets: dict[str, Any]
-
-
-def _read_old(data_dir: Path) -> _Old:
+def _past(data_dir: Path) -> Past:
     folder = manifest_dir(data_dir)
-    tables = {}
-    for name, schema in ((VIDEOS_FILE, VIDEOS), (REJECTED_FILE, REJECTED)):
-        path = folder / name
-        tables[name] = pq.read_table(path).replace_schema_metadata() if path.exists() else schema.empty_table()
-    manifest = read_manifest(data_dir) if (folder / MANIFEST_FILE).exists() else {}
-    next_id = manifest.get("next_caption_id", 0)
-    if (folder / CAPTIONS_FILE).exists():
-        with pq.ParquetFile(folder / CAPTIONS_FILE) as file:
-            if file.num_row_groups:
-                ids = file.read_row_group(file.num_row_groups - 1, columns=["caption_id"])["caption_id"]
-                next_id = max(next_id, ids[-1].as_py() + 1)
-    return _Old(tables[VIDEOS_FILE], tables[REJECTED_FILE], next_id, manifest.get("datasets", {}))
+    if not (folder / MANIFEST_FILE).exists():
+        return read_past(folder, None)
+    try:
+        return read_past(folder, read_manifest(data_dir))
+    except DamagedManifest as damage:
+        return read_past(folder, None, damage=damage)
 
 
 def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | None = None) -> pa.Table:
-    manifest = read_manifest(data_dir)
-    path = manifest_dir(data_dir) / name
-    try:
+    def read(manifest: dict[str, Any]) -> pa.Table:
+        path = table_path(manifest_dir(data_dir), name, manifest=manifest)
         with pq.ParquetFile(path, read_dictionary=coded) as file:
             table = file.read()  # one chunk a row group, where `read_table` gives many
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"cannot read {path}: {error}", hint="run `prep manifest` again") from error
-    _require_parts(path, table.schema, manifest=manifest, schema=schema)
-    return table.replace_schema_metadata().unify_dictionaries()
+        _require_parts(path, table.schema, manifest=manifest, schema=schema)
+        return table
+
+    return _steadily(data_dir, read).replace_schema_metadata().unify_dictionaries()
+
+
+def _steadily(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """`read(content of manifest.json)`, once more where another manifest may have taken its place meanwhile."""
+    for is_last in (False, False, True):
+        manifest = read_manifest(data_dir)
+        try:
+            return read(manifest)
+        except (UserError, OSError, pa.ArrowException) as error:
+            if not is_last:
+                continue
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"the manifest in {data_dir} cannot be read: {error}", hint=REPAIR_HINT) from error
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _require_parts(path: Path, found: pa.Schema, *, manifest: dict[str, Any], schema: pa.Schema) -> None:
-    """Raises UserError unless a table is of this manifest and has the columns of `schema`."""
-    mark = (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode()
-    if mark != manifest["fingerprint"]:
-        raise UserError(
-            f"{path} is not of the manifest that {MANIFEST_FILE} speaks of: a `prep manifest` was interrupted",
-            hint="run the same `prep manifest` command again",
-        )
+    """Raises DamagedManifest unless a table is of this manifest and has the columns of `schema`."""
+    if (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
+        raise DamagedManifest(path, f"it is not of the write that {MANIFEST_FILE} speaks of, which was interrupted")
     missing = [field.name for field in schema if field.name not in found.names]
     if missing:
-        raise UserError(f"{path} lacks the column {missing[0]}", hint="run `prep manifest` again")
-
-
-def _stable_ids(folder: Path, captions: pa.Table, *, own_ids: pa.ChunkedArray, next_id: int) -> tuple[np.ndarray, int]:
-    hashes = caption_hashes(captions)
-    path = folder / CAPTIONS_FILE
-    old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
-    if path.exists() and len(own_ids):
-        columns = ["caption_id", "video_id", "begin_s", "end_s", "text", "source"]
-        with pq.ParquetFile(path, read_dictionary=_CODED, pre_buffer=False) as file:
-            for batch in file.iter_batches(columns=columns, batch_size=ROWS_PER_GROUP):
-                table = pa.Table.from_batches([batch])
-                is_own = rows_of(table["video_id"], own_ids) >= 0
-                old_hashes.append(caption_hashes(table)[is_own])
-                old_ids.append(table["caption_id"].to_numpy()[is_own])
-    return assign_ids(hashes, old_hashes=np.concatenate(old_hashes), old_ids=np.concatenate(old_ids), next_id=next_id)
+        raise DamagedManifest(path, f"it lacks the column {missing[0]}")

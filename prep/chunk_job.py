@@ -1,8 +1,8 @@
 """The plan of the `video` column as a job that the driver carries out."""
 
-from manifests.store import CAPTIONS_FILE, manifest_dir
+from manifests.store import captions_path
 from prep.data_folder import VIDEO
-from prep.layout import layout_path, read_layout, write_layout
+from prep.layout import layout_path, write_layout
 from prep.plan import ShardPlan
 from prep.planning import Planned
 from prep.run import Job
@@ -12,10 +12,9 @@ from prep.shard_task import ShardTask, make_shard
 def chunk_job(planned: Planned) -> Job[ShardTask]:
     """The job; the layout that it relies on is written first."""
     plan = planned.plan
-    path = layout_path(planned.data_dir, plan.recipe.settings)
-    if not path.exists() or not read_layout(path).equals(plan.layout):
-        write_layout(path, plan.layout)
-    captions_file = manifest_dir(planned.data_dir) / CAPTIONS_FILE if plan.has_captions else None
+    write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
+    has_work = any(shard.has_work for shard in plan.shards)
+    captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
 
     def task(shard: ShardPlan) -> ShardTask:
         return ShardTask(

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import shards.format
 from manifests.errors import UserError
 from manifests.publish import TEMPORARY_PREFIX
 
-VIDEO, LATENTS, TEXT = COLUMNS = ("video", "latents", "text")
+VIDEO, LATENTS, TEXT = COLUMNS = shards.format.COLUMNS
 
 
 def require_data_folder(data_dir: Path) -> Path:

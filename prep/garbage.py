@@ -25,7 +25,7 @@ from prep.status import problems_of
 from prep.text.bank import BANK_FOLDER, BLOCK_FILE
 from prep.wanted import wanted
 from shards.dataset import current_variant, list_variants, variant_dir
-from shards.format import COMMITS_FOLDER, RECIPE_FILE
+from shards.format import COMMITS_FOLDER, CONTENTS_FILE, RECIPE_FILE
 from shards.reader import Variant
 
 _SHARD_FILE = re.compile(r"\d{6,}-[0-9a-f]{8}\.(tar|tar\.idx|index\.arrow)")
@@ -193,8 +193,9 @@ def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
                     (data if BLOCK_FILE.fullmatch(block.name) and block.is_file() else unknown).append(block)
         elif is_folder or path.is_symlink():
             unknown.append(path)
-        elif path.name == RECIPE_FILE:
-            recipe.append(path)
+        elif path.name in (CONTENTS_FILE, RECIPE_FILE):
+            # The list of commits goes before any of them, the recipe last.
+            (commits if path.name == CONTENTS_FILE else recipe).insert(0, path)
         elif _SHARD_FILE.fullmatch(path.name) or _LIST_FILE.fullmatch(path.name) or path.name == FAILURES_FILE:
             data.append(path)
         else:

@@ -45,7 +45,7 @@ def set_report(variant: Variant) -> Report:
             }
         )
     rows += [
-        {"shard_id": int(damaged.path.stem), "split": "?", "num_chunks": 0, "tar": None, "tar_bytes": 0}
+        {"shard_id": damaged.shard_id, "split": "?", "num_chunks": 0, "tar": None, "tar_bytes": 0}
         | {"num_failures": 0, "state": "corrupt"}
         for damaged in variant.damaged
     ]

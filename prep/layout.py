@@ -4,19 +4,21 @@ The layout lies in `<data>/layout/<len>-<tail>.parquet` and serves every recipe 
 variants of a column have the same shards. New spans go into new shards, in manifest order, split by split.
 """
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from manifests.errors import UserError
-from manifests.publish import published
 from prep.chunk_settings import ChunkSettings
 from prep.columns import as_array
 from prep.recipe import SPAN_CHUNKS
+from prep.table_file import read_table_file, write_table_file
 
+LAYOUT_FOLDER = "layout"
 MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default recipe
 MIN_SHARDS = 16  # a small set still gives every core of a server something to do
 
@@ -32,35 +34,56 @@ LAYOUT = pa.schema(
 
 def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
     """Where the layout for the recipe's chunk length lies."""
-    return data_dir / "layout" / f"{settings.len}-{settings.tail}.parquet"
+    return data_dir / LAYOUT_FOLDER / f"{settings.len}-{settings.tail}.parquet"
+
+
+class DamagedLayout(UserError):
+    """The file of a layout is damaged."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        command = "prep text" if path.name == "text.parquet" else "prep chunk"
+        super().__init__(
+            f"the layout {path} is damaged: {why}",
+            hint=f"run `{command}` again with the settings of before: it makes the layout anew from the commits",
+        )
 
 
 def read_layout(path: Path) -> pa.Table:
     """The layout at `path`, empty where there is none yet.
 
     Raises:
-        UserError: the file is damaged.
+        DamagedLayout: the file is damaged.
     """
-    if not path.exists():
-        return LAYOUT.empty_table()
     try:
-        with pq.ParquetFile(path) as file:
-            layout = file.read()
-        if not layout.schema.equals(LAYOUT):
-            raise pa.ArrowInvalid(f"its columns are {', '.join(layout.schema.names)}")
-        return layout
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"the layout {path} is damaged: {error}",
-            hint="restore it from a backup, or remove it and the variants' folders and prepare the data again",
-        ) from None
+        return read_table_file(path, schema=LAYOUT)
+    except FileNotFoundError:
+        return LAYOUT.empty_table()
+    except ValueError as error:
+        raise DamagedLayout(path, str(error)) from None
+
+
+def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.Table:
+    """The layout at `path`, or what `rebuild` finds in the commits where the file is damaged or missing."""
+    try:
+        if path.exists():
+            return read_layout(path)
+        layout, why = rebuild(), f"the layout {path} is missing"
+    except DamagedLayout as damage:
+        layout, why = rebuild(), str(damage)
+    if len(layout):
+        sys.stderr.write(f"{why}; taken from the commits instead\n")
+    return layout
 
 
 def write_layout(path: Path, layout: pa.Table) -> None:
-    """Publishes the layout; done before any work that relies on it."""
+    """Publishes the layout, unless it is there already; done before any work that relies on it."""
+    try:
+        if path.exists() and read_layout(path).equals(layout):
+            return
+    except DamagedLayout:
+        pass  # replaced by the one that was rebuilt
     path.parent.mkdir(parents=True, exist_ok=True)
-    with published(path) as temporary:
-        pq.write_table(layout, temporary)
+    write_table_file(path, layout)
 
 
 def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> pa.Table:

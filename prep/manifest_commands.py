@@ -3,6 +3,7 @@
 import json as json_module
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from manifests.errors import DISK_ERRORS, FailedWork, UserError
 from manifests.place import check_data_dir
 from manifests.quoting import quoted
 from manifests.store import known_files, read_manifest, read_rejected, write_manifest
+from manifests.table_files import DamagedManifest
 from prep.data_folder import writing
 from prep.failure_list import first_rejected
 from prep.manifest_text import no_video_text, rejected_of, unused_files, unused_text, written_text, written_values
@@ -251,7 +253,8 @@ def _write(read: Callable[[], Reading], *, data: Path, videos: Path, dataset: st
 def _check_existing(data: Path) -> None:
     """Complains about a manifest of another format before the work rather than after it."""
     if (data / "manifest" / "manifest.json").exists():
-        read_manifest(data)
+        with suppress(DamagedManifest):  # the write repairs it, or says why it cannot
+            read_manifest(data)
 
 
 def _progress(text: str) -> None:

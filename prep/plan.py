@@ -190,6 +190,7 @@ class Plan:
         # The layout grows in shard order, so the rows of a shard lie together.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
         describe = self._description()
+        held = self._held_shards()
         unreadable = frozenset(self._videos["video_id"].filter(pc.is_valid(self._probes["code"])).to_pylist())
         splits = as_array(self.layout["split"])
         wanted = set()
@@ -206,6 +207,9 @@ class Plan:
                 retry_codes=retry_codes,
                 unreadable=unreadable,
             )
+            if state == ShardState.CHANGED and shard_id in held:
+                yield _kept(commits[shard_id])
+                continue
             yield ShardPlan(
                 shard_id=shard_id,
                 split=splits[int(layout_rows[begin])].as_py(),
@@ -216,7 +220,11 @@ class Plan:
                 num_chunks=int(self._span_chunk_counts(rows).sum()),
             )
         for shard_id, commit in commits.items():
-            if shard_id not in wanted:
+            if shard_id in wanted:
+                continue
+            if shard_id in held:
+                yield _kept(commit)
+            else:
                 yield ShardPlan(
                     shard_id=shard_id,
                     split=commit.split,
@@ -226,6 +234,16 @@ class Plan:
                     rows=range(0),
                     num_chunks=0,
                 )
+
+    def _held_shards(self) -> frozenset[int]:
+        """Shards with a video that is wanted and whose length is not known: its source cannot be read, and the probe
+        that knew it is lost. What was made of it stays."""
+        if not self._is_unusable.any():
+            return frozenset()
+        ids, splits = as_array(self._videos["video_id"]), as_array(self._videos["split"])
+        unknown = np.where(self._is_unusable, np.iinfo(np.int64).max, 0)
+        rows, _ = wanted_rows(self.layout, video_ids=ids, splits=splits, num_chunks=unknown)
+        return frozenset(np.asarray(self.layout["shard_id"])[rows].tolist())
 
     def _span_chunk_counts(self, rows: range) -> np.ndarray:
         part = slice(rows.start, rows.stop)
@@ -247,6 +265,18 @@ class Plan:
             return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
 
         return describe
+
+
+def _kept(commit: Commit) -> ShardPlan:
+    return ShardPlan(
+        shard_id=commit.shard_id,
+        split=commit.split,
+        state=ShardState.CURRENT,
+        reason="a source of it cannot be read, and how long it was is not known any more",
+        plan_fingerprint=commit.plan_fingerprint,
+        rows=range(0),
+        num_chunks=commit.files.num_samples if commit.files else 0,
+    )
 
 
 def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Span) -> str:

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from manifests.store import read_videos
+from prep.columns import as_array
 from prep.data_folder import VIDEO
 from prep.estimate import Estimate, estimate
-from prep.layout import layout_path, read_layout
+from prep.layout import layout_path, stored_or_rebuilt_layout
+from prep.layout_repair import video_layout_of_commits
 from prep.plan import Plan, ShardState
 from prep.recipe import ResolvedRecipe
 from prep.sources import probe_sources
@@ -79,12 +81,15 @@ def make_plan(
     found = read_commits(folder)
     problems = look_at(folder, found.commits)
     for damaged in found.damaged:
-        problems[int(damaged.path.stem)] = (ShardState.CORRUPT, str(damaged))
+        problems[damaged.shard_id] = (ShardState.CORRUPT, str(damaged))
     plan = Plan(
         recipe=recipe,
         videos=videos,
         probes=probes,
-        layout=read_layout(layout_path(data_dir, recipe.settings)),
+        layout=stored_or_rebuilt_layout(
+            layout_path(data_dir, recipe.settings),
+            lambda: video_layout_of_commits(data_dir, recipe.settings, video_ids=as_array(videos["video_id"])),
+        ),
         commits=found.commits,
         problems=problems,
         retry_codes=retry_codes,

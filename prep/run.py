@@ -16,10 +16,10 @@ from prep.heartbeat import running_shards
 from prep.plan import ShardPlan, ShardState
 from prep.progress import ChunkProgress
 from prep.shard_result import ShardResult, W, stopped
-from shards.commits import Failure, commit_path, read_commits
-from shards.dataset import current_variant, set_current_variant
+from shards.commits import Failure
+from shards.dataset import begin_variant, set_current_variant
 from shards.format import RECIPE_FILE
-from shards.lists import write_shard_lists
+from shards.lists import settle
 
 FAILURES_FILE = "failures.jsonl"
 _MAX_FULL_DISKS = 3  # shards in a row that find the disk full before the run gives up
@@ -87,9 +87,8 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     folder.mkdir(parents=True, exist_ok=True)
     remove_temporaries(folder)
     write_recipe(folder, job.recipe)
-    if current_variant(job.data_dir, job.column) is None:
-        # The first variant can be read while it grows; a later one takes its place when it is whole.
-        set_current_variant(job.data_dir, job.column, job.variant)
+    # The first variant can be read while it grows; a later one takes its place when it is whole.
+    begin_variant(job.data_dir, job.column, job.variant)
     summary = Summary(job.variant)
     begin_s = time.monotonic()
     stops = []
@@ -146,11 +145,9 @@ def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
 
 def _finish(job: Job[W], summary: Summary, stops: list[Failure]) -> None:
     """Drops commits that nothing wants, writes the lists, and makes a complete variant the current one."""
-    for shard in job.shards:
-        if shard.state == ShardState.ORPHANED:
-            commit_path(job.variant_dir, shard.shard_id).unlink(missing_ok=True)
-    commits = read_commits(job.variant_dir).commits
-    write_shard_lists(job.variant_dir, commits)
+    orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
+    wanted = {shard.shard_id for shard in job.shards} - orphaned
+    commits = settle(job.variant_dir, dropped=orphaned, wanted=wanted)
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     summary.failures = [
@@ -159,7 +156,6 @@ def _finish(job: Job[W], summary: Summary, stops: list[Failure]) -> None:
         *stops,
     ]
     write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
-    wanted = {shard.shard_id for shard in job.shards if shard.state != ShardState.ORPHANED}
     if not stops and wanted <= commits.keys():
         set_current_variant(job.data_dir, job.column, job.variant)
 

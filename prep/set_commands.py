@@ -46,24 +46,34 @@ def verify(
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Read every byte of every shard and compare it with what was committed.
+    """Read every byte of every shard and every record, and compare it with its checksum.
 
     Example: prep verify --deep
     """
     from prep.data_folder import COLUMNS, VIDEO, require_data_folder
     from prep.progress import CountProgress
+    from prep.record_check import check_folder_records, check_variant_records
     from prep.verify import verify_variant
-    from prep.verify_text import failure_text, verified_text
-    from shards.dataset import current_variant
+    from prep.verify_text import failure_text, records_text, repairs_text, verified_text
+    from shards.dataset import DamagedDataset, current_variant
     from shards.reader import Variant
 
     data_dir = require_data_folder(data)
+    records = check_folder_records(data_dir)
     if variant is not None:
         columns = [column or VIDEO]
+    elif column is not None:
+        columns = [column]
     else:
-        there = [name for name in COLUMNS if current_variant(data_dir, name) is not None]
-        columns = [column] if column is not None else there or [VIDEO]
+        try:
+            columns = [name for name in COLUMNS if current_variant(data_dir, name) is not None]
+        except DamagedDataset:
+            columns = []  # among the records
+        if not columns and not records:
+            columns = [VIDEO]
     opened = {name: Variant.open(data_dir, column=name, variant=variant) for name in columns}
+    for name, of in opened.items():
+        records += check_variant_records(of, column=name, data_dir=data_dir)
     found = {
         name: verify_variant(
             of,
@@ -75,14 +85,17 @@ def verify(
         for name, of in opened.items()
     }
     if json:
-        print(json_module.dumps({name: asdict(verified) for name, verified in found.items()}, indent=1))
+        values = {name: asdict(verified) for name, verified in found.items()}
+        print(json_module.dumps({**values, "records": [asdict(record) for record in records]}, indent=1))
     else:
+        for line in records_text(records):
+            print(line)
         for name, verified in found.items():
             print(verified_text(verified, column=name, max_findings=_MAX_FINDINGS))
     damaged = [name for name, verified in found.items() if verified.num_problems]
-    if damaged:
+    if damaged or records:
         texts = [failure_text(found[name], opened[name], column=name, data_dir=data_dir) for name in damaged]
-        raise FailedWork("\n".join(texts))
+        raise FailedWork("\n".join([*repairs_text(records), *texts]))
 
 
 def inspect(

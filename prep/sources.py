@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from manifests.publish import published
 from prep.failures import FailureCode, SourceFailure
+from prep.table_file import read_table_file, write_table_file
 
 PROBES_FILE = "probes.parquet"
 _SAVE_INTERVAL_S = 30.0
@@ -44,13 +43,11 @@ PROBES = pa.schema(
 
 
 def read_probes(data_dir: Path) -> pa.Table:
-    """The probes as they were stored last (schema PROBES), empty where there are none; no source is looked at."""
+    """The probes as they were stored last (schema PROBES), empty where missing or damaged; no source is read."""
     try:
-        with pq.ParquetFile(data_dir / PROBES_FILE) as file:
-            table = file.read()  # one chunk a column, which `read_table` does not give
-    except (FileNotFoundError, pa.ArrowInvalid, OSError):
+        return read_table_file(data_dir / PROBES_FILE, schema=PROBES)
+    except (OSError, ValueError):
         return PROBES.empty_table()
-    return table if table.schema.equals(PROBES) else PROBES.empty_table()
 
 
 def probe_sources(
@@ -144,5 +141,4 @@ def _probe_row(path: str, size_bytes: int, mtime_ns: int, *, old: dict[str, Any]
 
 
 def _write_cache(data_dir: Path, table: pa.Table) -> None:
-    with published(data_dir / PROBES_FILE) as temporary:
-        pq.write_table(table, temporary)
+    write_table_file(data_dir / PROBES_FILE, table)

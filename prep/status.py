@@ -192,7 +192,7 @@ def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
     found: dict[int, tuple[str, str]] = {
         shard_id: (str(state), why) for shard_id, (state, why) in look_at(variant.directory, variant.commits).items()
     }
-    found |= {int(damaged.path.stem): ("corrupt", str(damaged)) for damaged in variant.damaged}
+    found |= {damaged.shard_id: ("corrupt", str(damaged)) for damaged in variant.damaged}
     return dict(sorted(found.items()))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from manifests.errors import UserError
 from prep.data_folder import TEXT, VIDEO
 from prep.recipe_text import command_for, command_of
+from prep.record_check import RecordFinding
 from prep.status_text import size_text
 from prep.verify import Verified
 from shards.commits import commit_path
@@ -29,6 +30,19 @@ def verified_text(found: Verified, *, column: str, max_findings: int) -> str:
         f" {size_text(found.num_bytes)} read{decoded}: {'damaged' if found.num_problems else 'all right'}"
     )
     return "\n".join(lines)
+
+
+def records_text(records: list[RecordFinding]) -> list[str]:
+    """One line for each damaged record."""
+    return [f"record  {record.path}  {record.message}" for record in records]
+
+
+def repairs_text(records: list[RecordFinding]) -> list[str]:
+    """What repairs the damaged records, each command once."""
+    if not records:
+        return []
+    commands = dict.fromkeys(record.repair for record in records)
+    return [f"{_count(len(records), 'damaged record')}; repaired by: {'; '.join(commands)}"]
 
 
 def failure_text(found: Verified, variant: Variant, *, column: str, data_dir: Path) -> str:

@@ -1,18 +1,20 @@
 """Commit records: what makes a shard exist. Small JSON files that check themselves and say nothing of time or host."""
 
-import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from manifests.checked_json import record_sha256
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
+from shards.contents import listed_shard_ids
 from shards.damage import DamagedCommit
-from shards.format import COMMITS_FOLDER, FORMAT_VERSION, commit_name, shard_id_of
+from shards.format import COMMITS_FOLDER, CONTENTS_FILE, FORMAT_VERSION, commit_name, shard_id_of
 
 _COMMIT_FILE = re.compile(r"(\d{6,})\.json")
+_MISSING = f"the record is missing, although {CONTENTS_FILE} lists it"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def write_commit(variant_dir: Path, commit: Commit) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
     # ASCII escapes, because a message may quote a path whose bytes are no UTF-8.
-    text = json.dumps({**record, "sha256": _digest(record)}, indent=1, sort_keys=True, ensure_ascii=True)
+    text = json.dumps({**record, "sha256": record_sha256(record)}, indent=1, sort_keys=True, ensure_ascii=True)
     publish_bytes(path, f"{text}\n".encode())
 
 
@@ -89,7 +91,7 @@ def read_commit(path: Path) -> Commit:
         checksum = record.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCommit(path, f"not a commit record ({error})") from error
-    if checksum != _digest(record):
+    if checksum != record_sha256(record):
         raise DamagedCommit(path, "its checksum does not fit its content")
     if (version := record.pop("clipmill_format", None)) != FORMAT_VERSION:
         raise UserError(
@@ -119,9 +121,23 @@ def read_commit(path: Path) -> Commit:
 def read_commits(variant_dir: Path) -> Commits:
     """Reads every commit record of a variant; files with other names than a commit's are passed over.
 
+    A record that the variant's contents.json lists and that is not there is among the damaged ones.
+
     Raises:
         UserError: a record is whole, but of another version of the format.
     """
+    listed = listed_shard_ids(variant_dir)
+    found = _records(variant_dir)
+    known = found.commits.keys() | {damaged.shard_id for damaged in found.damaged}
+    # A run that ends meanwhile takes unwanted shards off the list before it removes their records.
+    if listed - known and (missing := sorted((listed & listed_shard_ids(variant_dir)) - known)):
+        gone = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
+        return Commits(found.commits, tuple(sorted((*found.damaged, *gone), key=lambda damaged: damaged.shard_id)))
+    return found
+
+
+def _records(variant_dir: Path) -> Commits:
+    """The records in the folder."""
     commits: dict[int, Commit] = {}
     damaged = []
     try:
@@ -138,8 +154,3 @@ def read_commits(variant_dir: Path) -> Commits:
         else:
             commits[commit.shard_id] = commit
     return Commits(commits, tuple(damaged))
-
-
-def _digest(record: dict[str, Any]) -> str:
-    text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()

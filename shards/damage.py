@@ -20,7 +20,16 @@ class Damaged(ClipmillError):
 
 
 class DamagedCommit(Damaged):
-    """A commit record that is damaged, or that another program wrote."""
+    """A commit record that is damaged or missing, or that another program wrote."""
+
+    @property
+    def shard_id(self) -> int:
+        """Number of the shard, from the record's file name."""
+        return int(self.path.stem)
+
+
+class DamagedContents(Damaged):
+    """A contents.json that is damaged, or a file whose checksum in it does not match."""
 
 
 class DamagedIndex(Damaged):

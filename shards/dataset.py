@@ -1,16 +1,26 @@
 """Where the variants of each column lie, and which of them is current (`dataset.json`)."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
-from manifests.publish import publish_json
-from shards.format import DATASET_FILE, FORMAT_VERSION
+from shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION
+
+
+class DamagedDataset(UserError):
+    """dataset.json is damaged: which variants are current cannot be told."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"{path} is damaged: {why}",
+            hint="run the prep command of each column again (prep chunk, then latents and text): they write it anew; "
+            "if one cannot, remove the file first",
+        )
 
 
 def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
@@ -44,14 +54,35 @@ def current_variant(data_dir: Path, column: str) -> str | None:
 
 
 def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Makes `variant` the current one of `column`; other columns keep theirs."""
+    """Makes `variant` the current one of `column`; other columns keep theirs.
+
+    Raises:
+        UserError: dataset.json is of another format, or it is damaged and another column has several variants.
+    """
     with _alone(data_dir):
-        dataset = _read(data_dir)
+        try:
+            dataset = _read(data_dir)
+        except DamagedDataset as damage:
+            dataset = _rebuilt(data_dir, own=column, damage=damage)
         entry = dataset["columns"].setdefault(column, {})
         if entry.get("current") == variant:
             return
         entry["current"] = variant
-        publish_json(data_dir / DATASET_FILE, dataset)
+        publish_checked_json(data_dir / DATASET_FILE, dataset)
+
+
+def begin_variant(data_dir: Path, column: str, variant: str) -> None:
+    """Makes `variant` the current one of `column` where there is none, or where a damaged file does not tell.
+
+    Raises:
+        UserError: as `set_current_variant`.
+    """
+    try:
+        has_current = current_variant(data_dir, column) is not None
+    except DamagedDataset:
+        has_current = False
+    if not has_current:
+        set_current_variant(data_dir, column, variant)
 
 
 @contextmanager
@@ -65,17 +96,29 @@ def _alone(data_dir: Path) -> Iterator[None]:
         os.close(folder)
 
 
+def _rebuilt(data_dir: Path, *, own: str, damage: DamagedDataset) -> dict[str, Any]:
+    """What a damaged dataset.json can only have said: the one variant of each column but `own`."""
+    columns = {}
+    for column in COLUMNS:
+        variants = list_variants(data_dir, column) if column != own else []
+        if len(variants) > 1:
+            raise damage
+        if variants:
+            columns[column] = {"current": variants[0]}
+    return {"clipmill_format": FORMAT_VERSION, "columns": columns}
+
+
 def _read(data_dir: Path) -> dict[str, Any]:
     path = data_dir / DATASET_FILE
     try:
-        dataset: dict[str, Any] = json.loads(path.read_bytes())
+        dataset = read_checked_json(path)
     except FileNotFoundError:
         return {"clipmill_format": FORMAT_VERSION, "columns": {}}
     except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}", hint="remove it and run prep chunk again") from error
-    columns = dataset.get("columns") if isinstance(dataset, dict) else None
+        raise DamagedDataset(path, str(error)) from error
+    columns = dataset.get("columns")
     if not isinstance(columns, dict) or not all(isinstance(entry, dict) for entry in columns.values()):
-        raise UserError(f"{path} is damaged: no columns in it", hint="remove it and run prep chunk again")
+        raise DamagedDataset(path, "no columns in it")
     if (version := dataset.get("clipmill_format")) != FORMAT_VERSION:
         raise UserError(
             f"{path} has format {version!r}, this program reads format {FORMAT_VERSION}",

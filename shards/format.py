@@ -7,6 +7,7 @@
     <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row a sample, mmap-able
     <data>/<column>/<variant>/commits/000003.json          the commit: what makes the shard exist
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name a line, for other tools
+    <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
 
 Columns are `video`, `latents`, `text`. A variant is `<slug>-<first 8 hex digits of the recipe's fingerprint>`.
 A shard's name carries the first 8 hex digits of the fingerprint of its content, so a changed shard never
@@ -19,7 +20,10 @@ dot; member names stay within 100 bytes. The array of a `.npy` member begins on 
 Publish order: every sample verified by the caller -> tar under a temporary name in the same folder -> read again
 and compared by offsets -> fsync -> rename -> both indexes the same way -> commit record last. A reader believes
 commits only. A commit without a shard records that all its samples failed. Tars, indexes and commits are pure
-functions of what was written: no times, hosts or paths. A commit carries the SHA-256 of its own canonical JSON.
+functions of what was written: no times, hosts or paths. A commit carries the SHA-256 of its own canonical JSON, and so
+do contents.json and dataset.json. A run writes contents.json when it ends: a shard that it lists and that has no
+commit is damage; a commit that it does not list yet is one of a run that was killed. Before a run removes commits
+that nothing wants any more, it takes them off the list. Sets without contents.json are of an older version.
 
 Index columns for every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
 `<ext>_size` (u64) and `<ext>_crc32` (u32). Columns of data add fields of their own (VIDEO_FIELDS for `video`).
@@ -41,11 +45,13 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 FORMAT_VERSION = 2
+COLUMNS = ("video", "latents", "text")
 BLOCK_BYTES = 512  # tar's unit, and the alignment of the arrays of .npy members
 MAX_MEMBER_NAME_BYTES = 100
 COMMITS_FOLDER = "commits"
 RECIPE_FILE = "recipe.json"
 DATASET_FILE = "dataset.json"
+CONTENTS_FILE = "contents.json"
 _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 
 # Flags of a packet in the packet table.

@@ -1,20 +1,21 @@
-"""Plain lists of the committed tars, for tools that take URLs of tars."""
+"""Plain lists of the committed tars, for tools that take URLs of tars, and bringing a variant's records up to date."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from manifests.publish import publish_bytes
-from shards.commits import Commit
+from shards.commits import Commit, commit_path, read_commits
+from shards.contents import Contents, file_sha256, read_contents, write_contents
+from shards.damage import DamagedContents
+from shards.format import RECIPE_FILE
 
 ALL_SHARDS_FILE = "shards.txt"
 _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
-    """Writes shards.txt and one shards-<split>.txt for each split that has shards, in order of shard ids.
-
-    Lists that are right already are left alone; the list of a split without shards goes away.
+def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
+    """Content by file name: shards.txt and one shards-<split>.txt for each split that has shards, by shard id.
 
     Raises:
         ValueError: a split's name cannot stand in a file name.
@@ -27,11 +28,81 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
             raise ValueError(f"split {commit.split!r} of shard {commit.shard_id} is no name")
         lists[ALL_SHARDS_FILE].append(commit.files.tar)
         lists.setdefault(f"shards-{commit.split}.txt", []).append(commit.files.tar)
-    for file_name, tars in lists.items():
-        content = "".join(f"{tar}\n" for tar in tars).encode()
+    return {name: "".join(f"{tar}\n" for tar in tars).encode() for name, tars in lists.items()}
+
+
+def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
+    """Writes the lists that `shard_lists` makes of `commits`.
+
+    Lists that are right already are left alone; the list of a split without shards goes away.
+
+    Raises:
+        ValueError: a split's name cannot stand in a file name.
+    """
+    lists = shard_lists(commits)
+    for file_name, content in lists.items():
         path = variant_dir / file_name
         if not path.is_file() or path.read_bytes() != content:
             publish_bytes(path, content)
     for path in variant_dir.glob("shards-*.txt"):
         if path.name not in lists:
             path.unlink()
+
+
+def settle(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
+    """Ends a run: removes the commits that nothing wants any more, and writes the lists and contents.json.
+
+    A kill between any two steps leaves nothing that looks like damage: a shard leaves contents.json before its commit
+    goes, and a list of shards is right when it is the recorded one or the one that the commits make.
+
+    Args:
+        dropped: shards whose commits are to go; damaged records of shards that are not in the plan go as well.
+        wanted: shards of the plan. One of them that is listed and has no sound commit stays listed, so that it goes on
+            being reported until it is made.
+
+    Returns:
+        the commits that are left, by shard id.
+    """
+    before = _recorded(variant_dir)
+    found = read_commits(variant_dir)
+    unsound = {damaged.shard_id for damaged in found.damaged}
+    dropped = {*dropped, *unsound.difference(wanted)}
+    commits = {shard_id: commit for shard_id, commit in found.commits.items() if shard_id not in dropped}
+    shard_ids = frozenset(commits.keys() | unsound.intersection(wanted))
+    if before is not None and before.shard_ids - shard_ids:
+        write_contents(variant_dir, Contents(before.shard_ids & shard_ids, before.files))
+    for shard_id in dropped:
+        commit_path(variant_dir, shard_id).unlink(missing_ok=True)
+    write_shard_lists(variant_dir, commits)
+    recipe = (variant_dir / RECIPE_FILE).read_bytes()
+    contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
+    checksums = {name: file_sha256(content) for name, content in contents.items()}
+    write_contents(variant_dir, Contents(shard_ids, checksums))
+    return commits
+
+
+def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[DamagedContents]:
+    """Lists of shards that are neither those of the last run nor those that `commits` make."""
+    recorded = _recorded(variant_dir)
+    if recorded is None:
+        return []
+    current = shard_lists(commits)
+    found = []
+    for name in sorted({name for name in recorded.files if name != RECIPE_FILE} | current.keys()):
+        try:
+            content = (variant_dir / name).read_bytes()
+        except FileNotFoundError:
+            # A split whose last shard has gone; a run that was killed may not have written a new split's list yet.
+            if name in current and name in recorded.files:
+                found.append(DamagedContents(variant_dir / name, "the list is missing"))
+            continue
+        if recorded.files.get(name) != file_sha256(content) and current.get(name) != content:
+            found.append(DamagedContents(variant_dir / name, "not the list that was written"))
+    return found
+
+
+def _recorded(variant_dir: Path) -> Contents | None:
+    try:
+        return read_contents(variant_dir)
+    except DamagedContents:
+        return None

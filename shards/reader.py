@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from shards.commits import Commit, ShardFiles, read_commits
-from shards.damage import DamagedCommit, DamagedIndex
+from shards.contents import Contents, file_sha256, read_contents
+from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
-from shards.format import RECIPE_FILE
+from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index
 from shards.packets import PacketTables
 from shards.scan import scan
@@ -109,6 +110,12 @@ class Variant:
         found = read_commits(directory)
         self.commits: dict[int, Commit] = found.commits
         self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards cannot be read
+        self.contents_damage: DamagedContents | None = None
+        self._contents: Contents | None = None
+        try:
+            self._contents = read_contents(directory)
+        except DamagedContents as error:
+            self.contents_damage = error
         tars = tars or LocalTars()
         self._shards = [
             CommittedShard(directory, commit=commit, files=commit.files, tars=tars)
@@ -142,7 +149,7 @@ class Variant:
         return opened
 
     def whole(self) -> "Variant":
-        """Itself, where no commit is damaged.
+        """Itself, where no commit is damaged or missing.
 
         Raises:
             UserError: one is, so that its shard's samples would be missing without a word.
@@ -150,8 +157,16 @@ class Variant:
         if self.damaged:
             num_more = len(self.damaged) - 1
             more = f", and so are {num_more} more" if num_more else ""
-            raise UserError(f"{self.damaged[0]}{more}", hint="see prep verify; prep run again makes those shards anew")
+            raise UserError(f"{self.damaged[0]}{more}", hint=self._repair_hint("those shards are made again by"))
+        if self.contents_damage is not None:
+            raise UserError(str(self.contents_damage), hint=self._repair_hint("it is written again by"))
         return self
+
+    def _repair_hint(self, what: str) -> str:
+        data_dir, column = self.directory.parent.parent, self.directory.parent.name
+        verify = f"prep verify --column {column} --data {shlex.quote(str(data_dir))}"
+        command = "chunk" if column == "video" else column
+        return f"{what} `prep {command}` with the settings of {self.directory.name}; `{verify}` prints that command"
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -162,9 +177,13 @@ class Variant:
         """
         path = self.directory / RECIPE_FILE
         try:
-            recipe = json.loads(path.read_bytes())
+            content = path.read_bytes()
+            recipe = json.loads(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
+        recorded = None if self._contents is None else self._contents.files.get(RECIPE_FILE)
+        if recorded is not None and recorded != file_sha256(content):
+            raise UserError(f"{path} is damaged: its checksum does not match {CONTENTS_FILE}", hint=_RECIPE_HINT)
         if not isinstance(recipe, dict):
             raise UserError(f"{path} is not a recipe", hint=_RECIPE_HINT)
         return recipe

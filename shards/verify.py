@@ -59,7 +59,7 @@ class _File:
 
 def damaged_commit(error: DamagedCommit) -> Problem:
     """The problem that a damaged commit record is."""
-    return Problem(int(error.path.stem), None, Code.COMMIT_DAMAGED, str(error))
+    return Problem(error.shard_id, None, Code.COMMIT_DAMAGED, str(error))
 
 
 def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:

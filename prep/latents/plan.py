@@ -85,9 +85,9 @@ def make_latents_plan(
     video, own = read_commits(video_dir), read_commits(folder)
     problems = look_at(folder, own.commits)
     for damaged in own.damaged:
-        problems[int(damaged.path.stem)] = (ShardState.CORRUPT, str(damaged))
+        problems[damaged.shard_id] = (ShardState.CORRUPT, str(damaged))
     video_shards, unreadable = _look_at_video(video_dir, video.commits.values(), fps=recipe.settings.fps_exact)
-    cannot_tell = {int(damaged.path.stem) for damaged in video.damaged} | unreadable.keys()
+    cannot_tell = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     shards = plan_shards(
         recipe.fingerprint,
         video_shards,

@@ -18,7 +18,8 @@ from manifests.store import read_videos
 from prep.columns import as_array
 from prep.data_folder import TEXT
 from prep.failures import TRANSIENT
-from prep.layout import read_layout
+from prep.layout import stored_or_rebuilt_layout
+from prep.layout_repair import text_layout_of_commits
 from prep.plan import ShardPlan, ShardState
 from prep.planning import look_at
 from prep.text.layout import extend_text_layout, text_layout_path, wanted_text_rows
@@ -69,14 +70,17 @@ def make_text_plan(
     found = read_commits(folder)
     problems = look_at(folder, found.commits)
     for damaged in found.damaged:
-        problems[int(damaged.path.stem)] = (ShardState.CORRUPT, str(damaged))
+        problems[damaged.shard_id] = (ShardState.CORRUPT, str(damaged))
     num_captions = np.asarray(videos["num_captions"])
     wanted = {
         "video_ids": as_array(videos["video_id"]),
         "splits": as_array(videos["split"]),
         "num_captions": num_captions,
     }
-    layout = extend_text_layout(read_layout(text_layout_path(data_dir)), **wanted)
+    stored = stored_or_rebuilt_layout(
+        text_layout_path(data_dir), lambda: text_layout_of_commits(data_dir, video_ids=wanted["video_ids"])
+    )
+    layout = extend_text_layout(stored, **wanted)
     rows, video_rows = wanted_text_rows(layout, **wanted)
     planned = _Planner(
         recipe=recipe,

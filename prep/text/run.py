@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prep.data_folder import TEXT
 from prep.engines import Engine, Outcome, R, T
-from prep.layout import read_layout, write_layout
+from prep.layout import write_layout
 from prep.plan import ShardPlan
 from prep.run import Job, execute, with_work, write_recipe
 from prep.text.bank import BANK_FOLDER, Bank
@@ -36,9 +36,7 @@ def run_text(
         on_encoded: called with (encoded, to encode) now and then.
     """
     begin_s = time.monotonic()
-    path = text_layout_path(plan.data_dir)
-    if not path.exists() or not read_layout(path).equals(plan.layout):
-        write_layout(path, plan.layout)
+    write_layout(text_layout_path(plan.data_dir), plan.layout)
     plan.variant_dir.mkdir(parents=True, exist_ok=True)
     write_recipe(plan.variant_dir, plan.recipe.as_dict())
     bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width)

@@ -221,28 +221,6 @@ def test_row_groups_do_not_depend_on_the_history(tmp_path: Path, monkeypatch: py
     assert table["text"].to_pylist()[-1] == "late"
 
 
-def test_a_write_that_was_cut_off_is_seen_and_mended_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, reading_of(tmp_path, ["v"], [("v", 0.0, 1.0, "one")]))
-    more = reading_of(tmp_path, ["v", "w"], [("v", 0.0, 1.0, "one"), ("w", 0.0, 1.0, "two")])
-
-    def die(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("manifests.store.publish_json", die)
-        with pytest.raises(KeyboardInterrupt):
-            write(tmp_path, more)
-    with pytest.raises(UserError, match="interrupted"):
-        read_captions(tmp_path)
-    with pytest.raises(UserError, match="interrupted"):
-        read_videos(tmp_path)
-    write(tmp_path, more)
-    assert ids_by_text(tmp_path) == {"one": 0, "two": 1}
-    assert not [path for path in (tmp_path / "manifest").iterdir() if path.name.startswith(".tmp-")]
-
-
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest").mkdir()
     (tmp_path / "manifest" / "manifest.json").write_text('{"format": 99}')

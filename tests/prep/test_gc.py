@@ -117,7 +117,12 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     prep: Prep, old_and_new: tuple[ShardSet, Path], loss: str
 ) -> None:
     shard_set, old = old_and_new
-    reason = {"tar": "000000 is missing", "commit": "not made yet: 1", "dataset": "no variant", "folder": "is missing"}
+    reason = {
+        "tar": "000000 is missing",
+        "commit": "000001.json: the record is missing",
+        "dataset": "no variant",
+        "folder": "is missing",
+    }
     {
         "tar": lambda: shard_set.tar(0).unlink(),
         "commit": lambda: commit_path(shard_set.variant, 1).unlink(),

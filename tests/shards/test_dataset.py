@@ -3,7 +3,14 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from shards.dataset import current_variant, list_variants, set_current_variant, variant_dir
+from shards.dataset import (
+    DamagedDataset,
+    begin_variant,
+    current_variant,
+    list_variants,
+    set_current_variant,
+    variant_dir,
+)
 
 
 def test_each_column_has_its_own_current_variant(tmp_path: Path) -> None:
@@ -48,3 +55,37 @@ def test_a_dataset_file_of_another_kind_is_a_users_error(tmp_path: Path, content
     with pytest.raises(UserError, match=r"dataset\.json") as raised:
         current_variant(tmp_path, "video")
     assert raised.value.hint
+
+
+def damage(data: Path) -> None:
+    path = data / "dataset.json"
+    path.write_text(path.read_text().replace("11111111", "11111110"))
+
+
+def test_a_changed_name_is_refused(tmp_path: Path) -> None:
+    set_current_variant(tmp_path, "video", "h264-11111111")
+    damage(tmp_path)
+    with pytest.raises(DamagedDataset, match="checksum") as raised:
+        current_variant(tmp_path, "video")
+    assert "prep chunk" in str(raised.value.hint)
+
+
+def test_a_damaged_file_is_written_again_where_the_folders_tell_what_it_said(tmp_path: Path) -> None:
+    for column, name in (("video", "h264-11111111"), ("latents", "vae-22222222")):
+        variant_dir(tmp_path, column, name).mkdir(parents=True)
+        set_current_variant(tmp_path, column, name)
+    before = (tmp_path / "dataset.json").read_bytes()
+    damage(tmp_path)
+    begin_variant(tmp_path, "video", "h264-11111111")
+    assert (tmp_path / "dataset.json").read_bytes() == before
+    begin_variant(tmp_path, "video", "h264-33333333")
+    assert (tmp_path / "dataset.json").read_bytes() == before
+    variant_dir(tmp_path, "latents", "other-44444444").mkdir()
+    damage(tmp_path)
+    with pytest.raises(DamagedDataset):
+        begin_variant(tmp_path, "video", "h264-11111111")
+
+
+def test_a_file_without_checksum_is_read(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text('{"clipmill_format": 2, "columns": {"video": {"current": "old"}}}')
+    assert current_variant(tmp_path, "video") == "old"

@@ -1,48 +1,236 @@
-"""Damage: random flips, cuts, swaps and deletions in every kind of durable file.
+"""Damage: files of every durable kind decay in a data folder, and in a training run's checkpoint.
 
-It is found by `verify` or refused by the file's reader, repaired by a rerun, and never served.
+Damage is found by `prep verify --deep` and refused by whoever trains on it, or nothing that is read differs; the
+command that made a file makes it again with the same bytes.
 """
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from tests.prep.sets import flip
+import numpy as np
+
+from manifests.store import read_captions, read_rejected, read_videos
+from prep.layout import read_layout
+from prep.text.bank import BANK_FOLDER
+from prep.text.digests import DIGESTS, from_arrow
+from prep.text.taking_over import take_over
+from shards.dataset import current_variant
+from shards.reader import Variant
+from tests.prep.running import contents
 from tests.torture import bases
-from tests.torture.cases import Broken, Case
-from tests.torture.checks import ended_well, same_files
+from tests.torture.cases import Broken, Case, drawn
+from tests.torture.checks import ended_well, same_contents
+from tests.torture.commands import Ran
+from tests.torture.decay import FAULTS, Decay, draw_decay
+from tests.torture.subjects import _resume, _run_contents, _stopped_run
 from tests.torture.workspace import Workspace, copy
 
 PART = "damage"
-_NUM_FLIPS = 20
+_DRAWS = 8  # of each fault and kind
+_TRAIN_ON_LATENTS = (*bases.TRAIN[:5], "--batch", 2, "--input", "latents", "--segment", "500ms", *bases.TRAIN[9:])
+_REPAIRS = ((*bases.CHUNK, *bases.ENGINE), (*bases.LATENTS, *bases.ENGINE), (*bases.TEXT, *bases.ENGINE))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of durable file.
+
+    Attributes:
+        pattern: of its files in the folder of a case.
+        partners: pattern of the files that it may be exchanged with.
+        trained: what is trained on it: chunks, latents, both or neither.
+    """
+
+    pattern: str
+    partners: str
+    trained: Sequence[str] = ()
+
+
+KINDS = {
+    "manifest": Kind("data/manifest/manifest.json", "data/dataset.json", ["chunks"]),
+    "tables": Kind("data/manifest/*.parquet", "data/**/*.parquet", ["chunks"]),
+    "layouts": Kind("data/layout/*.parquet", "data/layout/*.parquet"),
+    "probes": Kind("data/probes.parquet", "data/**/*.parquet"),
+    "dataset": Kind("data/dataset.json", "data/*/*/contents.json", ["chunks"]),
+    "recipes": Kind("data/*/*/recipe.json", "data/*/*/recipe.json", ["latents"]),
+    "contents": Kind("data/*/*/contents.json", "data/*/*/contents.json", ["chunks", "latents"]),
+    "lists": Kind("data/*/*/shards*.txt", "data/*/*/shards*.txt"),
+    "commits": Kind("data/*/*/commits/*.json", "data/*/*/commits/*.json", ["chunks", "latents"]),
+    "video-tars": Kind("data/video/*/*.tar", "data/*/*/*.tar", ["chunks"]),
+    "latents-tars": Kind("data/latents/*/*.tar", "data/*/*/*.tar", ["latents"]),
+    "text-tars": Kind("data/text/*/*.tar", "data/*/*/*.tar", ["chunks", "latents"]),
+    "video-indexes": Kind("data/video/*/*.arrow", "data/*/*/*.arrow", ["chunks"]),
+    "latents-indexes": Kind("data/latents/*/*.arrow", "data/*/*/*.arrow", ["latents"]),
+    "text-indexes": Kind("data/text/*/*.arrow", "data/*/*/*.arrow", ["chunks", "latents"]),
+    "energon-indexes": Kind("data/*/*/*.idx", "data/*/*/*.idx"),
+}
+_TRAININGS = {"chunks": bases.TRAIN, "latents": _TRAIN_ON_LATENTS}
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
     """The cases of each kind of file, in an order that `seed` decides."""
-    return {"video-tar": partial(_flips, seed, workspace, pattern="video/*/*.tar")}
+    found: dict[str, Callable[[], Iterator[Case]]] = {
+        name: partial(_cases, seed, workspace, name, bases.with_columns, kind, partial(_in_data, kind=kind))
+        for name, kind in KINDS.items()
+    }
+    bank, checkpoint = Kind("data/text/*/bank/*.arrow", "data/text/*/bank/*.arrow"), "run/checkpoints/*/*"
+    found["bank"] = partial(_cases, seed, workspace, "bank", _with_bank, bank, _in_bank)
+    of_run = Kind(checkpoint, checkpoint)
+    found["checkpoints"] = partial(_cases, seed, workspace, "checkpoints", _stopped_run, of_run, _in_checkpoint)
+    return found
 
 
-def _flips(seed: int, workspace: Workspace, *, pattern: str) -> Iterator[Case]:
-    whole = bases.with_chunks(workspace) / "data"
-    random = Random(f"{seed}/{pattern}")
-    for _ in range(_NUM_FLIPS):
-        path = random.choice(sorted(whole.glob(pattern)))
-        name, offset = path.relative_to(whole), random.randrange(path.stat().st_size)
-        run = partial(_flip_in_tar, workspace, name, offset)
-        yield Case(f"{PART}/video-tar/flip:{name}@{offset}", "flip", run)
+def _cases(
+    seed: int,
+    workspace: Workspace,
+    name: str,
+    base: Callable[[Workspace], Path],
+    kind: Kind,
+    check: Callable[[Workspace, Decay, Path], None],
+) -> Iterator[Case]:
+    whole, random = base(workspace), Random(f"{seed}/{name}")
+    paths, partners = (
+        sorted(path.relative_to(whole) for path in whole.glob(pattern) if path.is_file())
+        for pattern in (kind.pattern, kind.partners)
+    )
+    decays = [
+        decay
+        for fault in FAULTS
+        for _ in range(_DRAWS)
+        if (decay := draw_decay(random, whole, fault, paths=paths, partners=partners)) is not None
+    ]
+    different = list({decay.name: decay for decay in decays}.values())
+
+    def damaged(decay: Decay, folder: Path) -> None:
+        copy(whole, folder)
+        decay.do(folder)
+        check(workspace, decay, folder)
+
+    for decay in drawn(different, seed=f"{seed}/{name}", kinds=[lambda decay: decay.fault]):
+        yield Case(f"{PART}/{name}/{decay.name}", decay.fault, partial(damaged, decay))
 
 
-def _flip_in_tar(workspace: Workspace, name: Path, offset: int, folder: Path) -> None:
-    whole = bases.with_chunks(workspace)
-    copy(whole, folder)
-    flip(folder / "data" / name, offset)
-    where = ("--data", folder / "data")
-    found = workspace.commands.run("prep", ["verify", *where], scratch=folder / "tmp")
-    if ended_well(found).status != 1 or name.name.split("-")[0] not in found.output:
-        raise Broken(f"not found: {found.described()}")
-    again = workspace.commands.run("prep", [*bases.CHUNK, *bases.ENGINE, *where], scratch=folder / "tmp")
-    ended_well(again)
-    repaired = workspace.commands.run("prep", ["verify", *where], scratch=folder / "tmp")
-    ended_well(repaired, status=0)
-    same_files(folder / "data", whole / "data")
+def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) -> None:
+    whole = bases.with_columns(workspace)
+    for what in kind.trained:
+        _trained_right(workspace, folder, what)
+    verified = _prep(workspace, folder, "verify", "--deep")
+    is_found = verified.status != 0
+    if is_found:
+        _names(verified, decay)
+    elif _meaning(folder / "data") != _meaning(whole / "data"):
+        raise Broken(f"not found, though other values are read: {verified.described()}")
+    if "manifest" in decay.where or "manifest" in str(decay.path):
+        ended_well(_prep(workspace, folder, *bases.manifest_arguments(workspace)), status=0)
+    for command in _REPAIRS:
+        ended_well(_prep(workspace, folder, *command), status=0)
+    ended_well(_prep(workspace, folder, "verify", "--deep"), status=0)
+    # What says the same in other bytes, such as another white space, may stay.
+    aside = set() if is_found else {str(Path(name).relative_to("data")) for name in (decay.path,)}
+    found, expected = (
+        {name: digest for name, digest in contents(part / "data").items() if name not in aside}
+        for part in (folder, whole)
+    )
+    same_contents(found, expected)
+
+
+def _names(ran: Ran, decay: Decay) -> None:
+    """The output names a damaged file, or its shard."""
+    paths = [decay.path, *([Path(decay.where)] if decay.fault == "exchange" else [])]
+    names = {path.name for path in paths} | {path.name.split("-")[0].split(".")[0] for path in paths}
+    if not any(name in ran.output for name in names):
+        raise Broken(f"found, but not named: {ran.described()}")
+    if "prep " not in ran.output:
+        raise Broken(f"found, but no command is named that repairs it: {ran.described()}")
+
+
+def _trained_right(workspace: Workspace, folder: Path, what: str) -> None:
+    """A training run refuses, names what failed, or ends as one on sound data does."""
+    ran = _train(workspace, folder, what)
+    if ran.status == 0 and not (folder / "run" / "failures.jsonl").read_bytes():
+        if _run_contents(folder) != _run_contents(_sound_run(workspace, what)):
+            raise Broken(f"trained on damage: {ran.described()}")
+    elif not ran.output.strip():
+        raise Broken(f"no word of what is wrong: {ran.described()}")
+    shutil.rmtree(folder / "run", ignore_errors=True)
+
+
+def _train(workspace: Workspace, folder: Path, what: str) -> Ran:
+    where = ("--shards", folder / "data", "--out", folder / "run")
+    return ended_well(workspace.commands.run("train", [*_TRAININGS[what], *where], scratch=folder / "tmp"))
+
+
+def _sound_run(workspace: Workspace, what: str) -> Path:
+    def make(folder: Path) -> None:
+        copy(bases.with_columns(workspace), folder)
+        ended_well(_train(workspace, folder, what), status=0)
+
+    return workspace.made(f"sound-{what}", make)
+
+
+def _meaning(data: Path) -> list[Any]:
+    """All that is read of a data folder's records and samples."""
+    read: list[Any] = [table(data).to_pylist() for table in (read_videos, read_captions, read_rejected)]
+    read += [read_layout(path).to_pylist() for path in sorted((data / "layout").iterdir())]
+    for column in ("video", "latents", "text"):
+        variant = Variant.open(data, column=column).whole()
+        lists = {path.name: path.read_bytes() for path in variant.directory.glob("shards*.txt")}
+        read += [current_variant(data, column), variant.recipe, variant.commits, list(variant.iterate()), lists]
+    return read
+
+
+def _prep(workspace: Workspace, folder: Path, *arguments: object) -> Ran:
+    scratch = folder / "tmp"
+    return ended_well(workspace.commands.run("prep", [*arguments, "--data", folder / "data"], scratch=scratch))
+
+
+def _with_bank(workspace: Workspace) -> Path:
+    """The text column as a kill leaves it when all is encoded and no shard is made."""
+
+    def make(folder: Path) -> None:
+        copy(bases.with_columns(workspace), folder)
+        variant = Variant.open(folder / "data", column="text")
+        digests = [from_arrow(shard.index["text_digest"].combine_chunks().values) for shard in variant.shards()]
+        width = int(variant.recipe["width"])
+        for part in digests:  # a block for each shard
+            missing = np.unique(part).astype(DIGESTS)
+            take_over(variant.directory, missing=missing, bank_dir=variant.directory / BANK_FOLDER, width=width)
+        for path in variant.directory.iterdir():
+            if path.is_file() and path.name != "recipe.json":
+                path.unlink()
+        shutil.rmtree(variant.directory / "commits")
+
+    return workspace.made("bank", make)
+
+
+def _in_bank(workspace: Workspace, decay: Decay, folder: Path) -> None:
+    ended_well(_prep(workspace, folder, *_REPAIRS[2]), status=0)
+    ended_well(_prep(workspace, folder, "verify", "--deep"), status=0)
+    same_contents(contents(folder / "data"), contents(bases.with_columns(workspace) / "data"))
+
+
+def _resumed_run(workspace: Workspace) -> Path:
+    def make(folder: Path) -> None:
+        copy(_stopped_run(workspace), folder)
+        ended_well(_resumed(workspace, folder), status=0)
+
+    return workspace.made("resumed-run", make)
+
+
+def _resumed(workspace: Workspace, folder: Path) -> Ran:
+    return ended_well(workspace.commands.run("train", _resume(workspace, folder), scratch=folder / "tmp"))
+
+
+def _in_checkpoint(workspace: Workspace, decay: Decay, folder: Path) -> None:
+    """The run refuses to go on, and says why, or ends as an undisturbed one."""
+    expected = _run_contents(_resumed_run(workspace))
+    ran = _resumed(workspace, folder)
+    if ran.status == 0:
+        same_contents(_run_contents(folder), expected)
+    elif "checkpoint" not in ran.output and "step_" not in ran.output:
+        raise Broken(f"refused, but not for its checkpoint: {ran.described()}")

@@ -1,23 +1,25 @@
 """A data folder that lies elsewhere: its small files are copied into a cache, its tars stay where they are.
 
-Copied are dataset.json, the tables of the manifest, and the commits and indexes of the current variant. An index is
-copied once: its commit has its SHA-256, which the copy must have. The tables are copied when manifest.json, which has
-their fingerprint, is another one. The rest is small, and copied at every start.
+Copied are dataset.json, the tables of the manifest, and contents.json, the commits and the indexes of the current
+variant. An index is copied once: its commit has its SHA-256, which the copy must have. The tables are copied when
+manifest.json, which has their checksums, is another one. The rest is small, and copied at every start.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from manifests.errors import DISK_ERRORS, UserError
 from manifests.publish import publish_bytes
-from manifests.store import CAPTIONS_FILE, MANIFEST_FILE, MANIFEST_FOLDER, VIDEOS_FILE
+from manifests.store import MANIFEST_FILE, MANIFEST_FOLDER
+from manifests.table_files import CAPTIONS_FILE, VIDEOS_FILE, describe, staged_path
 from shards.commits import ShardFiles, read_commits
 from shards.dataset import current_variant
-from shards.format import COMMITS_FOLDER, DATASET_FILE
+from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE
 from shards.scan import scan
 from shards.tars import TarBytes
 from train.data.remote.address import cache_folder, is_remote, open_file_system
@@ -85,20 +87,51 @@ def _copy_small_files(files: "AbstractFileSystem", root: str, copy: Path) -> Non
     if variant is None:
         return
     remote, local = f"{root}/video/{variant}", copy / "video" / variant
+    # Before the commits: one that comes meanwhile may be missing in the list, never the other way round.
+    _copy_contents(files, f"{remote}/{CONTENTS_FILE}", local / CONTENTS_FILE)
     _copy_commits(files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER)
     shards = [commit.files for commit in read_commits(local).commits.values() if commit.files is not None]
     _at_once(lambda shard: _copy_index(files, remote, local, shard), shards)
 
 
 def _copy_manifest(files: "AbstractFileSystem", remote: str, local: Path) -> None:
-    manifest = _fetch(files, f"{remote}/{MANIFEST_FILE}")
+    content = _fetch(files, f"{remote}/{MANIFEST_FILE}")
     path = local / MANIFEST_FILE
-    if path.is_file() and path.read_bytes() == manifest:
-        return
+    try:
+        manifest = json.loads(content)
+        mark, recorded = manifest["fingerprint"], manifest.get("tables", {})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        mark, recorded = "", {}  # damaged: whoever reads the copy says so
+    is_same = path.is_file() and path.read_bytes() == content
     for name in (VIDEOS_FILE, CAPTIONS_FILE):
-        _publish(local / name, _fetch(files, f"{remote}/{name}"))
+        wanted = recorded.get(name)
+        if not (is_same and (local / name).is_file() and wanted in (None, describe(local / name))):
+            _publish(local / name, _fetch_table(files, remote, name, mark=mark, wanted=wanted))
     # Last: where it is, the tables that it speaks of are too.
-    _publish(path, manifest)
+    _publish(path, content)
+
+
+def _fetch_table(
+    files: "AbstractFileSystem", remote: str, name: str, *, mark: str, wanted: dict[str, Any] | None
+) -> bytes:
+    """The table that counts: under its plain name, unless the write of the manifest was killed at its very end."""
+    content = _fetch(files, f"{remote}/{name}")
+    if wanted is None or hashlib.sha256(content).hexdigest() == wanted["sha256"]:
+        return content
+    try:
+        return _fetch(files, f"{remote}/{staged_path(Path(remote), name, mark=mark).name}")
+    except FileNotFoundError:
+        return content  # damaged: whoever reads the copy says so
+
+
+def _copy_contents(files: "AbstractFileSystem", remote: str, local: Path) -> None:
+    """Copies the list of commits, which sets of older versions do not have."""
+    try:
+        content = _fetch(files, remote)
+    except FileNotFoundError:
+        local.unlink(missing_ok=True)
+    else:
+        _publish(local, content)
 
 
 def _copy_commits(files: "AbstractFileSystem", remote: str, local: Path) -> None:

@@ -1,0 +1,37 @@
+"""JSON records that check themselves: each carries the SHA-256 of its own content under the key `sha256`."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from manifests.publish import publish_json
+
+CHECKSUM_KEY = "sha256"
+
+
+def record_sha256(record: dict[str, Any]) -> str:
+    """SHA-256 (hex) of the canonical JSON of `record`; it does not depend on white space or the order of keys."""
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def publish_checked_json(path: Path, record: dict[str, Any]) -> None:
+    """Publishes `record` with its checksum."""
+    publish_json(path, {**record, CHECKSUM_KEY: record_sha256(record)})
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """The record at `path` without its checksum; records without one (written by older versions) are accepted.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a JSON object, or its checksum does not match.
+    """
+    record = json.loads(path.read_bytes())
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    checksum = record.pop(CHECKSUM_KEY, None)
+    if checksum is not None and checksum != record_sha256(record):
+        raise ValueError("its checksum does not match its content")
+    return record

@@ -1,0 +1,149 @@
+"""The manifest before a write, as far as the write depends on it: order of videos, other data sets, ids of captions.
+
+Only a complete manifest counts. Where its files are damaged, a write may only bring back the very tables that were
+there: other ids of captions would silently change the meaning of every shard that holds them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from manifests.caption_identity import assign_ids, caption_hashes
+from manifests.caption_table import ROWS_PER_GROUP
+from manifests.errors import UserError
+from manifests.merge import rows_of
+from manifests.schema import REJECTED, VIDEOS
+from manifests.table_files import (
+    CAPTIONS_FILE,
+    FINGERPRINT_KEY,
+    REJECTED_FILE,
+    TABLE_FILES,
+    VIDEOS_FILE,
+    DamagedManifest,
+    table_path,
+)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a write starts from.
+
+    Attributes:
+        captions_path: the captions that count, or None where there are none.
+        damage: why the tables cannot be read although there was a manifest; the past is empty then.
+        mark: fingerprint of that manifest, where it is known.
+    """
+
+    videos: pa.Table = field(default_factory=VIDEOS.empty_table)
+    rejected: pa.Table = field(default_factory=REJECTED.empty_table)
+    captions_path: Path | None = None
+    next_caption_id: int = 0
+    datasets: Mapping[str, Any] = field(default_factory=dict)
+    damage: DamagedManifest | None = None
+    mark: str | None = None
+
+    def require_same(self, mark: str) -> None:
+        """Raises UserError where the manifest was damaged and a write with fingerprint `mark` would make another."""
+        if self.damage is None or mark == self.mark:
+            return
+        others = f" ({', '.join(self.datasets)})" if self.datasets else ""
+        raise UserError(
+            f"{self.damage}; this command alone does not restore the same manifest: captions would get other ids",
+            hint=f"restore {self.damage.path.parent} from a backup, or remove it and run `prep manifest` again "
+            f"for each data set{others} in the same order",
+        )
+
+
+def read_past(folder: Path, manifest: Mapping[str, Any] | None, *, damage: DamagedManifest | None = None) -> Past:
+    """The past of a write to the manifest in `folder`.
+
+    Args:
+        manifest: content of manifest.json, or None where there is none or it is damaged.
+        damage: why it cannot be read.
+    """
+    if manifest is None:
+        mark = _mark_of_tables(folder)
+        if damage is None and mark is not None:
+            damage = DamagedManifest(folder / "manifest.json", "the file is missing")
+        return Past(damage=damage, mark=mark)
+    try:
+        return _read(folder, manifest)
+    except (OSError, pa.ArrowException) as error:
+        damage = DamagedManifest(folder / "*.parquet", str(error))
+    except DamagedManifest as error:
+        damage = error
+    return Past(
+        next_caption_id=manifest.get("next_caption_id", 0),
+        datasets=manifest.get("datasets", {}),
+        damage=damage,
+        mark=manifest["fingerprint"],
+    )
+
+
+def stable_ids(past: Past, captions: pa.Table, *, own_ids: pa.ChunkedArray) -> tuple[np.ndarray, int]:
+    """Ids int64[N] of `captions`, and the next one that is free; a caption of the videos `own_ids` keeps its id."""
+    hashes = caption_hashes(captions)
+    old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
+    if past.captions_path is not None and len(own_ids):
+        columns = ["caption_id", "video_id", "begin_s", "end_s", "text", "source"]
+        with pq.ParquetFile(past.captions_path, read_dictionary=["video_id", "source"], pre_buffer=False) as file:
+            for batch in file.iter_batches(columns=columns, batch_size=ROWS_PER_GROUP):
+                table = pa.Table.from_batches([batch])
+                is_own = rows_of(table["video_id"], own_ids) >= 0
+                old_hashes.append(caption_hashes(table)[is_own])
+                old_ids.append(table["caption_id"].to_numpy()[is_own])
+    ids, next_id = assign_ids(
+        hashes,
+        old_hashes=np.concatenate(old_hashes),
+        old_ids=np.concatenate(old_ids),
+        next_id=past.next_caption_id if past.damage is None else 0,
+    )
+    return ids, max(next_id, past.next_caption_id)
+
+
+def _read(folder: Path, manifest: Mapping[str, Any]) -> Past:
+    if "tables" not in manifest:
+        return _read_without_checksums(folder, manifest)
+    paths = {name: table_path(folder, name, manifest=manifest) for name in TABLE_FILES}
+    return Past(
+        videos=pq.read_table(paths[VIDEOS_FILE]).replace_schema_metadata(),
+        rejected=pq.read_table(paths[REJECTED_FILE]).replace_schema_metadata(),
+        captions_path=paths[CAPTIONS_FILE],
+        next_caption_id=manifest["next_caption_id"],
+        datasets=manifest["datasets"],
+    )
+
+
+def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> Past:
+    """The past that an older version wrote; it published tables one by one, so they may be of an interrupted write."""
+    tables = {}
+    for name, schema in ((VIDEOS_FILE, VIDEOS), (REJECTED_FILE, REJECTED)):
+        path = folder / name
+        tables[name] = pq.read_table(path).replace_schema_metadata() if path.exists() else schema.empty_table()
+    next_id = manifest.get("next_caption_id", 0)
+    captions: Path | None = folder / CAPTIONS_FILE
+    if captions is not None and captions.exists():
+        with pq.ParquetFile(captions) as file:
+            if file.num_row_groups:
+                ids = file.read_row_group(file.num_row_groups - 1, columns=["caption_id"])["caption_id"]
+                next_id = max(next_id, ids[-1].as_py() + 1)
+    else:
+        captions = None
+    return Past(tables[VIDEOS_FILE], tables[REJECTED_FILE], captions, next_id, manifest.get("datasets", {}))
+
+
+def _mark_of_tables(folder: Path) -> str | None:
+    """The fingerprint that all three tables carry, or None where they are not of one write."""
+    marks = set()
+    for name in TABLE_FILES:
+        try:
+            marks.add((pq.read_schema(folder / name).metadata or {}).get(FINGERPRINT_KEY))
+        except (OSError, pa.ArrowException):
+            return None
+    mark = marks.pop() if len(marks) == 1 else None
+    return mark.decode("ascii", "replace") if mark is not None else None

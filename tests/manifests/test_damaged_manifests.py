@@ -1,0 +1,109 @@
+"""Damage to the files of a manifest: always refused or without effect, and repaired by the command that wrote them."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from manifests.schema import CAPTIONS
+from manifests.store import captions_path, open_captions, read_captions, read_manifest, read_rejected, read_videos
+from manifests.table_files import TABLE_FILES, DamagedManifest
+from tests.manifests.test_store import file_hashes, reading_of, write
+
+NUM_FLIPS = 150  # of each file
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    captions = [("v", 1.0, 2.0, "one"), ("w", 0.0, 1.0, "two"), ("w", 0.0, 2.0, "three")]
+    write(tmp_path / "data", reading_of(tmp_path, ["v", "w"], captions))
+    return tmp_path / "data"
+
+
+def values(data: Path) -> list[Any]:
+    """All that readers say of the manifest."""
+    manifest = read_manifest(data)
+    with open_captions(data) as file:
+        opened = file.read().to_pylist()
+    assert captions_path(data).exists()
+    return [
+        *(read(data).to_pylist() for read in (read_videos, read_captions, read_rejected)),
+        opened,
+        {name: manifest[name] for name in ("fingerprint", "next_caption_id", "datasets")},
+    ]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES])
+def test_no_flipped_bit_is_read_as_another_value(data: Path, name: str) -> None:
+    path, rng = data / "manifest" / name, random.Random(name)
+    content, before = path.read_bytes(), values(data)
+    num_refused = 0
+    for _ in range(NUM_FLIPS):
+        damaged = bytearray(content)
+        damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            assert values(data) == before
+        except UserError as error:
+            num_refused += 1
+            assert error.hint
+    assert num_refused > NUM_FLIPS // 2  # white space in JSON says nothing
+
+
+@pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_the_command_that_wrote_it_repairs_it(data: Path, tmp_path: Path, name: str, damage: str) -> None:
+    path, before = data / "manifest" / name, file_hashes(data)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    with pytest.raises(UserError):
+        values(data)
+    captions = [("v", 1.0, 2.0, "one"), ("w", 0.0, 1.0, "two"), ("w", 0.0, 2.0, "three")]
+    write(data, reading_of(tmp_path, ["v", "w"], captions))
+    assert file_hashes(data) == before
+
+
+def test_a_repair_that_would_give_captions_other_ids_is_refused(data: Path, tmp_path: Path) -> None:
+    """With a history, the command alone cannot tell which ids the captions had."""
+    captions = [("v", 1.0, 2.0, "one"), ("w", 0.0, 2.0, "three")]
+    write(data, reading_of(tmp_path, ["v", "w"], captions))
+    write(data, reading_of(tmp_path, ["x"], [], dataset="b"), dataset="b")
+    (data / "manifest" / "captions.parquet").write_bytes(b"PAR1")
+    before = file_hashes(data)
+    with pytest.raises(UserError, match="other ids") as caught:
+        write(data, reading_of(tmp_path, ["v", "w"], captions))
+    assert "(a, b)" in str(caught.value.hint)
+    assert file_hashes(data) == before
+
+
+def test_tables_of_two_writes_that_are_exchanged_are_refused(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "other")
+    captions = [("v", 1.0, 2.0, "eno"), ("w", 0.0, 1.0, "owt"), ("w", 0.0, 2.0, "eerht")]
+    write(tmp_path / "other", reading_of(tmp_path, ["v", "w"], captions))
+    for name in TABLE_FILES:
+        kept = (data / "manifest" / name).read_bytes()
+        shutil.copy(tmp_path / "other" / "manifest" / name, data / "manifest" / name)
+        with pytest.raises(DamagedManifest):
+            values(data)
+        (data / "manifest" / name).write_bytes(kept)
+    values(data)
+
+
+def test_tables_without_checksums_are_read_as_before(data: Path, tmp_path: Path) -> None:
+    path = data / "manifest" / "manifest.json"
+    record = json.loads(path.read_bytes())
+    for name in ("tables", "sha256"):
+        del record[name]
+    path.write_text(json.dumps(record))
+    assert read_captions(data).schema.equals(CAPTIONS)
+    write(data, reading_of(tmp_path, ["v", "w"], [("w", 0.0, 1.0, "two"), ("w", 5.0, 6.0, "four")]))
+    assert read_captions(data)["caption_id"].to_pylist() == [1, 3]
+    assert set(read_manifest(data)["tables"]) == set(TABLE_FILES)
