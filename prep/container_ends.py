@@ -11,6 +11,7 @@ from typing import BinaryIO
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
 _OGG_LONGEST_PAGE = 27 + 255 + 255 * 255
+_FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
 _BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
 
 
@@ -132,8 +133,37 @@ def _mp4(file: BinaryIO, size_bytes: int) -> str | None:
     return None
 
 
+def _flv(file: BinaryIO, size_bytes: int) -> str | None:
+    if _flv_ends_well(file, size_bytes):
+        return None
+    file.seek(5)
+    position = int.from_bytes(file.read(4), "big") + 4
+    while position < size_bytes:
+        file.seek(position)
+        head = file.read(4)
+        if head[0] & 31 not in _FLV_TAGS:
+            return None
+        end = position + 11 + int.from_bytes(head[1:], "big")
+        if len(head) < 4 or end > size_bytes:
+            return _cut("its last tag", max(end, size_bytes + 1), size_bytes)
+        position = end + 4
+    return None
+
+
+def _flv_ends_well(file: BinaryIO, size_bytes: int) -> bool:
+    """Whether the last four bytes tell the size of a tag that lies right before them, as each tag's do."""
+    file.seek(size_bytes - 4)
+    tag_bytes = int.from_bytes(file.read(4), "big")
+    begin = size_bytes - 4 - tag_bytes
+    if begin < 9 or tag_bytes < 11:
+        return False
+    file.seek(begin)
+    head = file.read(4)
+    return head[0] & 31 in _FLV_TAGS and int.from_bytes(head[1:], "big") == tag_bytes - 11
+
+
 def _cut(what: str, end: int, size_bytes: int) -> str:
     return f"{what} ends at byte {end}, the file has {size_bytes}"
 
 
-_LOOKS = {"matroska": _matroska, "asf": _asf, "avi": _avi, "ogg": _ogg, "mp4": _mp4}
+_LOOKS = {"matroska": _matroska, "asf": _asf, "avi": _avi, "ogg": _ogg, "mp4": _mp4, "flv": _flv}

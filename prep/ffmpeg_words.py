@@ -15,6 +15,9 @@ from prep.ffmpeg import Outcome
 # Data that is not there or not readable, whatever the exit status: pattern and code, the first that is found decides.
 _LOSSES = (
     (r"File ended prematurely", FailureCode.SOURCE_TRUNCATED),
+    (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # of an Ogg page, which is left out
+    (r"exceeds containing master element", FailureCode.DECODE_ERRORS),  # Matroska: the rest of a cluster is left out
+    (r"invalid as first byte of an EBML number", FailureCode.DECODE_ERRORS),
     (r"corrupt input packet", FailureCode.DECODE_ERRORS),
     (r"Error during demuxing", FailureCode.DECODE_ERRORS),
     (r"LZW decode failed", FailureCode.DECODE_ERRORS),

@@ -16,8 +16,10 @@ _HEADER_SLACK_S = Fraction(1)
 _PROMISING = ("matroska", "avi", "mp4", "flv", "asf", "mxf", "ivf")
 # In these it is when the last frame ends, wherever the first one begins; elsewhere it is the length from the start.
 _DURATION_IS_END = ("matroska", "asf")
-# Damaged times claim centuries. A video may last a day, or ten minutes for each of its frames.
-_LONGEST_S, _LONGEST_FRAME_S = 24 * 3600, 600
+# Packets in a row, without a container: where libav counts times for them, they are others after a seek.
+_RAW = frozenset({"h264", "hevc", "mpegvideo"})
+# Damaged times claim centuries. A video may last a day, or ten minutes for each of its frames, and no frame an hour.
+_LONGEST_S, _LONGEST_MEAN_FRAME_S, _LONGEST_FRAME_S = 24 * 3600, 600, 3600
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def demuxed_times(container: InputContainer, *, video_index: int, on_read: Calla
     start_s = _start_s(container)
     video = next(stream for stream in container.streams.video if stream.index == video_index)
     seen = _read_all(container, video, start_s=start_s, on_read=on_read)
-    if seen.num_untimed == seen.num_packets > 0:
+    if container.format.name in _RAW or seen.num_untimed == seen.num_packets > 0:
         raise SourceFailure(
             FailureCode.BAD_TIMESTAMPS,
             f"its frames have no timestamps, as in a raw {video.codec_context.name} stream; encode it into a container"
@@ -81,6 +83,9 @@ def demuxed_times(container: InputContainer, *, video_index: int, on_read: Calla
             FailureCode.BAD_TIMESTAMPS,
             f"the first {seen.num_untimed} of its {seen.num_packets} frames have no timestamps",
         )
+    if seen.longest_step_s > _LONGEST_FRAME_S:
+        message = f"its timestamps jump by {float(seen.longest_step_s / 3600):,.1f} hours"
+        raise SourceFailure(FailureCode.BAD_TIMESTAMPS, message)
     promised_s = Fraction(container.duration or 0, av.time_base)
     if not any(name in container.format.name for name in _DURATION_IS_END):
         promised_s += start_s
@@ -100,11 +105,12 @@ def demuxed_times(container: InputContainer, *, video_index: int, on_read: Calla
 
 @dataclass
 class _Seen:
-    """What the packets say. `num_untimed`: of the video, before the first that has a time; `is_cut`: the last one."""
+    """What the packets say; the numbers are of the video's, `num_untimed` of those before the first that has a time."""
 
     video_end_s: Fraction
     any_end_s: Fraction
     key_gap_s: Fraction = Fraction(0)
+    longest_step_s: Fraction = Fraction(0)
     num_packets: int = 0
     num_untimed: int = 0
     is_cut: bool = False
@@ -114,7 +120,7 @@ def _read_all(
     container: InputContainer, video: VideoStream, *, start_s: Fraction, on_read: Callable[[], None]
 ) -> _Seen:
     frame_s = 1 / (video.average_rate or video.guessed_rate or Fraction(30))
-    seen, last_key_s = _Seen(start_s, start_s), None
+    seen, last_s, last_key_s = _Seen(start_s, start_s), None, None
     for packet in container.demux():
         on_read()
         if not packet.size:
@@ -131,6 +137,9 @@ def _read_all(
         length_s = packet.duration * packet.time_base if packet.duration else Fraction(0)
         if is_video:
             length_s = length_s or frame_s
+            if last_s is not None:
+                seen.longest_step_s = max(seen.longest_step_s, abs(begin_s - last_s))
+            last_s = begin_s
             seen.video_end_s = max(seen.video_end_s, begin_s + length_s)
             if packet.is_keyframe:
                 if last_key_s is not None:
@@ -149,7 +158,7 @@ def _start_s(container: InputContainer) -> Fraction:
 def _checked(times: VideoTimes, *, num_packets: int) -> VideoTimes:
     if times.end_s <= 0:
         raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream lasts no time")
-    if times.end_s > max(_LONGEST_S, _LONGEST_FRAME_S * num_packets):
+    if times.end_s > max(_LONGEST_S, _LONGEST_MEAN_FRAME_S * num_packets):
         raise SourceFailure(
             FailureCode.BAD_TIMESTAMPS, f"{num_packets} frames cannot last {float(times.end_s / 3600):,.0f} hours"
         )
