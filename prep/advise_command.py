@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from prep.chunk_settings import require_bitrate_unit
 from prep.options import Data, Json
 
 
@@ -27,7 +28,11 @@ def advise(
     ] = None,
     bitrate: Annotated[
         str | None,
-        Parameter(help="Bitrate of the chunks, 800k or 2M; by default that of those there.", allow_leading_hyphen=True),
+        Parameter(
+            help="Bitrate of the chunks, 800k or 2M; by default that of those there.",
+            allow_leading_hyphen=True,
+            validator=require_bitrate_unit,
+        ),
     ] = None,
     data: Data = Path("data"),
     json: Json = False,

@@ -110,6 +110,17 @@ class ChunkSettings:
         return int(self.len_s * self.fps_exact)
 
 
+def require_bitrate_unit(_type: object, bitrate: str | None) -> None:
+    """A check of `--bitrate` as it is typed; recipes that older versions stored may have a bare number of bits.
+
+    Raises:
+        UserError: it is a number without a unit.
+    """
+    if bitrate is not None and bitrate.isdecimal() and int(bitrate):
+        meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
+        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant} for {meant}bit/s")
+
+
 def bits_per_second(bitrate: str) -> float:
     """The value of `--bitrate`.
 

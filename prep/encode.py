@@ -6,9 +6,7 @@ frames that are forced every full chunk. ffmpeg also writes down the source time
 (`-stats_enc_pre`).
 """
 
-import errno
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,8 +18,8 @@ import numpy as np
 
 from prep.chunk_settings import ChunkSettings
 from prep.codecs import codec_named
-from prep.failures import FailureCode, SourceFailure
-from prep.ffmpeg import Outcome, run
+from prep.ffmpeg import run
+from prep.ffmpeg_words import require_success
 from prep.probe import DEMUXERS, PROTOCOLS, SourceFacts
 from prep.recipe import ResolvedRecipe
 from prep.source_times import TIMES_FORMAT, check_source_times, read_source_times
@@ -82,7 +80,7 @@ def encode_span(
     outcome = run(
         arguments, folder=folder, limit_s=limit_s, on_poll=lambda: on_frames(_encoded_frames(folder / _PROGRESS_FILE))
     )
-    _raise_for(outcome, limit_s=limit_s)
+    require_success(outcome, limit_s=limit_s)
     times_s = read_source_times(folder / _TIMES_FILE, offset_s=_seek_s(span, fps=fps, source=source))
     check_source_times(times_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
     return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
@@ -205,22 +203,3 @@ def _encoded_frames(progress: Path) -> int:
         return 0
     counts = [line.removeprefix("frame=").strip() for line in lines if line.startswith("frame=")]
     return int(counts[-1]) if counts and counts[-1].isdigit() else 0
-
-
-def _raise_for(outcome: Outcome, *, limit_s: float) -> None:
-    text = outcome.stderr_tail
-    last_line = text.splitlines()[-1] if text else "no message"
-    if outcome.timed_out:
-        raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg had not finished after {limit_s:.0f} s")
-    if outcome.return_code == 0:
-        return
-    if os.strerror(errno.ENOSPC) in text:
-        raise SourceFailure(FailureCode.DISK_FULL, "no space left for the encoder's files")
-    if outcome.return_code in (-9, 137) or os.strerror(errno.ENOMEM) in text:
-        raise SourceFailure(FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, most likely for want of memory")
-    if "No such file or directory" in text:
-        raise SourceFailure(FailureCode.SOURCE_MISSING, last_line)
-    damaged = ("error while decoding", "corrupt", "Error submitting packet to decoder", "Invalid data found")
-    if any(mark in text for mark in damaged):
-        raise SourceFailure(FailureCode.DECODE_ERRORS, last_line)
-    raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg ended with {outcome.return_code}: {last_line}")

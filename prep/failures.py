@@ -12,6 +12,8 @@ class FailureCode(StrEnum):
     SOURCE_CHANGED = "source_changed"  # between the plan and the work
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
+    BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream, which has none; or times that no video has
+    PROBE_FAILED = "probe_failed"  # reading the source ended the process that read it: a crash, or a bug
     DECODE_ERRORS = "decode_errors"  # the source's frames are damaged
     FRAMES_DIFFER = "frames_differ"  # the chunk is not the frames that were planned
     ENCODE_FAILED = "encode_failed"
@@ -46,9 +48,15 @@ SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADAB
 
 
 class SourceFailure(Exception):
-    """A part of the work failed for a named reason; the rest goes on."""
+    """A part of the work failed for a named reason; the rest goes on.
 
-    def __init__(self, code: FailureCode, message: str) -> None:
+    Args:
+        is_lasting: whether the cause lies in the file itself, so that the same bytes fail again. Permissions, mounts,
+            disks and time limits are causes that pass without the file changing.
+    """
+
+    def __init__(self, code: FailureCode, message: str, *, is_lasting: bool = True) -> None:
         super().__init__(code, message)
         self.code = code
         self.message = message
+        self.is_lasting = is_lasting

@@ -23,7 +23,7 @@ MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which proves the time of 
 LEAST_VERSION = ".".join(map(str, MIN_VERSION))
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
-_STDERR_TAIL_BYTES = 4000
+_STDERR_BYTES = 4000  # of its beginning, and of its end
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,15 +42,22 @@ class Outcome:
 
     Attributes:
         return_code: exit status; negative for a signal.
-        stderr_tail: the end of what it wrote to standard error.
+        stderr_head: the beginning of what it wrote to standard error, where the first error is.
+        stderr_tail: the end of it.
         timed_out: it was killed because it exceeded its wall-clock limit.
         cpu_s: user and system seconds of the process.
     """
 
     return_code: int
+    stderr_head: str
     stderr_tail: str
     timed_out: bool
     cpu_s: float
+
+    @property
+    def stderr(self) -> str:
+        """All that it wrote, or the beginning and the end of it."""
+        return self.stderr_head if self.stderr_head == self.stderr_tail else f"{self.stderr_head}\n{self.stderr_tail}"
 
 
 def find_ffmpeg() -> Ffmpeg:
@@ -171,10 +178,10 @@ def run(
             process_group=0,
             preexec_fn=die_with_parent,
         )
-        begin_s, timed_out, tail = time.monotonic(), False, b""
+        begin_s, timed_out, head, tail = time.monotonic(), False, b"", b""
         try:
             while (waited := _wait(process, _POLL_S)) is None:
-                tail = _read_tail(reading, tail)
+                head, tail = _read_ends(reading, head, tail)
                 on_poll()
                 if time.monotonic() - begin_s > limit_s:
                     timed_out = True
@@ -182,14 +189,14 @@ def run(
         finally:
             if process.returncode is None:
                 waited = _kill_group(process)
-        tail = _read_tail(reading, tail)
+        head, tail = _read_ends(reading, head, tail)
     finally:
         os.close(reading)
         os.close(writing)
     assert waited is not None
     return_code, cpu_s = waited
-    text = tail.decode("utf-8", "replace").strip()
-    return Outcome(return_code=return_code, stderr_tail=text, timed_out=timed_out, cpu_s=cpu_s)
+    first, last = (text.decode("utf-8", "replace").strip() for text in (head, tail))
+    return Outcome(return_code=return_code, stderr_head=first, stderr_tail=last, timed_out=timed_out, cpu_s=cpu_s)
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[int, float] | None:
@@ -218,16 +225,17 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:
     return -signal.SIGKILL, 0.0
 
 
-def _read_tail(descriptor: int, tail: bytes) -> bytes:
-    """Empties a pipe without waiting; the last bytes of `tail` and of what was in the pipe."""
+def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]:
+    """Empties a pipe without waiting; the first bytes of `head` and of what was in the pipe, and the last of `tail`."""
     while True:
         try:
             piece = os.read(descriptor, 1 << 16)
         except BlockingIOError:
-            return tail
+            return head, tail
         if not piece:
-            return tail
-        tail = (tail + piece)[-_STDERR_TAIL_BYTES:]
+            return head, tail
+        head = (head + piece)[:_STDERR_BYTES] if len(head) < _STDERR_BYTES else head
+        tail = (tail + piece)[-_STDERR_BYTES:]
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None

@@ -73,7 +73,7 @@ def make_plan(
     probes = probe_sources(
         data_dir,
         videos["path"],
-        num_threads=_MANY_THREADS,
+        num_workers=_MANY_THREADS,
         again_failed=bool(retry_codes),
         on_progress=on_probe,
     )

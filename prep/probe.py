@@ -6,11 +6,15 @@ and rotation.
 
 A file is only opened as one of `DEMUXERS`, through the file protocol: a playlist or a concat script that poses as a
 video is refused, and nothing else is read on its behalf.
+
+`prep.probe_processes` runs this in processes of their own: a file that hangs, crashes or bloats its reader costs that
+process alone.
 """
 
-import hashlib
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -18,18 +22,23 @@ from pathlib import Path
 import av
 import av.error
 from av.container import InputContainer
-from av.packet import Packet
 from av.video.stream import VideoStream
 
+from prep.container_ends import missing_end
 from prep.failures import FailureCode, SourceFailure
+from prep.packet_times import demuxed_times, indexed_times, is_indexed
+from prep.source_access import source_fingerprint
 
 DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,h264,hevc,ivf,gif,mxf,wtv,rm"
 PROTOCOLS = "file,pipe"
-_FINGERPRINT_BYTES = 1 << 20
-# Containers round and pad the durations in their headers; a cut that loses less than this cannot be told from that.
-_HEADER_SLACK_S = Fraction(1)
 # A seek in these lands on any packet, not on a key frame: they list none.
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
+_MAX_PIXEL_ASPECT = 64  # beyond, a few rows of a damaged header would become a picture of gigabytes
+# Trouble of the machine rather than of the file: it may have passed at the next look.
+_OF_THE_MACHINE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
+    | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
+)
 
 
 @dataclass(frozen=True)
@@ -57,153 +66,97 @@ class SourceFacts:
     key_gap_s: float
 
 
-@dataclass(frozen=True)
-class _Times:
-    """When the video stream ends, and `SourceFacts.key_gap_s`."""
-
-    end_s: Fraction
-    key_gap_s: Fraction
-
-
-def source_fingerprint(path: Path) -> str:
-    """SHA-256 (hex) over size, first and last MiB of a file: cheap for hours of video, and blind to its name."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(_FINGERPRINT_BYTES))
-        if size > _FINGERPRINT_BYTES:
-            file.seek(max(_FINGERPRINT_BYTES, size - _FINGERPRINT_BYTES))
-            digest.update(file.read(_FINGERPRINT_BYTES))
-    return digest.hexdigest()
-
-
-def probe(path: Path) -> SourceFacts:
+def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
     """Reads the facts of one source.
 
+    Args:
+        on_read: called for every packet that is read, as a sign of life.
+
     Raises:
-        SourceFailure: source_missing, source_unreadable, no_video, zero_duration, source_truncated or decode_errors.
+        SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
+            decode_errors, io_error or out_of_memory.
     """
-    try:
-        size_bytes = path.stat().st_size
-        if not path.is_file():
-            raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "it is not a file")
-        fingerprint = source_fingerprint(path)
-    except FileNotFoundError:
-        raise SourceFailure(FailureCode.SOURCE_MISSING, "there is no such file") from None
-    except OSError as error:
-        raise SourceFailure(FailureCode.SOURCE_UNREADABLE, error.strerror or str(error)) from None
+    fingerprint = source_fingerprint(path)
+    size_bytes = path.stat().st_size
     if size_bytes == 0:
         raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
-    try:
+    with _opened(path) as container:
+        stream = _first_video(container)
+        indexed = stream is not None and is_indexed(container, stream)
+        missing = None if indexed else missing_end(path, format_name=container.format.name)
+        if missing:
+            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
+        if stream is None:
+            kinds: list[str] = sorted({stream.type for stream in container.streams})
+            held = ", ".join(kinds) or "nothing"
+            raise SourceFailure(FailureCode.NO_VIDEO, f"the file holds {held} and no video stream")
+        width, height = _shown_size(container, stream)
+        times = indexed_times(container, stream, size_bytes=size_bytes) if indexed else None
+        rate = stream.average_rate or stream.guessed_rate or Fraction(0)
+        codec, index = stream.codec_context.codec.canonical_name, stream.index
+        is_blind = container.format.name in _BLIND_SEEKS
+    if times is None:
+        # Opened anew: not every container can be read from its beginning again.
+        with _opened(path) as container, _named(FailureCode.SOURCE_TRUNCATED, "reading stops inside the file"):
+            times = demuxed_times(container, video_index=index, on_read=on_read)
+    return SourceFacts(
+        fingerprint=fingerprint,
+        size_bytes=size_bytes,
+        end_s=float(times.end_s),
+        fps=float(rate),
+        width=width,
+        height=height,
+        codec=codec,
+        key_gap_s=float(times.key_gap_s) if is_blind else 0.0,
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[InputContainer]:
+    with _named(FailureCode.SOURCE_UNREADABLE, "no video container"):
         container = av.open(
-            os.fspath(path),
+            f"file:{os.fspath(path)}",
             options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
             metadata_errors="ignore",
         )
-    except (av.error.FFmpegError, ValueError) as error:
-        raise SourceFailure(FailureCode.SOURCE_UNREADABLE, f"no video container: {_reason(error)}") from None
     with container:
-        stream = _video_stream(container)
-        width, height = _shown_size(container, stream)
-        times = _video_times(container, stream, size_bytes)
-        if times.end_s <= 0:
-            raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream lasts no time")
-        rate = stream.average_rate or stream.guessed_rate or Fraction(0)
-        return SourceFacts(
-            fingerprint=fingerprint,
-            size_bytes=size_bytes,
-            end_s=float(times.end_s),
-            fps=float(rate),
-            width=width,
-            height=height,
-            codec=stream.codec_context.codec.canonical_name,
-            key_gap_s=float(times.key_gap_s) if container.format.name in _BLIND_SEEKS else 0.0,
-        )
+        yield container
 
 
-def _video_stream(container: InputContainer) -> VideoStream:
+def _first_video(container: InputContainer) -> VideoStream | None:
     """The first video stream that is not a cover picture: the one that `-map 0:V:0` takes."""
     for stream in container.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic:
             return stream
-    kinds: list[str] = sorted({stream.type for stream in container.streams})
-    raise SourceFailure(FailureCode.NO_VIDEO, f"the file holds {', '.join(kinds) or 'nothing'} and no video stream")
+    return None
 
 
 def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, int]:
-    try:
-        frame = next(container.decode(stream))
-    except StopIteration:
-        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has no frame") from None
-    except av.error.FFmpegError as error:
-        raise SourceFailure(FailureCode.DECODE_ERRORS, f"no frame can be decoded: {_reason(error)}") from None
+    if stream.codec_context is None:
+        raise SourceFailure(FailureCode.DECODE_ERRORS, "there is no decoder for its video stream")
+    stream.codec_context.thread_count = 1  # for one frame, more threads are more memory
+    with _named(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
+        frame = next(container.decode(stream), None)
+    if frame is None:
+        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has no frame")
     aspect = stream.sample_aspect_ratio or Fraction(1)
+    if aspect > _MAX_PIXEL_ASPECT or 0 < aspect * _MAX_PIXEL_ASPECT < 1:
+        raise SourceFailure(FailureCode.DECODE_ERRORS, f"its header gives pixels an aspect ratio of {aspect}")
     width, height = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width, frame.height
     return (height, width) if frame.rotation % 180 else (width, height)
 
 
-def _video_times(container: InputContainer, stream: VideoStream, size_bytes: int) -> _Times:
-    """Times of the video stream, in seconds from the container's start; raises for a truncated file."""
-    start_s = Fraction(container.start_time or 0, av.time_base)
-    time_base = stream.time_base or Fraction(1)
-    entries = stream.index_entries
-    indexed = "mp4" in container.format.name and stream.duration and stream.frames == len(entries)
-    if indexed:
-        held_bytes = max(
-            entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries))
-        )
-        if held_bytes > size_bytes:
-            raise SourceFailure(
-                FailureCode.SOURCE_TRUNCATED, f"its index names bytes up to {held_bytes}, the file has {size_bytes}"
-            )
-        first_s = (stream.start_time or 0) * time_base
-        return _Times(first_s + (stream.duration or 0) * time_base - start_s, Fraction(0))
-    return _demuxed_times(container, stream)
-
-
-def _demuxed_times(container: InputContainer, stream: VideoStream) -> _Times:
-    video_end_s, any_end_s = Fraction(0), Fraction(0)
-    last_key_s, key_gap_s = None, Fraction(0)
-    for packet, begin_s, end_s in _timed_packets(container, stream):
-        any_end_s = max(any_end_s, end_s)
-        if packet.stream_index == stream.index:
-            video_end_s = max(video_end_s, end_s)
-            if packet.is_keyframe:
-                key_gap_s = max(key_gap_s, begin_s - last_key_s) if last_key_s is not None else key_gap_s
-                last_key_s = begin_s
-    if last_key_s is not None:
-        key_gap_s = max(key_gap_s, video_end_s - last_key_s)
-    start_s = Fraction(container.start_time or 0, av.time_base)
-    promised_s = start_s + Fraction(container.duration or 0, av.time_base)
-    if container.format.name == "avi" and stream.average_rate:
-        # libav shortens an AVI's durations to what the file holds; the frame count in its header stays.
-        promised_s = max(promised_s, stream.frames / stream.average_rate)
-    # Without a duration in the header, libav estimates one from the bitrate, which promises nothing.
-    promises = any(name in container.format.name for name in ("matroska", "avi", "mp4", "flv", "asf"))
-    if promises and any_end_s < promised_s - _HEADER_SLACK_S:
-        raise SourceFailure(
-            FailureCode.SOURCE_TRUNCATED,
-            f"its header promises {float(promised_s):.2f} s, the packets end at {float(any_end_s):.2f} s",
-        )
-    return _Times(video_end_s - start_s, key_gap_s)
-
-
-def _timed_packets(container: InputContainer, video: VideoStream) -> Iterator[tuple[Packet, Fraction, Fraction]]:
-    """Every packet that has a time, with its begin and end in the container's own seconds."""
-    frame_s = 1 / (video.average_rate or video.guessed_rate or Fraction(30))
-    container.seek(0)
+@contextmanager
+def _named(code: FailureCode, what: str) -> Iterator[None]:
+    """What libav raises inside becomes the failure `code`; what it raises is one of these, whatever the file holds."""
     try:
-        for packet in container.demux():
-            time = packet.pts if packet.pts is not None else packet.dts
-            if packet.size and time is not None and packet.time_base:
-                length_s = packet.duration * packet.time_base if packet.duration else Fraction(0)
-                if packet.stream_index == video.index:
-                    length_s = length_s or frame_s
-                begin_s = time * packet.time_base
-                yield packet, begin_s, begin_s + length_s
-    except av.error.FFmpegError as error:
-        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, f"reading stops inside the file: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+        yield
+    except MemoryError:
+        message = f"{what}: it takes more memory than a source may"
+        raise SourceFailure(FailureCode.OUT_OF_MEMORY, message, is_lasting=False) from None
+    except (av.error.FFmpegError, OSError) as error:
+        is_lasting = error.errno not in _OF_THE_MACHINE
+        message = f"{what}: {error.strerror or error}"
+        raise SourceFailure(code, message, is_lasting=is_lasting) from None
+    except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot express
+        raise SourceFailure(code, f"{what}: {type(error).__name__}: {error}") from None

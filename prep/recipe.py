@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.chunk_settings import Audio, ChunkSettings, Gop, Scaler, Tail
+from prep.chunk_settings import Audio, ChunkSettings, Gop, Scaler, Tail, require_bitrate_unit
 from prep.codecs import DEFAULT_KEYINT, INTRA, codec_named
 
 RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
@@ -47,7 +47,7 @@ class Recipe:
     crf: int | None = None
     """Constant quality, smaller is better (for MJPEG: the quantiser scale)."""
 
-    bitrate: str | None = None
+    bitrate: Annotated[str | None, Parameter(validator=require_bitrate_unit)] = None
     """Average bitrate instead of constant quality: 800k, 2M."""
 
     preset: str | None = None

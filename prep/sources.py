@@ -1,33 +1,38 @@
 """Probes of all sources of a manifest, kept in `<data>/probes.parquet` so that an unchanged file is never read twice.
 
-A file counts as unchanged while its path, size and modification time are. A source that cannot be read any more
-keeps the facts of its last good probe beside the failure: chunks that were made of it stay, although the file may
-be gone.
+A file counts as unchanged while its path, size and modification time are. A failure is kept likewise where it lies in
+the file; one that the machine may have caused (permissions, a mount, a time limit) is looked into at every run. A
+source that cannot be read any more keeps the facts of its last good probe beside the failure: chunks that were made of
+it stay, although the file may be gone.
 """
 
-import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from prep.failures import FailureCode, SourceFailure
+from prep.source_files import NO_FILE, look_at_sources
 from prep.table_file import read_table_file, write_table_file
+
+if TYPE_CHECKING:
+    from prep.probe import SourceFacts
 
 PROBES_FILE = "probes.parquet"
 _SAVE_INTERVAL_S = 30.0
-_NO_FILE = -1
+_NEVER = -1  # a time of change that no file has: the row is not kept for the next run
+# Goes up when probes begin to accept what they refused before: older failures are then looked into again.
+_RULES = {b"probe_rules": b"2"}
 
 PROBES = pa.schema(
     [
         pa.field("path", pa.string(), nullable=False),
-        pa.field("size_bytes", pa.int64(), nullable=False),  # -1: no such file
+        pa.field("size_bytes", pa.int64(), nullable=False),  # NO_FILE: it could not be looked at
         pa.field("mtime_ns", pa.int64(), nullable=False),
         pa.field("code", pa.string()),  # why it cannot be read now; null when it can
         pa.field("message", pa.string()),
@@ -38,7 +43,8 @@ PROBES = pa.schema(
         pa.field("height", pa.int32()),
         pa.field("codec", pa.string()),
         pa.field("key_gap_s", pa.float64()),
-    ]
+    ],
+    metadata=_RULES,
 )
 
 
@@ -54,53 +60,75 @@ def probe_sources(
     data_dir: Path,
     paths: pa.ChunkedArray,
     *,
-    num_threads: int,
+    num_workers: int,
     again_failed: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
     """Probes of `paths`, one row each in their order (schema PROBES); reads only files that are new or have changed.
 
     Args:
+        num_workers: threads that look at the files, and most processes that read them.
         again_failed: also probe again what failed before, though its file looks the same.
         on_progress: called with (probed, to probe).
     """
-    sizes, mtimes = _stat_all(paths, num_threads=num_threads)
+    looks = look_at_sources(paths, num_threads=num_workers)
+    sizes, mtimes = looks.size_bytes, looks.mtime_ns
     known = read_probes(data_dir)
     rows = _rows_of(paths, known=known["path"])
     hit = rows >= 0
     hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
     hit[hit] &= np.asarray(known["mtime_ns"])[rows[hit]] == mtimes[hit]
-    if again_failed:
+    if again_failed or known.schema.metadata != PROBES.metadata:
         hit[hit] &= ~np.asarray(pc.is_valid(known["code"]))[rows[hit]]
     todo = np.flatnonzero(~hit)
-    if not len(todo) and known["path"].equals(paths):
+    if not len(todo) and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata:
         return known
     fresh: list[dict[str, Any]] = []
+    source = np.where(hit, rows, -1)
 
     def assembled() -> pa.Table:
         """Known rows and those probed so far, in the order of `paths`; rows not probed yet are left out."""
-        probed = pa.Table.from_pylist(fresh, schema=PROBES)
-        both = pa.concat_tables([known, probed])
-        source = np.where(hit, rows, -1)
-        source[todo[: len(fresh)]] = len(known) + np.arange(len(fresh))
+        both = pa.concat_tables([known.cast(PROBES), pa.Table.from_pylist(fresh, schema=PROBES)])
         return both.take(pa.array(source[source >= 0])).combine_chunks()
 
     saved_s = time.monotonic()
-    with ThreadPoolExecutor(num_threads) as pool:
-
-        def probe_one(row: int) -> dict[str, Any]:
-            old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
-            return _probe_row(paths[row].as_py(), int(sizes[row]), int(mtimes[row]), old=old)
-
-        for record in pool.map(probe_one, todo.tolist()):
-            fresh.append(record)
-            on_progress(len(fresh), len(todo))
-            if time.monotonic() - saved_s > _SAVE_INTERVAL_S:
-                _write_cache(data_dir, assembled())
-                saved_s = time.monotonic()
+    for row, outcome in _outcomes(paths, todo.tolist(), looks.failures, num_workers=num_workers):
+        old = known.slice(rows[row], 1).to_pylist()[0] if rows[row] >= 0 else {}
+        seen = {"path": paths[row].as_py(), "size_bytes": int(sizes[row]), "mtime_ns": int(mtimes[row])}
+        source[row] = len(known) + len(fresh)
+        fresh.append(_record(seen, outcome, old=old))
+        on_progress(len(fresh), len(todo))
+        if time.monotonic() - saved_s > _SAVE_INTERVAL_S:
+            _write_cache(data_dir, assembled())
+            saved_s = time.monotonic()
     table = assembled()
-    _write_cache(data_dir, table)
+    if not table.equals(known, check_metadata=True):
+        _write_cache(data_dir, table)
     return table
+
+
+def _outcomes(
+    paths: pa.ChunkedArray, todo: list[int], failures: dict[int, SourceFailure], *, num_workers: int
+) -> "Iterator[tuple[int, SourceFacts | SourceFailure]]":
+    """What came of each of the rows `todo`; those with `failures` could not even be looked at."""
+    yield from ((row, failures[row]) for row in todo if row in failures)
+    readable = [row for row in todo if row not in failures]
+    if readable:
+        from prep.probe_processes import probe_each
+
+        # Size and time stay as found before the probe: if the file grew meanwhile, the next run sees it.
+        given = (paths[row].as_py() for row in readable)
+        yield from ((readable[number], outcome) for number, outcome in probe_each(given, max_processes=num_workers))
+
+
+def _record(seen: dict[str, Any], outcome: "SourceFacts | SourceFailure", *, old: dict[str, Any]) -> dict[str, Any]:
+    """A row of PROBES."""
+    if not isinstance(outcome, SourceFailure):
+        return asdict(outcome) | seen
+    failure = {"code": str(outcome.code), "message": outcome.message}
+    is_known_gone = outcome.code == FailureCode.SOURCE_MISSING and seen["size_bytes"] == NO_FILE
+    is_kept = outcome.is_lasting or is_known_gone
+    return old | seen | failure | ({} if is_kept else {"mtime_ns": _NEVER})
 
 
 def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
@@ -108,36 +136,6 @@ def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
     if known.equals(paths):  # as a rule; a table of a million paths to search in would take 200 MB
         return np.arange(len(paths))
     return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known), -1)).astype(np.int64)
-
-
-def _stat_all(paths: pa.ChunkedArray, *, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
-    sizes = np.full(len(paths), _NO_FILE, np.int64)
-    mtimes = np.zeros(len(paths), np.int64)
-
-    def stat_slice(begin: int) -> None:
-        for row, path in enumerate(paths.slice(begin, 4096).to_pylist(), begin):
-            try:
-                found = os.stat(path)  # noqa: PTH116 - a Path for each of a million files takes its time
-            except (OSError, ValueError):
-                continue
-            sizes[row], mtimes[row] = found.st_size, found.st_mtime_ns
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(stat_slice, range(0, len(paths), 4096)))
-    return sizes, mtimes
-
-
-def _probe_row(path: str, size_bytes: int, mtime_ns: int, *, old: dict[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {"path": path, "size_bytes": size_bytes, "mtime_ns": mtime_ns}
-    try:
-        if size_bytes == _NO_FILE:
-            raise SourceFailure(FailureCode.SOURCE_MISSING, "there is no such file")
-        from prep.probe import probe
-
-        # Size and time stay as found before the probe: if the file grew meanwhile, the next run sees it.
-        return asdict(probe(Path(path))) | row
-    except SourceFailure as failure:
-        return old | row | {"code": str(failure.code), "message": failure.message}
 
 
 def _write_cache(data_dir: Path, table: pa.Table) -> None:

@@ -12,8 +12,8 @@ from prep.encode import EncodedSpan, encode_span, output_size
 from prep.failures import TRANSIENT, FailureCode, SourceFailure
 from prep.packets import ChunkFacts, check_chunk, read_chunk
 from prep.plan import SpanPlan
-from prep.probe import source_fingerprint
 from prep.recipe import ResolvedRecipe
+from prep.source_files import current_fingerprint
 
 _TRIES = 2  # of a span whose failure may pass
 
@@ -103,10 +103,8 @@ def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) ->
 
 def _require_source(plan: SpanPlan) -> None:
     try:
-        found = source_fingerprint(Path(plan.path))
-    except FileNotFoundError:
-        raise SourceFailure(FailureCode.SOURCE_MISSING, f"{plan.path}: there is no such file") from None
-    except PermissionError as error:
-        raise SourceFailure(FailureCode.SOURCE_UNREADABLE, f"{plan.path}: {error.strerror}") from None
+        found = current_fingerprint(Path(plan.path))
+    except SourceFailure as failure:
+        raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
     if found != plan.source.fingerprint:
         raise SourceFailure(FailureCode.SOURCE_CHANGED, f"{plan.path}: not the file that was planned with")

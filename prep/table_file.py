@@ -18,9 +18,10 @@ _CHECKSUM_KEY = b"clipmill_sha256"
 
 
 def write_table_file(path: Path, table: pa.Table) -> None:
-    """Publishes `table` (columns of strings and numbers) with its checksum."""
+    """Publishes `table` (columns of strings and numbers) and its metadata with their checksum."""
+    metadata = {**(table.schema.metadata or {}), _CHECKSUM_KEY: _sha256(path.name, table)}
     with published(path) as temporary:
-        pq.write_table(table.replace_schema_metadata({_CHECKSUM_KEY: _sha256(path.name, table)}), temporary)
+        pq.write_table(table.replace_schema_metadata(metadata), temporary)
 
 
 def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
@@ -44,18 +45,22 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
         raise ValueError(str(error)) from error
     if not table.schema.equals(schema):
         raise ValueError(f"its columns are {', '.join(table.schema.names)}")
-    recorded = (table.schema.metadata or {}).get(_CHECKSUM_KEY)
+    metadata = dict(table.schema.metadata or {})
+    recorded = metadata.pop(_CHECKSUM_KEY, None)
+    table = table.replace_schema_metadata(metadata or None)
     if recorded is not None and recorded != _sha256(path.name, table):
         raise ValueError("its checksum does not match its content")
-    return table.replace_schema_metadata()
+    return table
 
 
 def _sha256(file_name: str, table: pa.Table) -> bytes:
-    """Checksum (hex) of the values of every column, with their types and which are null, and of the file's name.
+    """Checksum (hex) of every column's type, nulls and values, of the table's metadata, and of the file's name.
 
     The name tells apart files of one schema, such as the layouts, that were exchanged.
     """
     digest = hashlib.sha256(f"{file_name}\0{table.num_rows}".encode())
+    for key, value in sorted((table.schema.metadata or {}).items()):
+        digest.update(b"\0" + key + b"\0" + value)
     for name in table.column_names:
         column = pa.concat_arrays(table[name].chunks) if table[name].num_chunks else pa.array([], table[name].type)
         digest.update(f"\0{name}\0{column.type}\0".encode())

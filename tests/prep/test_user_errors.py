@@ -34,6 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Pa
         (["--crf", "99"], "--crf 99"),
         (["--bitrate", "800kbps"], '"800kbps"'),
         (["--bitrate", "0"], '"0"'),
+        (["--bitrate", "800"], '"800" has no unit'),
         (["--gop", "star", "--codec", "av1"], "--gop star"),
         (["--gop", "star", "--keyint", "60"], "--keyint 60"),
         (["--gop", "intra", "--keyint", "60"], "--keyint 60"),

@@ -1,0 +1,169 @@
+"""Whether a source file is as long as its own structure says, for containers that libav reads to any end in silence.
+
+Only sizes in headers are followed, from one element to the next: a file of hours costs a few kilobytes. MPEG-TS,
+MPEG-PS and raw streams state no sizes; a cut there loses its frames unnoticed.
+"""
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+_SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
+_ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
+_OGG_LONGEST_PAGE = 27 + 255 + 255 * 255
+_FLV_TAGS = frozenset({8, 9, 18})  # audio, video, script data
+_BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
+
+
+def missing_end(path: Path, *, format_name: str) -> str | None:
+    """What the structure of a file says of bytes that are not there; None for a whole file, and where it says nothing.
+
+    Args:
+        format_name: libav's name of the demuxer.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    for name, look in _LOOKS.items():
+        if name in format_name:
+            with path.open("rb") as file:
+                return look(file, os.fstat(file.fileno()).st_size)
+    return None
+
+
+def _matroska(file: BinaryIO, size_bytes: int) -> str | None:
+    position = 0
+    while position < size_bytes:
+        file.seek(position)
+        head = file.read(12)
+        header = ebml_header(head)
+        if header is None:
+            return _cut("an element's header", size_bytes + 1, size_bytes) if len(head) < 12 and any(head) else None
+        element, header_bytes, length = header
+        position += header_bytes
+        if length is None:  # a live stream: its clusters and their blocks follow, as if they were on one level
+            if element not in (_SEGMENT, _CLUSTER):
+                return None
+            continue
+        position += length
+        if position > size_bytes:
+            return _cut(
+                {_SEGMENT: "its segment", _CLUSTER: "a cluster"}.get(element, "an element"), position, size_bytes
+            )
+        if element == _SEGMENT:
+            return None
+    return None
+
+
+def ebml_header(head: bytes) -> tuple[int, int, int | None] | None:
+    """(id, bytes of the header, bytes of the content or None for unknown) of the EBML element that `head` begins with.
+
+    None when `head` is too short for it, or is none (RFC 8794, sections 4 to 6).
+    """
+    id_bytes = 9 - head[0].bit_length() if head else 9
+    if id_bytes > 4 or len(head) <= id_bytes:
+        return None
+    length_bytes = 9 - head[id_bytes].bit_length()
+    if length_bytes > 8 or len(head) < id_bytes + length_bytes:
+        return None
+    is_unknown = (1 << 7 * length_bytes) - 1
+    length = int.from_bytes(head[id_bytes : id_bytes + length_bytes], "big") & is_unknown
+    element = int.from_bytes(head[:id_bytes], "big")
+    return element, id_bytes + length_bytes, None if length == is_unknown else length
+
+
+def _asf(file: BinaryIO, size_bytes: int) -> str | None:
+    position = 0
+    while position + 24 <= size_bytes:
+        file.seek(position)
+        head = file.read(24)
+        length = int.from_bytes(head[16:], "little")
+        if head[:16] == _ASF_DATA:
+            # 0 or nothing but the header: a live stream.
+            return _cut("its data", position + length, size_bytes) if position + length > size_bytes else None
+        if length < 24:
+            return None
+        position += length
+    return None
+
+
+def _avi(file: BinaryIO, size_bytes: int) -> str | None:
+    position = 0
+    while position + 12 <= size_bytes:
+        file.seek(position)
+        head = file.read(12)
+        length, kind = int.from_bytes(head[4:8], "little"), head[8:]
+        if head[:4] == b"RIFF" and kind in (b"AVI ", b"AVIX"):
+            position += 12
+            continue
+        if head[:4] == b"LIST" and kind == b"movi" and 0 < length < 0xFFFFFFF0 and position + 8 + length > size_bytes:
+            return _cut("its list of frames", position + 8 + length, size_bytes)
+        position += 8 + length + length % 2
+    return None
+
+
+def _ogg(file: BinaryIO, size_bytes: int) -> str | None:
+    begin = max(0, size_bytes - _OGG_LONGEST_PAGE)
+    file.seek(begin)
+    tail = file.read()
+    page = tail.rfind(b"OggS\0")
+    if page < 0:
+        return None
+    num_segments = tail[page + 26] if page + 26 < len(tail) else 255
+    segments = tail[page + 27 : page + 27 + num_segments]
+    end = page + 27 + num_segments + sum(segments)
+    if len(segments) < num_segments or end > len(tail):
+        return _cut("its last page", begin + max(end, len(tail) + 1), size_bytes)
+    return None
+
+
+def _mp4(file: BinaryIO, size_bytes: int) -> str | None:
+    position = 0
+    while position + 8 <= size_bytes:
+        file.seek(position)
+        head = file.read(16)
+        length = int.from_bytes(head[:4], "big")
+        if length == 1 and len(head) == 16:
+            length = int.from_bytes(head[8:], "big")
+        if length < 8:  # 0: to the end of the file
+            return None
+        if position + length > size_bytes and head[4:8] in _BOX_TYPES_OF_MEDIA:
+            return _cut(f"box {head[4:8].decode()}", position + length, size_bytes)
+        position += length
+    return None
+
+
+def _flv(file: BinaryIO, size_bytes: int) -> str | None:
+    if _flv_ends_well(file, size_bytes):
+        return None
+    file.seek(5)
+    position = int.from_bytes(file.read(4), "big") + 4
+    while position < size_bytes:
+        file.seek(position)
+        head = file.read(4)
+        if head[0] & 31 not in _FLV_TAGS:
+            return None
+        end = position + 11 + int.from_bytes(head[1:], "big")
+        if len(head) < 4 or end > size_bytes:
+            return _cut("its last tag", max(end, size_bytes + 1), size_bytes)
+        position = end + 4
+    return None
+
+
+def _flv_ends_well(file: BinaryIO, size_bytes: int) -> bool:
+    """Whether the last four bytes tell the size of a tag that lies right before them, as each tag's do."""
+    file.seek(size_bytes - 4)
+    tag_bytes = int.from_bytes(file.read(4), "big")
+    begin = size_bytes - 4 - tag_bytes
+    if begin < 9 or tag_bytes < 11:
+        return False
+    file.seek(begin)
+    head = file.read(4)
+    return head[0] & 31 in _FLV_TAGS and int.from_bytes(head[1:], "big") == tag_bytes - 11
+
+
+def _cut(what: str, end: int, size_bytes: int) -> str:
+    return f"{what} ends at byte {end}, the file has {size_bytes}"
+
+
+_LOOKS = {"matroska": _matroska, "asf": _asf, "avi": _avi, "ogg": _ogg, "mp4": _mp4, "flv": _flv}
