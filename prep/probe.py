@@ -22,9 +22,10 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 
 from prep.failures import FailureCode, SourceFailure
+from shards.containers import CONTAINERS, FILE_PROTOCOLS
 
-DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,h264,hevc,ivf,gif,mxf,wtv,rm"
-PROTOCOLS = "file,pipe"
+DEMUXERS = f"{CONTAINERS},h264,hevc"
+PROTOCOLS = FILE_PROTOCOLS
 _FINGERPRINT_BYTES = 1 << 20
 # Containers round and pad the durations in their headers; a cut that loses less than this cannot be told from that.
 _HEADER_SLACK_S = Fraction(1)

@@ -76,7 +76,7 @@ def _not_answering(path: Path) -> TimeoutError:
 def _open(path: Path, opening: _Opening) -> None:
     try:
         descriptor = _open_now(path)
-    except Exception as error:  # handed to the caller, whose it is
+    except Exception as error:  # noqa: BLE001 - handed to the caller, whose it is
         descriptor, opening.error = None, error
     with _lock:
         _blocked.discard(path)

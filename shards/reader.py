@@ -38,7 +38,7 @@ class CommittedShard:
         self.index_path = variant_directory / files.index
         self._index_sha256 = files.index_sha256
         self._tars = tars
-        # One lock a shard: `cached_property` has one for all objects of a class up to Python 3.11, so that a shard whose
+        # One lock a shard: up to Python 3.11 `cached_property` has one for all objects of a class, and a shard whose
         # files do not answer would hold up the others.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None

@@ -44,7 +44,7 @@ class _OpenTar:
 class LocalTars:
     """Tars on this machine; the last `_MAX_OPEN_TARS` stay open.
 
-    A tar that is being opened holds up nobody but those who want it, and these for `shards.opening.OPEN_LIMIT_S` at most.
+    A tar that is being opened holds up only those who want it, for `shards.opening.OPEN_LIMIT_S` at most.
     """
 
     gap_bytes = 1 << 14

@@ -179,9 +179,7 @@ def _compare(members: list[tuple[CheckedMembers, NDArray[np.int64]]]) -> Generat
         checked, of_visits = members[number]
         return checked.compare(int(of_visits[place]))
 
-    compared = in_order(
-        compare, todo, num_threads=_NUM_THREADS, num_ahead=_NUM_AHEAD, stuck_after_s=_STUCK_AFTER_S
-    )
+    compared = in_order(compare, todo, num_threads=_NUM_THREADS, num_ahead=_NUM_AHEAD, stuck_after_s=_STUCK_AFTER_S)
     try:
         for place, _ in todo:
             yield place
