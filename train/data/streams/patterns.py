@@ -8,7 +8,7 @@ from manifests.errors import UserError
 MAX_TARS = 1_000_000
 PATTERN_HINT = "patterns look like DIR/{000000..000099}.tar, with as many digits as the names have"
 _MAX_DEPTH = 10  # of braces within braces
-_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.-?(\d{1,18}))?")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?\d+)?")
 _NUM_LETTERS = 52
 
@@ -22,6 +22,7 @@ def names_of(pattern: str) -> list[str]:
     import webdataset as wds
 
     try:
+        pattern = _substituted(pattern)
         num_named = sum(_num_names(part) for part in pattern.split("::"))
         if num_named > MAX_TARS:
             named = f"{num_named:,}" if num_named < 10**15 else "very many"
@@ -29,6 +30,17 @@ def names_of(pattern: str) -> list[str]:
         return [str(name) for name in wds.shardlists.expand_urls(pattern)]
     except (ValueError, AssertionError) as error:  # the second for ${NAME} that is not in the environment
         raise UserError(f"{_short(pattern)} is not a pattern: {error}", hint=PATTERN_HINT) from error
+
+
+def _substituted(pattern: str) -> str:
+    """The pattern with what webdataset reads from the environment: WDS_NAME for ${NAME}."""
+    from webdataset.shardlists import envsubst
+
+    for _ in range(_MAX_DEPTH):
+        before, pattern = pattern, envsubst(pattern)
+        if pattern == before:
+            break
+    return pattern
 
 
 def _num_names(pattern: str, *, depth: int = 0) -> int:
@@ -78,7 +90,7 @@ def _parts(inner: str) -> Iterator[str]:
 
 def _signs(pattern: str) -> Iterator[tuple[int, str]]:
     """Braces and commas with their places, but for those behind a backslash."""
-    return ((found.start(), found[0]) for found in re.finditer(r"\\.|[{},]", pattern) if found[0] in "{},")
+    return ((found.start(), found[0]) for found in re.finditer(r"\\.|[{},]", pattern, re.DOTALL) if found[0] in "{},")
 
 
 def _short(pattern: str) -> str:
