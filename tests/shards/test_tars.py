@@ -86,7 +86,7 @@ def test_others_are_read_while_one_open_hangs(
         thread.start()
     assert tars.read(alive, 0, 5) == b"alive" and not outcomes
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
-    with pytest.raises(TimeoutError, match="could not be opened within 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"could not be opened within 0\.2 s"):
         tars.read(late, 0, 4)
     # It is not waited for again while its thread is blocked, and one thread is all that it has.
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 3600.0)

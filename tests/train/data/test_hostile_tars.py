@@ -59,13 +59,15 @@ def playlists(local: Path, port: int) -> dict[str, bytes]:
     """Files that are no video and make libav open others."""
     address = f"http://127.0.0.1:{port}/x"
     dash = (
-        '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" mediaPresentationDuration="PT1S">'
+        '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" '
+        'mediaPresentationDuration="PT1S">'
         '<Period><AdaptationSet mimeType="video/mp4"><Representation id="0" bandwidth="1">'
         "<BaseURL>{}</BaseURL><SegmentList><SegmentURL media='{}'/></SegmentList>"
         "</Representation></AdaptationSet></Period></MPD>"
     )
     hls = "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n{}\n#EXT-X-ENDLIST\n"
-    sdp = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+    sdp = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\n"
+    sdp += "m=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
     return {
         "concat": f"ffconcat version 1.0\nfile '{local}'\n".encode(),
         "concat_address": f"ffconcat version 1.0\nfile '{address}.mp4'\n".encode(),
@@ -136,7 +138,9 @@ def pax_sparse(name: str) -> bytes:
     return content.getvalue()[:end]
 
 
-FIRST, LAST, END = member("a.mp4", b"a") + member("a.txt", b"a"), member("z.mp4", b"z") + member("z.txt", b"z"), bytes(1024)
+FIRST = member("a.mp4", b"a") + member("a.txt", b"a")
+LAST = member("z.mp4", b"z") + member("z.txt", b"z")
+END = bytes(1024)
 _ZEROS = bytes(16 << 20)
 
 
@@ -182,9 +186,7 @@ BOMBS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "claim": (lambda path: path.write_bytes(FIRST + header("bomb.mp4", 1 << 33) + LAST + END), "was cut short", False),
     "negative": (lambda path: path.write_bytes(FIRST + header("bomb.mp4", -512) + LAST + END), "negative size", False),
     "name": (
-        lambda path: path.write_bytes(
-            FIRST + pax_named("n" * 100_000 + ".mp4") + LAST + END
-        ),
+        lambda path: path.write_bytes(FIRST + pax_named("n" * 100_000 + ".mp4") + LAST + END),
         "has a name of 100,004 characters",
         True,
     ),
