@@ -3,6 +3,7 @@
 #   make demo                        synthetic videos -> shards -> four models, in demo/: see demo/index.html
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
+#   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
 #   make peers                       what the benchmarks `decode` and `latents` compare with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,8 +19,11 @@ PEERS_VENV := .venv-peers
 # pip believes the certificates of the system; uv shall too.
 export UV_SYSTEM_CERTS ?= 1
 
+MINUTES ?= 60
+SEED ?= 1
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test demo peers benchmarks lock clean
+.PHONY: help setup lint test torture demo peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +52,10 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_FLAGS)
+
+torture: setup
+	$(BIN)/python -m tests.torture --minutes $(MINUTES) --seed $(SEED) $(if $(PART),--part $(PART)) \
+		$(if $(CASE),--case '$(CASE)') $(if $(KEEP),--keep) $(if $(JSON),--json "$(JSON)")
 
 ifdef VIDEOS
 demo: setup

@@ -1,0 +1,161 @@
+"""Data folders and runs that nothing disturbed, as small as they can be; made once in a workspace.
+
+A folder that is made holds `data`, and `run` where something was trained. Its videos lie in the folder `videos`, and
+its copies name them too.
+"""
+
+import os
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+from prep.synthetic.frame_numbers import write_frame_number_video
+from tests.torture.checks import ended_well
+from tests.torture.commands import Ran
+from tests.torture.workspace import Workspace, copy
+
+ENGINE = ("--engine", "processes", "--workers", 1)
+RAY = ("--engine", "ray", "--workers", 1)
+CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
+LATENTS = ("latents", "--vae", "tiny", "--size", 32, "--num-gpus", 0)
+TEXT = ("text", "--clip", "tiny", "--num-gpus", 0)
+# Without a text tower, whose table of tokens would be 90 MB in each checkpoint.
+TRAIN = (
+    *("dual-encoder", "--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 2, "--warmup-steps", 1),
+    *(
+        "--text-tower",
+        "frozen",
+        "--steps",
+        6,
+        "--checkpoint-every",
+        2,
+        "--keep-checkpoints",
+        1,
+        "--workers",
+        1,
+        "--device",
+        "cpu",
+    ),
+)
+_CAPTIONS = (("a", "one", 0, 1, "train"), ("a", "two", 1, 2, "train"), ("b", "three", 0, 1, "val"))
+_LATER_CAPTIONS = (*_CAPTIONS[:1], ("a", "another", 1, 2, "train"), ("c", "four", 0, 1, "val"))
+
+
+def prep(workspace: Workspace, folder: Path, *arguments: object, status: int = 0) -> Ran:
+    """Runs `prep ... --data FOLDER/data` undisturbed."""
+    scratch = folder / "tmp"
+    ran = workspace.commands.run("prep", [*arguments, "--data", folder / "data"], scratch=scratch)
+    scratch.rmdir()
+    return ended_well(ran, status=status)
+
+
+def videos(workspace: Workspace) -> Path:
+    """Videos a and b of 2 and 1 s with captions.csv, and `later`: a and c with other captions."""
+    return workspace.made("videos", _write_videos)
+
+
+def _write_videos(folder: Path) -> None:
+    for number, (name, seconds) in enumerate((("first/a", 2), ("first/b", 1), ("later/c", 1))):
+        path = folder / f"{name}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        write_frame_number_video(
+            path, num_frames=10 * seconds, fps=Fraction(10), width=64, height=64, first_number=100 * number
+        )
+    shutil.copy2(folder / "first/a.mp4", folder / "later/a.mp4")
+    for name, rows in (("first", _CAPTIONS), ("later", _LATER_CAPTIONS)):
+        lines = ["video,text,begin_s,end_s,split", *(",".join(map(str, row)) for row in rows)]
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+
+
+def manifest_arguments(workspace: Workspace, *, which: str = "first") -> tuple[object, ...]:
+    """`prep manifest folder` of the first videos, or the later ones."""
+    folder = videos(workspace)
+    return ("manifest", "folder", folder / which, "--captions", folder / f"{which}.csv")
+
+
+def with_manifest(workspace: Workspace) -> Path:
+    """A data folder with a manifest and nothing else."""
+    return workspace.made("manifest", lambda folder: _then(workspace, folder, *manifest_arguments(workspace)))
+
+
+def with_chunks(workspace: Workspace) -> Path:
+    """Chunks as well: six in two shards."""
+    return workspace.made("chunks", lambda folder: _then(workspace, folder, *CHUNK, *ENGINE, after=with_manifest))
+
+
+def with_columns(workspace: Workspace) -> Path:
+    """Latents and text as well."""
+
+    def make(folder: Path) -> None:
+        _then(workspace, folder, *LATENTS, *ENGINE, after=with_chunks)
+        _then(workspace, folder, *TEXT, *ENGINE)
+
+    return workspace.made("columns", make)
+
+
+def with_run(workspace: Workspace) -> Path:
+    """All columns, and a dual encoder that was trained on them in `run`."""
+
+    def make(folder: Path) -> None:
+        copy(with_columns(workspace), folder)
+        scratch = folder / "tmp"
+        where = ("--shards", folder / "data", "--out", folder / "run")
+        ended_well(workspace.commands.run("train", [*TRAIN, *where], scratch=scratch), status=0)
+        scratch.rmdir()
+
+    return workspace.made("run", make)
+
+
+def _then(workspace: Workspace, folder: Path, *arguments: object, after: object = None) -> None:
+    if callable(after):
+        copy(after(workspace), folder)
+    prep(workspace, folder, *arguments)
+
+
+def with_later_manifest(workspace: Workspace) -> Path:
+    """Chunks and columns of the first videos, and the manifest of the later ones."""
+
+    def make(folder: Path) -> None:
+        _then(workspace, folder, *manifest_arguments(workspace, which="later"), after=with_columns)
+
+    return workspace.made("later-manifest", make)
+
+
+def with_garbage(workspace: Workspace) -> Path:
+    """Two variants of chunks and of latents, and what killed commands leave beside them."""
+
+    def make(folder: Path) -> None:
+        copy(with_columns(workspace), folder)
+        for arguments in ((*CHUNK, "--crf", 30), LATENTS):
+            prep(workspace, folder, *arguments, *ENGINE)
+        data = folder / "data"
+        current = max(data.glob("video/*"), key=lambda path: path.stat().st_mtime_ns)
+        tar = next(current.glob("000000-*.tar"))
+        shutil.copy2(tar, tar.with_name("000007-0123abcd.tar"))
+        names = ("manifest/{}videos.parquet", "layout/{}500ms-keep.parquet", "{}dataset.json", "{}probes.parquet")
+        of_variant = (f"video/{current.name}/{name}" for name in ("{}shards.txt", "commits/{}000000.json"))
+        for name in (*names, *of_variant):
+            (data / name.format(".tmp-0123456789ab-")).write_text("half of it")
+
+    return workspace.made("garbage", make)
+
+
+def with_failure(workspace: Workspace) -> Path:
+    """Chunks of two videos, one of which could not be decoded then and is whole now: `prep retry` makes them.
+
+    The file has the size and the time that it had, as one on a disk that failed for a while.
+    """
+
+    def make(folder: Path) -> None:
+        copy(videos(workspace) / "first", folder / "videos")
+        source = folder / "videos" / "b.mp4"
+        whole, state = source.read_bytes(), source.stat()
+        begin = whole.index(b"mdat") + 4
+        source.write_bytes(whole[:begin] + bytes(300) + whole[begin + 300 :])
+        os.utime(source, ns=(state.st_atime_ns, state.st_mtime_ns))
+        prep(workspace, folder, "manifest", "folder", folder / "videos")
+        prep(workspace, folder, *CHUNK, *ENGINE, status=1)
+        source.write_bytes(whole)
+        os.utime(source, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+    return workspace.made("failure", make)

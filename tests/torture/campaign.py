@@ -1,0 +1,142 @@
+"""Runs cases until all are done or the time is up, two at a time, and tells what came of them."""
+
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from tests.torture.cases import Broken, Case, taken_in_turns
+from tests.torture.workspace import Workspace
+
+NUM_AT_ONCE = 2
+# Subject -> its cases, in the order in which they are to be tried; asked for when the subject's turn comes.
+Subjects = dict[str, Callable[[], Iterator[Case]]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case; `reason` is None where all held."""
+
+    case: Case
+    reason: str | None
+    seconds: float
+
+
+@dataclass
+class Result:
+    """What came of a campaign."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    num_left: int = 0
+
+    @property
+    def failed(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.reason is not None]
+
+
+def run_campaign(
+    parts: dict[str, Subjects],
+    workspace: Workspace,
+    *,
+    seconds: float,
+    only: str | None = None,
+    keeps: bool = False,
+    max_cases: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Result:
+    """Tries one case of each part and subject in turns.
+
+    Args:
+        seconds: when no more cases are begun.
+        only: name of the case to try, or the beginning of the names of several.
+        keeps: leaves the folders of cases that failed.
+        max_cases: the most to try.
+        say: is told of each case.
+    """
+    deadline_s = time.monotonic() + seconds
+    result, lock = Result(), threading.Lock()
+    lists, broken = _listed(parts, only=only)
+    for outcome in broken:
+        say(_line(outcome, 0, 0))
+    result.outcomes.extend(broken)
+    in_parts = [taken_in_turns([iter(cases) for cases in subjects]) for subjects in lists]
+    waiting = list(taken_in_turns(in_parts))[:max_cases]
+    num_cases, position = len(waiting), iter(range(len(waiting)))
+
+    def work() -> None:
+        while time.monotonic() < deadline_s:
+            with lock:
+                number = next(position, None)
+            if number is None:
+                return
+            outcome = _tried(waiting[number], workspace.folder / "cases" / f"{number:05d}", keeps=keeps)
+            with lock:
+                result.outcomes.append(outcome)
+                say(_line(outcome, len(result.outcomes), num_cases))
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        for done in [pool.submit(work) for _ in range(NUM_AT_ONCE)]:
+            done.result()
+    result.num_left = num_cases + len(broken) - len(result.outcomes)
+    return result
+
+
+def _listed(parts: dict[str, Subjects], *, only: str | None) -> tuple[list[list[list[Case]]], list[Outcome]]:
+    """The cases of each part and subject; what cannot even be undisturbed has failed."""
+    broken: list[Outcome] = []
+
+    def cases_of(part: str, subject: str, draw: Callable[[], Iterator[Case]]) -> list[Case]:
+        begin_s = time.monotonic()
+        try:
+            found = list(draw())
+            if only is None:
+                return found
+            return [case for case in found if case.name == only] or [one for one in found if one.name.startswith(only)]
+        except Exception as error:  # noqa: BLE001 - of one subject; the others go on
+            case = Case(f"{part}/{subject}/undisturbed", "none", lambda _: None)
+            broken.append(Outcome(case, _reason(error), time.monotonic() - begin_s))
+            return []
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        waiting = [
+            [
+                pool.submit(partial(cases_of, part, subject, draw))
+                for subject, draw in subjects.items()
+                if only is None or f"{part}/{subject}/".startswith(only) or only.startswith(f"{part}/{subject}/")
+            ]
+            for part, subjects in parts.items()
+        ]
+        return [[cases.result() for cases in subjects] for subjects in waiting], broken
+
+
+def _tried(case: Case, folder: Path, *, keeps: bool) -> Outcome:
+    folder.mkdir(parents=True)
+    begin_s, reason = time.monotonic(), None
+    try:
+        case.run(folder)
+    except Exception as error:  # noqa: BLE001 - a case that cannot be tried has failed too
+        reason = _reason(error)
+    if reason is None or not keeps:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        reason += f"\nkept in {folder}"
+    return Outcome(case, reason, time.monotonic() - begin_s)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, Broken) else "".join(traceback.format_exception(error))
+
+
+def _line(outcome: Outcome, number: int, of: int) -> str:
+    state = "held" if outcome.reason is None else "FAILED"
+    return f"{number}/{of}  {state}  {outcome.case.name}  {outcome.seconds:.1f} s"
+
+
+def subjects_of(result: Result) -> Sequence[str]:
+    """The subjects that were tried, as part/subject."""
+    return sorted({f"{outcome.case.part}/{outcome.case.subject}" for outcome in result.outcomes})

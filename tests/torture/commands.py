@@ -1,0 +1,207 @@
+"""Runs `prep` and `train` as processes of their own, and waits for all that they started."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import ROOT
+from tests.torture.cases import Broken
+
+INTERPOSER = Path(__file__).parent / "interposer"
+MARK = "CLIPMILL_TEST_MARK"
+_LIMIT_S = 240.0
+_ENDING_S = 30.0
+_STARTING_S = 180.0
+_RAYS_OWN = re.compile(r"/ray/|^ray::\w+Agent|^ray::IDLE")
+_KEPT = ("PATH", "HOME", "LANG", "CLIPMILL_FFMPEG", "LD_LIBRARY_PATH")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended; `status` is negative for a signal."""
+
+    command: str
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+    def described(self) -> str:
+        """The command, its end and its last lines, for the message of a `Broken`."""
+        tail = "\n".join(self.output.strip().splitlines()[-25:])
+        return f"`{self.command}` ended with {self.status}:\n{tail}"
+
+
+class Commands:
+    """Starts commands; to be closed, which ends the process that it forks them from."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._lock, self._count = folder, threading.Lock(), 0
+        self._forks: subprocess.Popen[bytes] | None = None
+
+    def run(
+        self,
+        program: str,
+        arguments: Sequence[object],
+        *,
+        scratch: Path,
+        environment: Mapping[str, str] | None = None,
+        is_fresh: bool = False,
+    ) -> Ran:
+        """Runs `prep` or `train` to its end, and waits for the processes that it leaves.
+
+        Args:
+            scratch: its $TMPDIR; made when it is not there.
+            is_fresh: a new interpreter and workers as in real life, in place of a fork that has imported everything.
+
+        Raises:
+            Broken: it did not end, or processes of its own outlived it.
+        """
+        with self._lock:
+            self._count += 1
+            number = self._count
+        scratch.mkdir(parents=True, exist_ok=True)
+        words = [str(argument) for argument in arguments]
+        mark = f"torture-{os.getpid()}-{number}"
+        surroundings = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        surroundings |= {"TMPDIR": str(scratch), "RAY_TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled", MARK: mark}
+        surroundings |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{INTERPOSER}{os.pathsep}{ROOT}", **(environment or {})}
+        outputs = self._folder / f"{number}.out", self._folder / f"{number}.err"
+        start = self._start_fresh if is_fresh else self._start_fork
+        status, session = start(program, words, surroundings, outputs)
+        texts = [path.read_text("utf-8", "replace") for path in outputs]
+        for path in outputs:
+            path.unlink()
+        ran = Ran(" ".join([program, *words]), status if status is not None else -9, *texts)
+        if status is None:
+            raise Broken(f"did not end within {_LIMIT_S:.0f} s\n{ran.described()}")
+        _wait_for_all(session, mark, ran)
+        return ran
+
+    def _start_fresh(
+        self, program: str, words: list[str], environment: Mapping[str, str], outputs: tuple[Path, Path]
+    ) -> tuple[int | None, int]:
+        with outputs[0].open("wb") as out, outputs[1].open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{program}.cli", *words],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        try:
+            return process.wait(_LIMIT_S), process.pid
+        except subprocess.TimeoutExpired:
+            _kill_session(process.pid)
+            process.wait()
+            return None, process.pid
+
+    def _start_fork(
+        self, program: str, words: list[str], environment: Mapping[str, str], outputs: tuple[Path, Path]
+    ) -> tuple[int | None, int]:
+        request = {
+            "program": program,
+            "arguments": words,
+            "environment": environment,
+            "folder": str(ROOT),
+            "stdout": str(outputs[0]),
+            "stderr": str(outputs[1]),
+        }
+        with self._connected() as connection, connection.makefile() as lines:
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            session = int(lines.readline())
+            try:
+                return int(lines.readline()), session
+            except TimeoutError:
+                _kill_session(session)
+                return None, session
+
+    def _connected(self) -> socket.socket:
+        """A connection to the process of the forks, which is started when it is asked for the first time."""
+        name = f"clipmill-torture-{os.getpid()}-{id(self)}"
+        with self._lock:
+            if self._forks is None:
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder)}
+                words = [sys.executable, "-m", "tests.torture.forks", name]
+                with (self._folder / "forks.log").open("wb") as log:
+                    self._forks = subprocess.Popen(
+                        words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    )
+        deadline_s = time.monotonic() + _STARTING_S
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(_LIMIT_S)
+            try:
+                connection.connect(f"\0{name}")
+                return connection
+            except ConnectionRefusedError:
+                connection.close()
+                if self._forks.poll() is not None or time.monotonic() > deadline_s:
+                    said = (self._folder / "forks.log").read_text("utf-8", "replace")
+                    raise RuntimeError(f"the process that commands are forked from did not start\n{said}") from None
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """Ends the process that commands are forked from."""
+        if self._forks is not None:
+            self._forks.kill()
+            self._forks.wait()
+
+
+def _wait_for_all(session: int, mark: str, ran: Ran) -> None:
+    deadline_s = time.monotonic() + _ENDING_S
+    while left := _processes(session, mark):
+        daemons = [pid for pid, name in left.items() if _RAYS_OWN.search(name)]
+        if len(daemons) == len(left) and ran.status == -signal.SIGKILL:
+            # Ray's own end when its driver was killed, each in a time of its own; they do not write here.
+            for pid in daemons:
+                _kill(pid)
+        elif time.monotonic() > deadline_s:
+            for pid in left:
+                _kill(pid)
+            raise Broken(f"processes outlive it: {sorted(left.values())}\n{ran.described()}")
+        time.sleep(0.02)
+
+
+def _processes(session: int, mark: str) -> dict[int, str]:
+    """Process id -> name of what belongs to a session, or has the mark in its environment; zombies left out."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] in "ZX":
+                continue
+            if int(fields[3]) == session or f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes() + b"\0":
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
+        except OSError:
+            continue
+    return found
+
+
+def _kill_session(session: int) -> None:
+    for pid in _processes(session, "none"):
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,82 @@
+"""Arrow's writer of Parquet files, brought to write through a file that Python opens, which is watched."""
+
+import importlib.abc
+import importlib.machinery
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+
+class _Sink:
+    """What Arrow writes a Parquet file into: as its own C++ file, each write goes to the disk at once."""
+
+    def __init__(self, path: Any) -> None:
+        self._file = open(path, "wb")  # noqa: PTH123, SIM115 - closed with the writer
+
+    def write(self, content: Any) -> int:
+        num_bytes = self._file.write(content)
+        self._file.flush()
+        return num_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+
+def write_through(module: ModuleType) -> None:
+    """Lets `ParquetWriter` open its files here."""
+    real_init, real_close = module.ParquetWriter.__init__, module.ParquetWriter.close
+
+    def init(self: Any, where: Any, *arguments: Any, **named: Any) -> None:
+        self.torture_sink = None
+        if isinstance(where, (str, os.PathLike)):
+            self.torture_sink = where = _Sink(where)
+        real_init(self, where, *arguments, **named)
+
+    def close(self: Any) -> None:
+        try:
+            real_close(self)
+        finally:
+            if self.torture_sink is not None:
+                self.torture_sink.close()
+
+    module.ParquetWriter.__init__, module.ParquetWriter.close = init, close
+
+
+class Later(importlib.abc.MetaPathFinder):
+    """Finds pyarrow.parquet.core as Python does, and has it watched once it is there."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "pyarrow.parquet.core":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_watch(module: ModuleType) -> None:
+                run(module)
+                write_through(module)
+
+            spec.loader.exec_module = run_and_watch  # type: ignore[method-assign]
+        return spec

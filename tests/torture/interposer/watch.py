@@ -1,0 +1,193 @@
+"""What a watched process counts, tells, and lets go wrong.
+
+Environment variables say it, so that workers, and workers of workers, know as well:
+
+    CLIPMILL_TORTURE_WATCH   folders, as LABEL=PATH lines; operations elsewhere pass untouched
+    CLIPMILL_TORTURE_LOG     file to which each operation is appended: role, point, and of a new name the old one
+    CLIPMILL_TORTURE_POINT   where the fault happens, once
+    CLIPMILL_TORTURE_FAULT   what happens there:
+                             kill, kill-after  the command is killed (SIGKILL) before, after the operation
+                             kill-worker       likewise before it, only the process that is at it
+                             eio, enospc       the operation fails with this error
+                             cut               half of a write is written, and the command is killed
+                             short             half of a write is written, which the call says, as it may
+    CLIPMILL_TORTURE_TERM    point at which the process sends itself SIGTERM, and goes on
+    CLIPMILL_TORTURE_FLAGS   folder of the files that say that these have happened
+    CLIPMILL_TORTURE_DRIVER  process id of the command, which its first process sets
+
+A *point* is `operation:path#n`: the n-th time that one process does this to this path, relative to the watched folder,
+where whatever differs from run to run stands as `*`.
+"""
+
+import errno
+import os
+import re
+import secrets
+import signal
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+PREFIX = "CLIPMILL_TORTURE_"
+WATCH, LOG, POINT, FAULT, TERM, FLAGS, DRIVER = (
+    PREFIX + name for name in ("WATCH", "LOG", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
+)
+ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
+# Temporary names of `manifests.publish`, fingerprints at the end of a name, and names by `tempfile`.
+_RANDOM = (
+    (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
+    (re.compile(r"(?<=-)[0-9a-f]{8}(?=[./]|$)"), "*"),
+    (re.compile(r"(?<=clipmill-)[a-z0-9_]{8}(?=/|$)"), "*"),
+    (re.compile(r"(?<=clipmill-scratch-)\d+(?=/|$)"), "*"),
+    (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
+    (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
+)
+_MIN_DRAWN = 8  # shorter ones stand in names by chance
+# The calls as they are: what keeps the books must not be watched itself.
+_open, _write = os.open, os.write
+
+
+class Watch:
+    """What is watched, and what was seen by this process."""
+
+    def __init__(self) -> None:
+        lines = os.environ[WATCH].splitlines()
+        self.folders = [(label, folder) for label, _, folder in (line.partition("=") for line in lines)]
+        self.log = os.environ.get(LOG)
+        self.flags = Path(os.environ.get(FLAGS, os.devnull))
+        self.faulty, self.fault = os.environ.get(POINT), os.environ.get(FAULT, "")
+        self.term = os.environ.get(TERM)
+        self.driver = int(os.environ.setdefault(DRIVER, str(os.getpid())))
+        self.drawn: set[str] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """A forked process begins to count anew."""
+        self.lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+
+    def name_of(self, path: str) -> str | None:
+        """What a path is called in every run; None where nobody watches."""
+        found = next((one for one in self.folders if path == one[1] or path.startswith(f"{one[1]}/")), None)
+        if found is None:
+            return None
+        label, folder = found
+        name = label + (path[len(folder) + 1 :] or ".")
+        for drawn in self.drawn:
+            name = name.replace(drawn, "*")
+        for pattern, star in _RANDOM:
+            name = pattern.sub(star, name)
+        return name
+
+    def point(self, operation: str, path: str, *, source: str | None = None) -> str | None:
+        """The point that is met now; None where nobody watches.
+
+        Args:
+            source: what is renamed, or linked to, so that it is called `path`.
+        """
+        name = self.name_of(path)
+        if name is None:
+            return None
+        with self.lock:
+            self.counts[f"{operation}:{name}"] += 1
+            point = f"{operation}:{name}#{self.counts[f'{operation}:{name}']}"
+        if self.log is not None:
+            role = "driver" if os.getpid() == self.driver else "worker"
+            self._append(self.log, f"{role} {point}" + (f" < {self.name_of(source)}\n" if source is not None else "\n"))
+        return point
+
+    def _append(self, path: str, line: str) -> None:
+        log = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        _write(log, line.encode())
+        os.close(log)
+
+    def claims(self, name: str) -> bool:
+        """Whether this process is the first one to be here."""
+        try:
+            os.close(_open(self.flags / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            return False
+        return True
+
+    def kill(self, *, driver: bool) -> None:
+        if driver and os.getpid() != self.driver:
+            os.kill(self.driver, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+_watch: Watch | None = None
+
+
+def visit(
+    operation: str,
+    path: str | None,
+    act: Callable[[], T],
+    *,
+    names: Sequence[Any] = (),
+    act_in_part: Callable[[], T] | None = None,
+    source: str | None = None,
+) -> T:
+    """Does what was asked for, unless this is the point of the fault."""
+    watch = _watch
+    point = watch.point(operation, path, source=source) if watch is not None and path is not None else None
+    if watch is None or point is None:
+        return act()
+    if point == watch.term and watch.claims("term"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    if point != watch.faulty or not watch.claims("fault"):
+        return act()
+    fault = watch.fault
+    if fault in ERRORS:
+        # As the system call would: those that take a descriptor have no name to tell.
+        told = [name if name is None else os.fspath(name) for name in names]
+        raise OSError(ERRORS[fault], os.strerror(ERRORS[fault]), *told)
+    if fault == "kill-after":
+        with suppress(OSError):
+            act()
+    elif fault in ("cut", "short"):
+        assert act_in_part is not None, point
+        done = act_in_part()
+        if fault == "short":
+            return done
+    watch.kill(driver=fault != "kill-worker")
+    raise AssertionError("unreachable")
+
+
+def _remember_random_names(watch: Watch) -> None:
+    """Random parts of names that this process draws are known without a rule for how they look."""
+    real_hex = secrets.token_hex
+
+    def token_hex(nbytes: int | None = None) -> str:
+        drawn = real_hex(nbytes)
+        if len(drawn) >= _MIN_DRAWN:
+            watch.drawn.add(drawn)
+        return drawn
+
+    secrets.token_hex = token_hex
+    names: Any = tempfile._RandomNameSequence  # type: ignore[attr-defined]
+    real_next = names.__next__
+
+    def draw(self: Any) -> str:
+        watch.drawn.add(drawn := real_next(self))
+        return cast(str, drawn)
+
+    names.__next__ = draw
+
+
+def begin() -> Watch:
+    """Begins to watch this process."""
+    global _watch
+    _watch = Watch()
+    os.register_at_fork(after_in_child=_watch.forget)
+    _remember_random_names(_watch)
+    return _watch
+
+
+def is_watched(path: str | None) -> bool:
+    """Whether what is done to `path` counts."""
+    return path is not None and _watch is not None and any(path.startswith(f"{f}/") for _, f in _watch.folders)

@@ -1,0 +1,21 @@
+"""A slice of the campaign: some cases of every part, in the minute that a test may take."""
+
+from pathlib import Path
+
+from tests.torture.__main__ import PARTS, parts_of, report
+from tests.torture.campaign import run_campaign
+from tests.torture.subjects import SUBJECTS
+from tests.torture.workspace import Workspace
+
+SEED = 1
+NUM_CASES = 48  # of which a third are of each part, so that each command has its turn
+
+
+def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path) -> None:
+    with Workspace(tmp_path) as workspace:
+        parts = parts_of(None, seed=SEED, workspace=workspace)
+        result = run_campaign(parts, workspace, seconds=240, max_cases=NUM_CASES)
+    assert not result.failed, report(result, seed=SEED, commit="here")
+    tried = {(one.case.part, one.case.subject) for one in result.outcomes}
+    assert {part for part, _ in tried} == set(PARTS)
+    assert tried >= {("points", subject.name) for subject in SUBJECTS}
