@@ -5,7 +5,9 @@
 Every way loads the same set: 5000 segments of 20 x 4 x 32 x 32 float16 and the text embedding of the segment's video,
 one of 100, in its own format (`make peers` installs what the others need; a way that is not installed is left empty):
 
-    LatentLoader      clipmill's columns: 1700 chunks of 15 s in tars, three segments each, two in the last of a video
+    LatentLoader      clipmill's columns: 1700 chunks of 15 s in tars, three segments each, two in the last of a video;
+                      every epoch but the first of a process, in which records are compared with their checksums
+      first visits    the same, each epoch as the first one: with these comparisons
     seed, N workers   Zarr, Blosc with zstd, one segment a chunk, worker processes, shared memory, queues
     webdataset        tars with one sample a segment, shuffle buffer of 300, in the loading process
     litdata           its chunks, StreamingDataLoader without worker processes
@@ -40,7 +42,8 @@ from benchmarks.measure import run_measured
 from benchmarks.report import parser_for, print_report
 from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 
-OURS, MEMCPY, SEEDS = "LatentLoader", "memcpy", ("seed, 1 worker", "seed, 2 workers")
+OURS, FIRST_VISITS, MEMCPY = "LatentLoader", "LatentLoader, first visits", "memcpy"
+SEEDS = ("seed, 1 worker", "seed, 2 workers")
 AT_LEAST_S = 0.5  # of a turn
 Rates = dict[str, list[float]]  # segments a second by the name of the way, one a round
 
@@ -56,6 +59,7 @@ class Entry:
 
 WAYS = {
     OURS: Entry("latent_loader"),
+    FIRST_VISITS: Entry("latent_loader", ("--first-visits",)),
     SEEDS[0]: Entry("seed_zarr", ("--workers", "1"), PEERS_PYTHON),
     SEEDS[1]: Entry("seed_zarr", ("--workers", "2"), PEERS_PYTHON),
     "webdataset": Entry("tar_webdataset"),

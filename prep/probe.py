@@ -28,9 +28,10 @@ from prep.container_ends import missing_end
 from prep.failures import FailureCode, SourceFailure
 from prep.packet_times import demuxed_times, indexed_times, is_indexed
 from prep.source_access import source_fingerprint
+from shards.containers import CONTAINERS, FILE_PROTOCOLS
 
-DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,h264,hevc,ivf,gif,mxf,wtv,rm"
-PROTOCOLS = "file,pipe"
+DEMUXERS = f"{CONTAINERS},h264,hevc"
+PROTOCOLS = FILE_PROTOCOLS
 # A seek in these lands on any packet, not on a key frame: they list none.
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
 _MAX_PIXEL_ASPECT = 64  # beyond, a few rows of a damaged header would become a picture of gigabytes

@@ -1,5 +1,6 @@
 """The index of a shard: an Arrow IPC file with one row a sample, made by the writer and mapped by readers."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pyarrow as pa
 
 from shards.damage import DamagedIndex
 from shards.format import BLOCK_BYTES, FORMAT_VERSION
+from shards.opening import open_regular
 
 _FORMAT_KEY = b"clipmill_format"
 _EXTENSIONS_KEY = b"extensions"
@@ -87,13 +89,19 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         DamagedIndex: the file is not an index of this format, or its structure is broken. Changed values in an
             intact structure are found by the checksum of the commit only (shards.verify).
         FileNotFoundError: there is no such file.
+        TimeoutError: it could not be opened in time.
     """
     try:
-        with pa.memory_map(str(path)) as mapped:
-            table = pa.ipc.open_file(mapped).read_all()
+        # Open already when Arrow opens it by its name: that may not hang, and the file is no pipe.
+        descriptor = open_regular(path)
+        try:
+            with pa.memory_map(str(path)) as mapped:
+                table = pa.ipc.open_file(mapped).read_all()
+        finally:
+            os.close(descriptor)
         used = table if columns is None else table.select(list(columns))
         used.validate(full=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, TimeoutError):
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DamagedIndex(path, f"not a readable Arrow file ({error})") from error

@@ -19,6 +19,7 @@ from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import CONTENTS_FILE, RECIPE_FILE
 from shards.index import extensions_of, open_index
+from shards.opening import turn_with
 from shards.packets import PacketTables
 from shards.scan import scan
 from shards.tars import LocalTars, TarBytes
@@ -38,28 +39,53 @@ class CommittedShard:
         self.index_path = variant_directory / files.index
         self._index_sha256 = files.index_sha256
         self._tars = tars
+        # One lock a shard: up to Python 3.11 `cached_property` has one for all objects of a class, and a shard whose
+        # files do not answer would hold up the others.
+        self._lock = threading.Lock()
+        self._index: pa.Table | None = None
+        self._packet_tables: PacketTables | None = None
 
-    @cached_property
+    @property
     def index(self) -> pa.Table:
         """The index, mapped on first use; columns as in `shards.format`.
 
         Raises:
             DamagedIndex: the file is no index of this format.
+            OSError: it cannot be read.
         """
-        return open_index(self.index_path)
+        if self._index is None:
+            with turn_with(self._lock, self.index_path):
+                if self._index is None:
+                    self._index = open_index(self.index_path)
+        return self._index
 
-    @cached_property
+    @property
     def packet_tables(self) -> PacketTables:
         """The packet tables of a `video` shard, from an index that was compared with its commit first.
 
         Raises:
             DamagedIndex: the index is not the one that was committed.
+            OSError: it cannot be read.
+        """
+        index = self.index
+        if self._packet_tables is None:
+            with turn_with(self._lock, self.index_path):
+                if self._packet_tables is None:
+                    self.require_committed_index()
+                    self._packet_tables = PacketTables(index)
+        return self._packet_tables
+
+    def require_committed_index(self) -> None:
+        """Reads the index file whole and compares it with its commit.
+
+        Raises:
+            DamagedIndex: it is not the file that was committed.
+            OSError: it cannot be read.
         """
         if scan(self.index_path).sha256 != self._index_sha256:
             raise DamagedIndex(self.index_path, "it is not the file that was committed")
-        return PacketTables(self.index)
 
-    @cached_property
+    @property
     def extensions(self) -> tuple[str, ...]:
         """Extensions of every sample's members, in order."""
         return extensions_of(self.index)

@@ -1,11 +1,14 @@
 """One pass over a tar: SHA-256 of the file and CRC-32 of each member, in constant memory."""
 
 import hashlib
+import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from shards.opening import open_regular
 
 _PIECE_BYTES = 1 << 20
 
@@ -24,7 +27,7 @@ def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
     digest = hashlib.sha256()
     crc32s: list[int | None] = []
     position = 0
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         for offset, size in ranges:
             position += _take(file, offset - position, digest=digest)[0]
             num_read, crc32 = _take(file, size, digest=digest, with_crc32=True)

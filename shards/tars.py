@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shards.damage import DamagedTar
+from shards.opening import open_regular, turn_with
 
 _MAX_OPEN_TARS = 128
 
@@ -33,22 +34,24 @@ class TarBytes(Protocol):
 class _OpenTar:
     """A descriptor that closes with its last user, so that a file can be dropped while another thread reads it."""
 
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
 
     def __del__(self) -> None:
-        # Missing when os.open failed.
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+        os.close(self.descriptor)
 
 
 class LocalTars:
-    """Tars on this machine; the last `_MAX_OPEN_TARS` stay open."""
+    """Tars on this machine; the last `_MAX_OPEN_TARS` stay open.
+
+    A tar that is being opened holds up only those who want it, for `shards.opening.OPEN_LIMIT_S` at most.
+    """
 
     gap_bytes = 1 << 14
 
     def __init__(self) -> None:
         self._tars: OrderedDict[Path, _OpenTar] = OrderedDict()
+        self._turns: dict[Path, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
@@ -66,11 +69,23 @@ class LocalTars:
 
     def _open(self, path: Path) -> _OpenTar:
         with self._lock:
-            tar = self._tars.get(path)
-            if tar is None:
-                tar = self._tars[path] = _OpenTar(path)
-                if len(self._tars) > _MAX_OPEN_TARS:
-                    self._tars.popitem(last=False)
-            else:
-                self._tars.move_to_end(path)
+            tar = self._opened(path)
+            turn = self._turns.setdefault(path, threading.Lock())
+        if tar is not None:
             return tar
+        with turn_with(turn, path):
+            with self._lock:
+                tar = self._opened(path)
+            if tar is None:
+                tar = _OpenTar(open_regular(path))
+                with self._lock:
+                    self._tars[path] = tar
+                    if len(self._tars) > _MAX_OPEN_TARS:
+                        self._tars.popitem(last=False)
+            return tar
+
+    def _opened(self, path: Path) -> _OpenTar | None:
+        tar = self._tars.get(path)
+        if tar is not None:
+            self._tars.move_to_end(path)
+        return tar

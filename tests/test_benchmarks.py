@@ -24,7 +24,7 @@ TINY = {
     "encoding": ["--rounds", "1", "--cases", "tiny"],
     "latents": [
         *("--segments", "26", "--videos", "4", "--batches", "3", "--rounds", "1", "--copies", "2"),
-        *("--ways", "LatentLoader", "npy memmap", "memcpy"),
+        *("--ways", "LatentLoader", "LatentLoader, first visits", "npy memmap", "memcpy"),
     ],
     "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
     "mae": ["--parts", "model", "--model", "tiny", "--size-px", "32", "--rounds", "1", "--steps", "1"],

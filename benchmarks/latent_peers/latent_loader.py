@@ -1,5 +1,9 @@
-"""clipmill's LatentLoader on clipmill's columns, with its settings as they are by default."""
+"""clipmill's LatentLoader on clipmill's columns, with its settings as they are by default.
 
+With `--first-visits` every epoch is like the first one of a process: all records are compared with their checksums.
+"""
+
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +18,13 @@ class OurLoader(NothingToClose):
     def __init__(self, data: Path, batch: int) -> None:
         from train.data.latents.loader import LatentLoader
 
-        loader = LatentLoader(data, split=SPLIT, batch=batch)
-        self._num_segments, self._batches = len(loader), loader.batches(position=0)
+        self._loader = LatentLoader(data, split=SPLIT, batch=batch)
+        self._batches = self._loader.batches(position=0)
         self._rest: tuple[Any, Any] | None = None
 
     def epoch(self, number: int) -> Batches:
         """As `Way.epoch`; the loader knows which epoch it is in."""
-        left = self._num_segments
+        left = len(self._loader)
         while left:
             if self._rest is not None:
                 latents, text = self._rest
@@ -35,15 +39,34 @@ class OurLoader(NothingToClose):
             yield latents, text
 
 
+class FirstVisits(OurLoader):
+    """Begins each epoch anew, knowing nothing of the records: opening the columns again would be timed too."""
+
+    def epoch(self, number: int) -> Batches:
+        """As `Way.epoch`."""
+        from train.data.latents.checksums import Checksums
+
+        self._loader._checksums = Checksums(self._loader.samples)
+        self._batches, self._rest = self._loader.batches(position=number * len(self._loader)), None
+        yield from super().epoch(number)
+
+
 def make(segments: SegmentSet, folder: Path) -> None:
     """Writes the columns."""
     write_columns(folder, segments)
 
 
-def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
-    """Opens the columns."""
-    return OurLoader(folder, batch)
+def main() -> None:
+    """Serves the way that the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--first-visits", action="store_true")
+    kind = FirstVisits if parser.parse_known_args()[0].first_visits else OurLoader
+
+    def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
+        return kind(folder, batch)
+
+    serve(make, open_way)
 
 
 if __name__ == "__main__":
-    serve(make, open_way)
+    main()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Caption, Chunk, Written, write_latents, write_text
 from tests.train.test_checkpoint import reseal
 from tests.train.test_cli import train
@@ -151,6 +152,30 @@ def test_latents_train_a_text_tower_too_without_a_column_of_text(
     capsys.readouterr()
     assert train("eval", "retrieval", out, "--json") == 0
     assert json.loads(capsys.readouterr().out)["video_to_text"]["recall"]["1"] > 0.3  # chance 0.125
+
+
+def test_damaged_latents_are_named_and_never_trained_on(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    write_columns(data_dir)
+    flip(data_dir, column="latents", key="train3_000006000")
+    flip(data_dir, column="text", key="train5")
+    flip(data_dir, column="latents", key="val2_000000000")
+    out = tmp_path / "run"
+    flags = ("dual-encoder", "--shards", data_dir, *FLAGS, *STEPS, "--steps", 12)
+    assert train(*flags, "--out", out) == 0
+    failed = read_lines(RunFolder(out).failures)
+    assert {(line["key"], line["reason"]) for line in failed} == {
+        (key, "checksum") for key in ("train3_000006000", "train5_000000000", "train5_000006000")
+    }
+    capsys.readouterr()
+    assert train("eval", "retrieval", out, "--json") == 1
+    failed = json.loads(capsys.readouterr().out)["failed"]
+    assert [(one["key"], one["reason"]) for one in failed] == [("val2_000000000", "checksum")] * 3
+    assert train(*flags, "--out", tmp_path / "strict", "--max-failures", 2) == 1
+    assert "3 samples failed, more than --max-failures 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

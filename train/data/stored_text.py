@@ -9,13 +9,17 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from shards.reader import Variant
+from train.data.failures import SampleFailed
 from train.data.latents.captions import find_embedded
+from train.data.latents.checksums import text_members
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.text_rows import TextMembers, TextRows, read_text_rows
 
 
 class StoredText:
     """The `text` column, mapped into memory: 20 bytes a caption, whatever the width. Safe to use from many threads.
+
+    The embeddings of a video are compared with their checksum when the first of them is asked for.
 
     Raises:
         UserError: there is no such column, or a tar is missing or cut short.
@@ -33,6 +37,7 @@ class StoredText:
         members, rows = read_text_rows(shards, starts=self._tars.starts, video_ids=video_ids)
         self._members: TextMembers = members
         self._rows: TextRows = rows
+        self._checked = text_members(self._tars, members)
 
     @property
     def width(self) -> int:
@@ -47,8 +52,18 @@ class StoredText:
         """
         return find_embedded(caption_id, self._rows, video_row=video_row, video_ids=self._video_ids) >= 0
 
-    def embedding(self, caption_id: int) -> NDArray[np.float16]:
-        """The embedding of a caption that has one, float16 [D] of unit length."""
+    def embedding(self, caption_id: int, *, key: str) -> NDArray[np.float16]:
+        """The embedding of a caption that has one, float16 [D] of unit length.
+
+        Args:
+            key: of the sample that it is for.
+
+        Raises:
+            SampleFailed: the embeddings of its video are not those written.
+        """
         place = int(np.searchsorted(self._rows.caption_id, caption_id))
-        row = self._tars.bytes_at(int(self._rows.address[place]), self._members.row_bytes)
-        return np.frombuffer(row, np.float16).copy()
+        address = int(self._rows.address[place])
+        member = int(np.searchsorted(self._members.address, address, side="right")) - 1
+        if problem := self._checked.problem(member):
+            raise SampleFailed(key, reason=problem.reason, detail=problem.detail)
+        return np.frombuffer(self._tars.bytes_at(address, self._members.row_bytes), np.float16).copy()

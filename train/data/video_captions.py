@@ -212,7 +212,7 @@ class VideoCaptions(ClipSamples):
             colour=clip.colour,
         )
         if self.stored_text is not None:
-            sample["text"] = self.stored_text.embedding(caption_id)
+            sample["text"] = self.stored_text.embedding(caption_id, key=sample["key"])
         if self._tokenize is not None:
             sample["tokens"] = self._tokenize(self.text_at(place))
         if self._relevant is not None:

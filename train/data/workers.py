@@ -7,7 +7,7 @@ They are daemons, so that one that hangs in a decoder or in a dead file system d
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -93,9 +93,18 @@ class _Pool(Generic[_Item, _Result]):
 
 
 def in_order(
-    work: Callable[[_Item], _Result], items: Iterable[_Item], *, num_threads: int, num_ahead: int, stuck_after_s: float
-) -> Iterator[tuple[_Item, _Result | Stuck]]:
+    work: Callable[[_Item], _Result],
+    items: Iterable[_Item],
+    *,
+    num_threads: int,
+    num_ahead: int,
+    stuck_after_s: float,
+    size_of: Callable[[_Item], int] = lambda item: 0,
+    max_bytes: int = 0,
+) -> Generator[tuple[_Item, _Result | Stuck], None, None]:
     """(item, work(item)) in the order of `items`; threads run ahead of the caller by at most `num_ahead` items.
+
+    Where items have sizes, those ahead of the caller hold at most `max_bytes` together, or are one alone.
 
     Work that takes longer than `stuck_after_s` gives a `Stuck` in place of its result. Its thread cannot be stopped: it
     is left behind, and a new one takes its place.
@@ -105,18 +114,24 @@ def in_order(
     """
     pool = _Pool(work, num_threads=num_threads)
     waiting: deque[_Task[_Item, _Result]] = deque()
+    held_bytes = 0
 
     def first() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
         while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
             # All that run are looked at: the first may be waiting for threads that are stuck with later ones.
             pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
+        nonlocal held_bytes
         waiting.popleft()
+        held_bytes -= size_of(task.item)
         return task.item, Stuck(stuck_after_s) if task.abandoned.is_set() else task.outcome()
 
     try:
         for item in items:
+            while waiting and held_bytes + size_of(item) > max_bytes > 0:
+                yield first()
             waiting.append(pool.submit(item))
+            held_bytes += size_of(item)
             if len(waiting) >= num_ahead:
                 yield first()
         while waiting:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from manifests.errors import UserError
+from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_text
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.data.caption_settings import CaptionSettings
@@ -151,6 +152,21 @@ def test_stored_embeddings_come_with_pixels(data_dir: Path) -> None:
         for row, caption in zip(loaded.batch["text"], loaded.batch["caption_id"].tolist(), strict=True):
             assert row.view(torch.int16).numpy().view(np.uint16).tolist() == text[caption]
     batches.close()
+
+
+def test_clips_whose_stored_embeddings_are_damaged_fail_by_name(tmp_path: Path) -> None:
+    written = Written(tmp_path)
+    write_shard(tmp_path, 0, [one for name in ("a", "b") for one in chunks_of(name, 40)], split="train")
+    write_captions(tmp_path, {"a": "train", "b": "train"}, CAPTIONS[:3])
+    write_text(written, CAPTIONS[:3], width=4)
+    flip(tmp_path, column="text", key="a")
+    batches = opened(tmp_path, stored=True).batches(max_failures=100)
+    loaded = list(islice(batches, 4))
+    batches.close()
+    failed = [failure for one in loaded for failure in one.failed]
+    assert failed and {(one.key.partition("_")[0], one.reason) for one in failed} == {("a", "checksum")}
+    assert all("embeddings in the text column" in one.detail for one in failed)
+    assert {int(one.batch["caption_id"]) for one in loaded} == {2}
 
 
 def test_captions_by_relevancy_are_those_of_the_definition(data_dir: Path) -> None:

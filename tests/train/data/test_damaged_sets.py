@@ -1,12 +1,20 @@
 """Commits and indexes that cannot be read are named before a run begins."""
 
+import os
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from manifests.errors import UserError
-from tests.train.test_video_captions import open_set
+from tests.train.latents.written import Caption as LatentsCaption
+from tests.train.latents.written import Chunk, write_all
+from tests.train.test_video_captions import SHAPE, open_set
 from tests.train.tiny_data import CHUNK_FRAMES, Caption, encode_chunk, video_sample, write_captions, write_shard
+from train.data.latents.loader import LatentLoader
+from train.data.loader import LoaderSettings
+from train.data.video_captions import VideoCaptions
+from train.models.text import load_tokenizer
 
 
 def test_a_damaged_commit_is_named_before_its_samples_are_missed(tmp_path: Path) -> None:
@@ -31,3 +39,33 @@ def test_a_damaged_index_is_named(tmp_path: Path, damage: str) -> None:
         index.write_bytes(b"" if damage == "empty" else index.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"index\.arrow"):
         open_set(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["tar", "index.arrow"])
+def test_a_pipe_in_place_of_a_file_fails_its_own_samples_alone(tmp_path: Path, what: str) -> None:
+    """`open` of a pipe waits for somebody who writes."""
+    for number, video in enumerate(("a", "b")):
+        write_shard(tmp_path, number, [video_sample(video, 0, encode_chunk(0, CHUNK_FRAMES))], split="train")
+    captions = [Caption(video, at, at + 0.5, f"{video} at {at}") for video in ("a", "b") for at in (0, 0.5)]
+    write_captions(tmp_path, {"a": "train", "b": "train"}, captions)
+    loading = LoaderSettings(batch=2, num_threads=2, num_ahead=4, seed=0, stuck_after_s=20.0)
+    samples = VideoCaptions(tmp_path, split="train", shape=SHAPE, tokenize=load_tokenizer(), loading=loading)
+    [path] = tmp_path.glob(f"video/*/000000-*.{what}")
+    path.unlink()
+    os.mkfifo(path)
+    batches = samples.batches(max_failures=100)
+    loaded = list(islice(batches, 8))
+    batches.close()
+    failed = [failure for one in loaded for failure in one.failed]
+    assert failed and {(one.key, one.reason) for one in failed} == {("a_000000000", "shard_unreadable")}
+    assert {key for one in loaded for key in one.batch["key"]} == {"b_000000000"}
+
+
+@pytest.mark.parametrize("what", ["tar", "index.arrow"])
+def test_a_pipe_in_place_of_a_file_of_latents_is_named(tmp_path: Path, what: str) -> None:
+    written = write_all(tmp_path / "data", [[Chunk("a", 0, 60)]], [LatentsCaption("a", 0, 15, "one")])
+    [path] = written.latents_dir.glob(f"*.{what}")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=f"{path.name} cannot be used: .*not a regular file"):
+        LatentLoader(written.data_dir, split="train")

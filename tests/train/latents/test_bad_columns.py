@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
+from shards.commits import write_commit
 from shards.reader import Variant
 from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import Caption, Chunk, Written, write_all, write_latents
@@ -48,8 +49,14 @@ def test_a_tar_that_grew_or_is_gone_is_named(own: Written) -> None:
 
 
 def test_an_index_of_another_tar_never_leads_beyond_the_end(own: Written) -> None:
-    first, other = (shard.index_path for shard in Variant.open(own.data_dir, column="latents").shards()[:2])
-    shutil.copy(first, other)
+    first, other = Variant.open(own.data_dir, column="latents").shards()[:2]
+    shutil.copy(first.index_path, other.index_path)
+    with pytest.raises(UserError, match="not the file that was committed"):
+        opened(own.data_dir, text=False)
+    # A commit that vouches for it all the same.
+    assert first.commit.files is not None and other.commit.files is not None
+    files = replace(other.commit.files, index_sha256=first.commit.files.index_sha256)
+    write_commit(own.latents_dir, replace(other.commit, files=files))
     with pytest.raises(UserError, match="cannot lie where it says"):
         opened(own.data_dir, text=False)
 

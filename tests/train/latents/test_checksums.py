@@ -1,17 +1,20 @@
 """Bytes that changed after they were written: named, counted, budgeted, and nothing shown in their place in silence."""
 
+import os
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 from manifests.keys import split_key
 from shards.reader import Variant
-from tests.train.latents.written import Written
+from tests.train.latents.written import Caption, Chunk, Written, write_all
 from train.data.failures import TooManyFailures
 from train.data.filling import LoadedBatch
+from train.data.latents.captioned import CaptionedLatents
 from train.data.latents.loader import LatentLoader
 
 
@@ -27,7 +30,7 @@ def flip(data_dir: Path, *, column: str, key: str) -> None:
 
 
 def loader(written: Written, **settings: Any) -> LatentLoader:
-    return LatentLoader(written.data_dir, split="train", **{"verify": True, "copy": True, "batch": 4, **settings})
+    return LatentLoader(written.data_dir, split="train", **{"copy": True, "batch": 4, **settings})
 
 
 def positions(batches: list[LoadedBatch]) -> list[int]:
@@ -112,3 +115,65 @@ def test_a_set_of_which_nothing_is_intact_ends(own: Written) -> None:
     assert len(caught.value.failed) == 11
     (last,) = loader(own).evaluation_batches()
     assert not last.batch and len(last.failed) == len(loader(own))
+
+
+def test_tars_of_equal_size_that_changed_places_are_not_shown(tmp_path: Path) -> None:
+    """Their indexes, and what is in each at which place, agree in everything but the bytes."""
+    chunks = [[Chunk("a", 0, 60)], [Chunk("b", 0, 60)]]
+    own = write_all(tmp_path / "data", chunks, [Caption("a", 0, 15, "one"), Caption("b", 0, 15, "other")])
+    one, other = (shard.tar_path for shard in Variant.open(own.data_dir, column="latents").shards())
+    swapped = one.read_bytes(), other.read_bytes()
+    assert len(swapped[0]) == len(swapped[1]) and swapped[0] != swapped[1]
+    other.write_bytes(swapped[0])
+    one.write_bytes(swapped[1])
+    (last,) = loader(own).evaluation_batches()
+    assert not last.batch and {(one.key, one.reason) for one in last.failed} == {
+        ("a_000000000", "checksum"),
+        ("b_000000000", "checksum"),
+    }
+    assert {str(one), str(other)} == {failure.detail.partition("(")[2].partition(")")[0] for failure in last.failed}
+
+
+def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_compared = Counter[str]()
+
+    def counted(content: memoryview) -> int:
+        num_compared["crc32"] += 1
+        return crc32(content)
+
+    monkeypatch.setattr("train.data.latents.checksums.zlib.crc32", counted)
+    running = loader(written)
+    batches = running.batches()
+    for loaded in batches:
+        if loaded.next_position >= 2 * len(running):
+            break
+    chunks = {key for loaded in running.evaluation_batches() for key in loaded.batch["key"]}
+    first = num_compared["crc32"]
+    # The chunks that are shown, and the embeddings of their videos.
+    assert first == len(chunks) + len({split_key(key)[0] for key in chunks})
+    for loaded in batches:
+        if loaded.next_position >= 5 * len(running):
+            break
+    list(running.evaluation_batches())
+    assert num_compared["crc32"] == first
+
+
+def test_a_tar_that_is_cut_short_after_it_was_opened_is_a_named_failure(own: Written) -> None:
+    """Touching its pages would end the process."""
+    running = loader(own, text=False)
+    tar = Variant.open(own.data_dir, column="latents").shards()[0].tar_path
+    os.truncate(tar, 0)
+    batches = list(running.evaluation_batches())
+    failed = {one.key: one for loaded in batches for one in loaded.failed}
+    assert set(failed) == {"a_000000000", "a_000015000", "a_000030000", "b_000000000"}
+    assert {one.reason for one in failed.values()} == {"shard_unreadable"}
+    assert all(str(tar) in one.detail for one in failed.values())
+    assert {key for loaded in batches if loaded.batch for key in loaded.batch["key"]} == {"c_000015000", "e_000000000"}
+
+
+def test_pictures_of_damaged_latents_are_not_shown(own: Written) -> None:
+    samples = CaptionedLatents(own.data_dir, split="train", segment="5s", batch=2, seed=0)
+    flip(own.data_dir, column="latents", key=samples.key(0))
+    assert samples.pictures(0, num_frames=2) == []
+    intact = next(at for at in range(len(samples)) if samples.key(at) != samples.key(0))
+    assert len(samples.pictures(intact, num_frames=2)) == 2

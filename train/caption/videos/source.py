@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manifests.errors import ClipmillError
+from shards.containers import CONTAINERS, FILE_PROTOCOLS
 from train.data.clips import US_PER_S
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-_DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm"
-_PROTOCOLS = "file,pipe"
 # Longer than any video: a time that is none. There would be no end of windows.
 _LONGEST_S = 1_000_000
 # Containers round the durations in their headers, and a last frame may last for longer than others.
@@ -163,7 +162,7 @@ def frames_of(path: Path, facts: VideoFacts) -> Iterator[TimedFrame]:
 def _opened(path: Path) -> "Iterator[tuple[InputContainer, VideoStream]]":
     import av
 
-    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": _PROTOCOLS}
+    options = {"format_whitelist": CONTAINERS, "protocol_whitelist": FILE_PROTOCOLS}
     try:
         if not path.is_file():
             raise VideoFailed("it is no file" if path.exists() else "there is no such file")

@@ -1,6 +1,7 @@
 """Plain decoding of any video file in memory, by way of its container: the path for what has no packet table.
 
-A wanted frame that does not come out is an error; no other frame stands in for it.
+A file is only opened as one of `shards.containers.CONTAINERS`, and nothing else is opened on its behalf. A wanted frame
+that does not come out is an error; no other frame stands in for it.
 """
 
 import io
@@ -11,10 +12,16 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from shards.containers import CONTAINERS, NO_PROTOCOLS
+
 if TYPE_CHECKING:
     import av
     from av.container import InputContainer
     from av.video.stream import VideoStream
+
+_OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
+# Twice the pixels of 8K video. A file of a few bytes can claim pictures of any size, and a decoder makes room for them.
+_MAX_PIXELS = 1 << 26
 
 
 class PlainVideo:
@@ -31,7 +38,7 @@ class PlainVideo:
 
     Raises:
         av.FFmpegError: it cannot be opened or read.
-        ValueError: it has no video stream, or a packet has no time.
+        ValueError: it has no video stream, or one of too large pictures, or a packet has no time.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -89,9 +96,13 @@ class PlainVideo:
     def _open(self) -> "Iterator[tuple[InputContainer, VideoStream]]":
         import av
 
-        with av.open(io.BytesIO(self._content), mode="r") as container:
+        content = io.BytesIO(self._content)
+        with av.open(content, mode="r", options=_OPTIONS, metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise ValueError("it has no video stream")
             stream = container.streams.video[0]
+            if stream.width * stream.height > _MAX_PIXELS:
+                raise ValueError(f"pictures of {stream.width} x {stream.height} are larger than {_MAX_PIXELS:,} pixels")
+            stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}  # what the packets say may differ
             stream.codec_context.thread_count = 1  # the loader's threads are the parallel part
             yield container, stream

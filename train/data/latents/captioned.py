@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.caption_texts import CaptionTexts
+from train.data.failures import SampleFailed
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segment_set import Visits
 from train.data.latents.segments import times_us
@@ -78,8 +79,15 @@ class CaptionedLatents(LatentLoader):
         return float(begin_us[0]) / 1e6, float(end_us[0]) / 1e6
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as the model gets them, in false colours: three channels as red, green and blue [h, w, 3]."""
+        """Frames as the model gets them, in false colours: three channels as red, green and blue [h, w, 3].
+
+        None where they are not those written.
+        """
         visit, shape = self._visit(sample), self.frame_shape
+        try:
+            self._checksums.require_good(int(visit.chunk[0]))
+        except SampleFailed:
+            return []
         content = self.samples.tars.bytes_at(int(visit.address[0]), self.samples.segment_bytes)
         if shape.dtype == "bfloat16":
             bits = np.frombuffer(content, np.uint16).astype(np.uint32) << np.uint32(16)

@@ -1,58 +1,190 @@
-"""Compares what is read with the checksums of the indexes, each record once, when it is first needed."""
+"""Compares members of mapped tars with the checksums of their indexes, each once in a process: at its first visit.
+
+What is known of a member is one byte. While members are unknown, threads compare those of the next visits ahead of the
+loader; once all are known to be good, nothing is left to be done.
+
+A member that differs stays as it is until the process ends, and so does one that is changed after its first visit.
+"""
 
 import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.failures import FailedSample
+from train.data.failures import FailedSample, Reason, SampleFailed
+from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.segment_set import SegmentSet, Visits
+from train.data.latents.text_rows import TextMembers
+from train.data.workers import Stuck, in_order
 
 _UNKNOWN, _GOOD, _BAD = 0, 1, 2
+# Enough to keep a disk busy; one thread compares several gigabytes a second.
+_NUM_THREADS = 4
+_NUM_AHEAD = 64  # members
+_STUCK_AFTER_S = 120.0
+
+
+class Payload(NamedTuple):
+    """Where a member lies in the mapped tars, header and array, and its checksum."""
+
+    address: int
+    size_bytes: int
+    crc32: int
+
+
+class Problem(NamedTuple):
+    """Why a member must not be shown."""
+
+    reason: Reason
+    detail: str
+
+
+class CheckedMembers:
+    """Members of one column, by their numbers; safe to use from many threads.
+
+    Args:
+        payload: of a member.
+        noun: what a sample has in a member, for messages: "bytes".
+    """
+
+    def __init__(
+        self, tars: MappedTars, num_members: int, payload: Callable[[int], Payload], *, column: str, noun: str
+    ) -> None:
+        self._tars, self._payload, self._what = tars, payload, f"its {noun} in the {column} column"
+        self._state = np.zeros(num_members, np.uint8)
+        self._problems: dict[int, Problem] = {}
+
+    def are_good(self, members: NDArray[np.int64]) -> bool:
+        """Whether all of `members` were compared and are what was written."""
+        return bool((self._state[members] == _GOOD).all())
+
+    def unknown(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in `members` where one stands for the first time that has not been compared yet, ascending."""
+        places = np.flatnonzero(self._state[members] == _UNKNOWN)
+        return np.sort(places[np.unique(members[places], return_index=True)[1]])
+
+    def bad(self, members: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `members` must not be shown, of those that were compared."""
+        return self._state[members] == _BAD
+
+    def problem(self, member: int) -> Problem | None:
+        """Why a member must not be shown, None where it is what was written; compares it now if need be."""
+        if self._state[member] == _UNKNOWN:
+            self.note(member, self.compare(member))
+        return self._problems.get(member)
+
+    def compare(self, member: int) -> Problem | None:
+        """Reads a member and compares it."""
+        address, size_bytes, crc32 = self._payload(member)
+        where = f"{self._what} ({self._tars.path_at(address)})"
+        try:
+            self._tars.read_ahead(address, size_bytes)
+        except OSError as error:
+            return Problem("shard_unreadable", f"{where} cannot be read: {error.strerror or error}")
+        if zlib.crc32(self._tars.bytes_at(address, size_bytes)) != crc32:
+            return Problem("checksum", f"{where} are not those written")
+        return None
+
+    def note(self, member: int, found: Problem | Stuck | None) -> None:
+        """Keeps what comparing a member gave."""
+        if isinstance(found, Stuck):
+            found = Problem("stuck", f"{self._what} were not there after {found.after_s:g} s")
+        if found is not None:
+            self._problems[member] = found
+        self._state[member] = _GOOD if found is None else _BAD
+
+
+def text_members(tars: MappedTars, text: TextMembers) -> CheckedMembers:
+    """The members that hold embeddings, by their places in `text`."""
+
+    def payload(member: int) -> Payload:
+        return Payload(int(text.address[member]), int(text.size_bytes[member]), int(text.crc32[member]))
+
+    return CheckedMembers(tars, len(text.address), payload, column="text", noun="embeddings")
 
 
 class Checksums:
-    """Remembers one byte for each record and each member of embeddings."""
+    """What is known of the latents and the embeddings of a set."""
 
     def __init__(self, samples: SegmentSet) -> None:
+        records = samples.records
+
+        def payload(chunk: int) -> Payload:
+            return Payload(*records.payload(chunk), int(records.crc32[chunk]))
+
         self._samples = samples
-        self._latents = np.zeros(len(samples.records), np.uint8)
-        self._text = np.zeros(0 if samples.text is None else len(samples.text.address), np.uint8)
+        self._latents = CheckedMembers(samples.tars, len(records), payload, column="latents", noun="bytes")
+        self._text = None if samples.text is None else text_members(samples.tars, samples.text)
 
-    def failed(self, visits: Visits, begin: int, end: int) -> dict[int, FailedSample]:
-        """Those of visits[begin:end] whose bytes are not those written, by their place in `visits`."""
-        chunk = visits.chunk[begin:end]
-        for unknown in np.unique(chunk[self._latents[chunk] == _UNKNOWN]).tolist():
-            address, size = self._samples.records.payload(unknown)
-            is_good = self._crc32(address, size) == self._samples.records.crc32[unknown]
-            self._latents[unknown] = _GOOD if is_good else _BAD
-        bad = self._latents[chunk] == _BAD
-        members = self._text_members(visits, begin, end)
-        bad_text = self._text[members] == _BAD if len(members) else np.zeros(len(chunk), bool)
-        return {
-            begin + row: self._failure(visits, begin + row, is_text=not bad[row])
-            for row in np.flatnonzero(bad | bad_text).tolist()
-        }
+    def require_good(self, chunk: int) -> None:
+        """Raises SampleFailed where the latents of a chunk are not those written."""
+        if problem := self._latents.problem(chunk):
+            raise SampleFailed(self._samples.key(chunk), reason=problem.reason, detail=problem.detail)
 
-    def _text_members(self, visits: Visits, begin: int, end: int) -> NDArray[np.int64]:
-        """The member that holds each embedding, compared by now; empty in a set without text."""
+    @contextmanager
+    def compared(self, visits: Visits) -> "Iterator[Callable[[int, int], dict[int, FailedSample]]]":
+        """Compares what `visits` need and nobody has compared, in their order and ahead of the caller.
+
+        Gives a function of (begin, end): those of visits[begin:end] that must not be shown, by their place in `visits`;
+        the ends rise from call to call.
+        """
+        members = [(self._latents, visits.chunk)]
+        if self._text is not None and (of_text := self._text_of(visits)) is not None:
+            members.append((self._text, of_text))
+        if all(checked.are_good(numbers) for checked, numbers in members):
+            yield lambda begin, end: {}
+            return
+        comparing = _compare(members)
+        next_place = next(comparing, None)
+
+        def failed(begin: int, end: int) -> dict[int, FailedSample]:
+            nonlocal next_place
+            while next_place is not None and next_place < end:
+                next_place = next(comparing, None)
+            found: dict[int, FailedSample] = {}
+            for checked, numbers in members:
+                for place in (begin + np.flatnonzero(checked.bad(numbers[begin:end]))).tolist():
+                    problem = checked.problem(int(numbers[place]))
+                    assert problem is not None
+                    key = self._samples.key(int(visits.chunk[place]))
+                    found.setdefault(place, FailedSample(int(visits.position[place]), key, *problem))
+            return dict(sorted(found.items()))
+
+        try:
+            yield failed
+        finally:
+            comparing.close()
+
+    def _text_of(self, visits: Visits) -> NDArray[np.int64] | None:
         text = self._samples.text
         if text is None or visits.text_address is None:
-            return np.empty(0, np.int64)
-        members = np.searchsorted(text.address, visits.text_address[begin:end], side="right") - 1
-        for unknown in np.unique(members[self._text[members] == _UNKNOWN]).tolist():
-            address, size = int(text.address[unknown]), int(text.size_bytes[unknown])
-            is_good = self._crc32(address, size) == text.crc32[unknown]
-            self._text[unknown] = _GOOD if is_good else _BAD
-        return members
+            return None
+        return np.searchsorted(text.address, visits.text_address, side="right") - 1
 
-    def _crc32(self, address: int, size: int) -> int:
-        return zlib.crc32(self._samples.tars.bytes_at(address, size))
 
-    def _failure(self, visits: Visits, at: int, *, is_text: bool) -> FailedSample:
-        column = "text" if is_text else "latents"
-        key = self._samples.key(int(visits.chunk[at]))
-        what = "embeddings of its video" if is_text else "bytes"
-        return FailedSample(
-            int(visits.position[at]), key, "checksum", f"its {what} in the {column} column are not those written"
-        )
+def _compare(members: list[tuple[CheckedMembers, NDArray[np.int64]]]) -> Generator[int, None, None]:
+    """Compares the unknown ones of all `members` in the order of their places.
+
+    Gives the place of each before it is waited for: everything before that place is known.
+    """
+    todo = sorted(
+        (place, number) for number, (checked, of_visits) in enumerate(members) for place in checked.unknown(of_visits)
+    )
+
+    def compare(one: tuple[int, int]) -> Problem | None:
+        place, number = one
+        checked, of_visits = members[number]
+        return checked.compare(int(of_visits[place]))
+
+    compared = in_order(compare, todo, num_threads=_NUM_THREADS, num_ahead=_NUM_AHEAD, stuck_after_s=_STUCK_AFTER_S)
+    try:
+        for place, _ in todo:
+            yield place
+            (place, number), found = next(compared)
+            checked, of_visits = members[number]
+            checked.note(int(of_visits[place]), found)
+    finally:
+        compared.close()

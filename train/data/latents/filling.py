@@ -42,22 +42,27 @@ def fill_checked(
     failed: list[FailedSample] = []
     num_waiting = num_taken = num_failures = 0
     for block in blocks:
-        begin = 0
-        while begin < len(block):
-            end = min(begin + batch - num_waiting, len(block))
-            bad = checksums.failed(block.visits, begin, end)
-            for failure in bad.values():
-                failed.append(failure)
-                num_failures += 1
-                if max_failures is not None and num_failures > max_failures:
-                    raise TooManyFailures(tuple(failed))
-            num_taken += end - begin
-            waiting.append(block.visits.take([row for row in range(begin, end) if row not in bad]))
-            num_waiting += len(waiting[-1])
-            if num_waiting == batch:
-                yield _filled(waiting, failed, gather, num_taken=num_taken)
-                waiting, failed, num_waiting = [], [], 0
-            begin = end
+        with checksums.compared(block.visits) as failed_of:
+            begin = 0
+            while begin < len(block):
+                end = min(begin + batch - num_waiting, len(block))
+                bad = failed_of(begin, end)
+                for failure in bad.values():
+                    failed.append(failure)
+                    num_failures += 1
+                    if max_failures is not None and num_failures > max_failures:
+                        raise TooManyFailures(tuple(failed))
+                num_taken += end - begin
+                if not bad and end - begin == batch:
+                    yield Filled(gather.fill(block, begin, end), tuple(failed), num_taken)
+                    failed = []
+                else:
+                    waiting.append(block.visits.take([row for row in range(begin, end) if row not in bad]))
+                    num_waiting += len(waiting[-1])
+                if num_waiting == batch:
+                    yield _filled(waiting, failed, gather, num_taken=num_taken)
+                    waiting, failed, num_waiting = [], [], 0
+                begin = end
     if num_waiting or failed:
         yield _filled(waiting, failed, gather, num_taken=num_taken)
 

@@ -49,8 +49,9 @@ class LatentLoader:
             (batches then say `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.
         copy: give each batch memory of its own. Large batches then cost several times as much: every page is new.
-        verify: compare every record with its checksum when it is first read. One that differs is a failed sample:
-            it is named, and in training the next sample of this rank takes its place.
+        verify: compare every record with its checksum at its first visit, so that only the first epoch takes longer.
+            One that differs is a failed sample: it is named, and in training the next sample of this rank takes its
+            place.
 
     Attributes:
         samples: the set.
@@ -77,7 +78,7 @@ class LatentLoader:
         tails: Tails = "drop",
         depth: int = 2,
         copy: bool = False,
-        verify: bool = False,
+        verify: bool = True,
     ) -> None:
         if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
             raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
@@ -97,7 +98,7 @@ class LatentLoader:
         self._batch, self._seed, self._rank, self._num_ranks = batch, seed, rank, num_ranks
         self._order = SampleOrder(len(self.samples), seed)
         self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth, words=words)
-        self._checksums = Checksums(self.samples) if verify else None
+        self._verify, self._checksums = verify, Checksums(self.samples)
         self.place = Place(0)
 
     def __len__(self) -> int:
@@ -189,7 +190,7 @@ class LatentLoader:
         self.place = resumed(states, samples=self.fingerprint, seed=self._seed, what=self.describe())
 
     def _filled(self, blocks: Iterator[VisitBlock], *, max_failures: int | None) -> Iterator[Filled]:
-        if self._checksums is None:
+        if not self._verify:
             return fill(blocks, self._gather, batch=self._batch)
         return fill_checked(blocks, self._gather, self._checksums, batch=self._batch, max_failures=max_failures)
 

@@ -120,12 +120,15 @@ def key_of(records: LatentRecords, chunk: int, *, video_ids: pa.Array) -> str:
 
 
 def index_of(shard: CommittedShard, *, extension: str) -> pa.Table:
-    """The shard's index. It is opened anew each time, so that thousands of shards do not stay mapped.
+    """The shard's index, compared with its commit: what its checksums say of the tar is what was committed.
+
+    It is opened anew each time, so that thousands of shards do not stay mapped.
 
     Raises:
-        UserError: it is damaged, or its samples have no member `extension`.
+        UserError: it is damaged or not the committed one, or its samples have no member `extension`.
     """
     try:
+        shard.require_committed_index()
         index = open_index(shard.index_path)
     except (DamagedIndex, OSError) as error:
         raise _damaged(shard, str(error)) from error

@@ -1,11 +1,10 @@
-"""Latents from plain tars that other tools wrote: no index, no commits, read from front to back by webdataset.
+"""Latents from plain tars that other tools wrote: no index, no commits, read from front to back.
 
-Much slower than `LatentLoader`, in the order of the tars, and without captions; the names in a batch are the same. A
-tar that was cut short between two members cannot be told from a whole one: nothing says how long it should be.
+Much slower than `LatentLoader`, in the order of the tars, and without captions; the names in a batch are the same.
+Nothing compares checksums.
 """
 
 import io
-import tarfile
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,9 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from train.data.batch import Batch
+from train.data.remote.copies import local_copy
+from train.data.streams.samples import MAX_SAMPLE_BYTES, TarSample, Unreadable, samples_of
+from train.data.streams.tars import expand
 
 _Segment = tuple[str, NDArray[Any]]
 
@@ -24,7 +26,7 @@ class LatentStream:
     """Batches from the `.npy` members of tars, [F, C, h, w] each; float16, or the bits of bfloat16 as uint16.
 
     Args:
-        tars: paths or addresses that webdataset opens; `{000000..000099}` stands for many.
+        tars: paths or addresses; `{000000..000099}` stands for many.
         num_frames: of a segment; None makes one sample of each member.
         extension: of the members.
         rank, num_ranks: rank r takes every num_ranks-th segment; all ranks read everything.
@@ -77,39 +79,36 @@ class LatentStream:
                 yield segment
 
     def _members(self) -> Iterator[_Segment]:
-        for sample in _samples([str(tar) for tar in self._tars]):
-            if self._extension not in sample:
-                there = ", ".join(sorted(name for name in sample if not name.startswith("__")))
-                raise UserError(
-                    f"{sample['__url__']}: {sample['__key__']} has no member {self._extension}",
-                    hint=f"give the extension of the latents; it has: {there}",
-                )
-            try:
-                array = np.load(io.BytesIO(sample[self._extension]), allow_pickle=False)
-            except (ValueError, EOFError) as error:
-                raise _unreadable(f"{sample['__url__']}: {sample['__key__']}", error) from error
-            if not isinstance(array, np.ndarray) or array.ndim != 4 or array.dtype not in (np.float16, np.uint16):
-                raise UserError(
-                    f"{sample['__url__']}: {sample['__key__']} has {_described(array)}",
-                    hint="latents are [frames, channels, height, width] of float16, or the bits of bfloat16 as uint16",
-                )
-            yield str(sample["__key__"]), array
+        for tar in (tar for pattern in self._tars for tar in expand(str(pattern))):
+            for sample in self._samples(tar):
+                if isinstance(sample, Unreadable):
+                    raise _unreadable(f"{tar}: {sample.key}", sample.detail)
+                if self._extension not in sample.members:
+                    raise UserError(
+                        f"{tar}: {sample.key} has no member {self._extension}",
+                        hint=f"give the extension of the latents; it has: {', '.join(sorted(sample.members)[:20])}",
+                    )
+                yield sample.key, _array(sample.members[self._extension], what=f"{tar}: {sample.key}")
 
-
-def _samples(tars: list[str]) -> Iterator[dict[str, Any]]:
-    import webdataset as wds
-
-    expanded = [tar for pattern in tars for tar in wds.shardlists.expand_urls(pattern)]
-    # No node splitter: webdataset would give whole tars to ranks, some more than others.
-    samples = iter(wds.WebDataset(expanded, shardshuffle=False, nodesplitter=None, empty_check=False))
-    while True:
+    def _samples(self, tar: str) -> Iterator[TarSample | Unreadable]:
         try:
-            sample = next(samples, None)
-        except (OSError, tarfile.TarError, ValueError, EOFError) as error:
-            raise _unreadable(" ".join(tars), error) from error
-        if sample is None:
-            return
-        yield sample
+            path = local_copy(tar, cache=None)
+            yield from samples_of(tar, path, limits={self._extension: MAX_SAMPLE_BYTES})
+        except OSError as error:
+            raise _unreadable(tar, error) from error
+
+
+def _array(content: bytes, *, what: str) -> NDArray[Any]:
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:  # the last for a shape that is larger than its member
+        raise _unreadable(what, error) from error
+    if not isinstance(array, np.ndarray) or array.ndim != 4 or array.dtype not in (np.float16, np.uint16):
+        raise UserError(
+            f"{what} has {_described(array)}",
+            hint="latents are [frames, channels, height, width] of float16, or the bits of bfloat16 as uint16",
+        )
+    return array
 
 
 def _batch(numbered: list[tuple[int, _Segment]]) -> Batch:
@@ -128,5 +127,5 @@ def _described(array: Any) -> str:
     return f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
 
 
-def _unreadable(what: str, error: Exception) -> UserError:
+def _unreadable(what: str, error: object) -> UserError:
     return UserError(f"{what}: cannot be read: {error}", hint="give whole tars of .npy members")

@@ -7,15 +7,17 @@ clip, its caption the txt member, or `caption` in the json.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from train.data.clips import US_PER_S, to_us
+from train.data.streams.samples import TarSample
 
 VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
 NO_CAPTION_ID = -1
+_MAX_SHOWN = 20
 _FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_subsample
 
 
@@ -49,29 +51,29 @@ class WithoutVideo:
     key: str
 
 
-def clips_of(sample: Mapping[str, Any]) -> Sequence[StreamedClip | WithoutVideo]:
-    """The clips of a sample as webdataset gives it: `__key__`, and bytes for each extension.
+def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
+    """The clips of a sample.
 
     Raises:
         ValueError: it has no video, no caption, or members that cannot be read.
     """
+    key, members = sample.key, sample.members
     try:
-        description = json.loads(sample.get("json") or b"{}")
+        description = json.loads(members.get("json") or b"{}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its json cannot be read: {error}") from error
     if not isinstance(description, dict):
         raise ValueError("its json is no object")
-    key = str(sample["__key__"])
-    content = next((sample[extension] for extension in VIDEO_EXTENSIONS if extension in sample), None)
+    content = next((members[extension] for extension in VIDEO_EXTENSIONS if extension in members), None)
     if content is None:
         if str(description.get("status")).startswith(_FAILED_STATUS):
             return [WithoutVideo(key)]
-        there = ", ".join(sorted(name for name in sample if not name.startswith("__"))) or "nothing"
+        there = ", ".join(sorted(members)[:_MAX_SHOWN]) or "nothing"
         raise ValueError(f"no video among its members: {there}")
     if "span_fingerprint" in description:
         return _of_chunk(key, content, description)
     # video2dataset writes an empty txt where there was no caption.
-    texts = sample.get("txt", b"").decode("utf-8", "replace"), description.get("caption")
+    texts = members.get("txt", b"").decode("utf-8", "replace"), description.get("caption")
     text = next((text for text in texts if isinstance(text, str) and text.strip()), None)
     if text is None:
         raise ValueError("it has no caption: no words in a txt, and no caption in its json")

@@ -21,11 +21,13 @@ from train.data.place import LoaderState, Place, resumed
 from train.data.streams.clips import StreamedClip, WithoutVideo
 from train.data.streams.frames import frames_on_screen
 from train.data.streams.order import shuffled, tars_of_epoch
-from train.data.streams.tars import Unreadable, expand, items_in
+from train.data.streams.samples import Unreadable
+from train.data.streams.tars import expand, items_in
 from train.data.workers import Stuck, in_order
 from train.models.text import Tokenize
 
 _BLOCK = 4096
+_AHEAD_BYTES = 1 << 30  # of files that wait to be decoded, or are being decoded
 _Item = StreamedClip | Unreadable
 
 
@@ -226,6 +228,8 @@ class VideoStream:
             num_threads=loading.num_threads,
             num_ahead=loading.num_ahead,
             stuck_after_s=loading.stuck_after_s,
+            size_of=lambda one: _size_of(one.item),
+            max_bytes=_AHEAD_BYTES,
         )
         for done, outcome in loaded:
             if isinstance(done.item, StreamedClip):
@@ -252,7 +256,8 @@ class VideoStream:
             video = PlainVideo(clip.content)
             frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng)
             found = video.decode(frames)
-        except (av.FFmpegError, ValueError) as error:
+            tokens = self._tokenize(clip.text)
+        except (av.FFmpegError, ValueError, ArithmeticError, LookupError, MemoryError) as error:
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
         if missing := sorted(set(frames) - found.keys()):
             detail = f"frames {missing} do not come out of the decoder"
@@ -265,7 +270,7 @@ class VideoStream:
             caption_id=clip.caption_id,
             video=made.video,
             colour=made.colour,
-            tokens=self._tokenize(clip.text),
+            tokens=tokens,
         )
 
 

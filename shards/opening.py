@@ -1,0 +1,102 @@
+"""Opening files of mounts that may not answer: `open` on a dead network mount blocks, and cannot be interrupted.
+
+Each `open` runs in a daemon thread of its own. A thread that does not come back in time is left behind, so neither its
+caller nor the end of the program waits for it. While it is blocked its path fails at once, and a folder that keeps
+`_MAX_BLOCKED` threads blocked fails as a whole: the number of threads left behind is bounded by the number of folders.
+"""
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+OPEN_LIMIT_S = 60.0  # less than a loader waits for a sample
+_MAX_BLOCKED = 4  # threads that the files of one folder may keep blocked
+
+_lock = threading.Lock()
+_blocked: set[Path] = set()
+
+
+@dataclass
+class _Opening:
+    done: threading.Event = field(default_factory=threading.Event)
+    descriptor: int | None = None
+    error: Exception | None = None
+    is_abandoned: bool = False
+
+
+def open_regular(path: Path) -> int:
+    """Descriptor of the regular file `path`, for reading; it or an error comes within `OPEN_LIMIT_S` seconds.
+
+    Raises:
+        OSError: the file cannot be opened, or it is a pipe, a device or a folder.
+        TimeoutError: `open` has not returned, now or when this file was asked for before.
+    """
+    with _lock:
+        if path in _blocked or sum(other.parent == path.parent for other in _blocked) >= _MAX_BLOCKED:
+            raise _not_answering(path)
+    opening = _Opening()
+    threading.Thread(target=_open, args=(path, opening), name=f"open {path.name}", daemon=True).start()
+    if not opening.done.wait(OPEN_LIMIT_S):
+        with _lock:
+            if not opening.done.is_set():
+                opening.is_abandoned = True
+                _blocked.add(path)
+                raise _not_answering(path)
+    if opening.error is not None:
+        raise opening.error
+    assert opening.descriptor is not None
+    return opening.descriptor
+
+
+@contextmanager
+def turn_with(lock: threading.Lock, path: Path) -> Iterator[None]:
+    """Holds `lock`, which the one thread that opens or checks `path` has.
+
+    Raises:
+        TimeoutError: that thread has kept it for `OPEN_LIMIT_S` seconds.
+    """
+    if not lock.acquire(timeout=OPEN_LIMIT_S):
+        raise _not_answering(path)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _not_answering(path: Path) -> TimeoutError:
+    what = f"it could not be opened within {OPEN_LIMIT_S:g} s: the disk or the mount does not answer"
+    return TimeoutError(errno.ETIMEDOUT, what, str(path))
+
+
+def _open(path: Path, opening: _Opening) -> None:
+    try:
+        descriptor = _open_now(path)
+    except Exception as error:  # noqa: BLE001 - handed to the caller, whose it is
+        descriptor, opening.error = None, error
+    with _lock:
+        _blocked.discard(path)
+        if opening.is_abandoned and descriptor is not None:
+            os.close(descriptor)
+        opening.descriptor = descriptor
+        opening.done.set()
+
+
+def _open_now(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        # Without O_NONBLOCK a pipe would wait for its writer; regular files do not care, unless one is leased.
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:
+        descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

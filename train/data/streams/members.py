@@ -1,0 +1,272 @@
+"""The members of a tar, read from front to back in bounded memory, whatever its headers claim.
+
+Python's tarfile reads the extended headers of a member whole, fills sparse members up with zeros, takes a damaged
+header for the end of the tar, and expands compressed tars to any size. Here a member is read only if its reader wants
+it and it is not too large, headers have a limit, sparse members are not read, and a compressed tar that expands as no
+video does is refused.
+
+Names and sizes are those of tarfile: USTAR, old tars, GNU's long names, PAX.
+"""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from shards.damage import DamagedTar
+from shards.format import BLOCK_BYTES
+from shards.index import padded
+from shards.opening import open_regular
+
+MAX_HEADER_BYTES = 1 << 20  # of an extended header: long names, and what PAX records of a file
+MAX_NAME_BYTES = 4096
+# Of a compressed tar: videos do not shrink, captions a few times, and a bomb a thousand times.
+MAX_EXPANSION = 64
+_FREE_BYTES = 64 << 20  # that a small tar may expand to in any case
+_XZ_MEMORY_BYTES = 256 << 20  # four times what `xz -9` needs
+_PIECE_BYTES = 1 << 20
+_PAX = (b"x", b"X")
+_WITHOUT_PAYLOAD = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+# Where the header of a sparse member, and a further one, says that another follows.
+_SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of a tar.
+
+    Attributes:
+        size_bytes: as its header says.
+        content: None where nobody wanted it, or where it cannot be had.
+        problem: why it cannot be had, as the end of a sentence that begins with its name.
+    """
+
+    name: str
+    size_bytes: int
+    content: bytes | None = None
+    problem: str | None = None
+
+
+def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
+    """The files of a tar in their order; links, folders and devices are passed over.
+
+    Args:
+        limit_of: how many bytes a member of this name may have to be read; 0 for one that nobody wants.
+
+    Raises:
+        DamagedTar: the tar ends early, or goes on with what is no member, or expands too far. What came before is good.
+        OSError: it cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        source = _Source(path, file)
+        try:
+            yield from _members(source, limit_of)
+        except (EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            raise source.broken(str(error)) from error
+
+
+@dataclass
+class _Extended:
+    """What the headers before a member's own say of it."""
+
+    name: bytes | None = None
+    size_bytes: int | None = None
+    is_sparse: bool = False
+
+
+class _Source:
+    """The bytes of a tar, unpacked where it is compressed."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._packed_bytes = os.fstat(file.fileno()).st_size
+        self._stream, self._is_packed = _unpacked(file)
+        self.position = 0
+
+    def block(self) -> bytes:
+        """The next block; fewer bytes at the end."""
+        block = self._stream.read(BLOCK_BYTES)
+        self._advance(len(block))
+        return block
+
+    def read(self, size_bytes: int) -> bytes:
+        """The next member's or header's payload, whose size is within a limit; passes over its padding."""
+        self._require_there(size_bytes)
+        if not self._is_packed:
+            content = self._stream.read(size_bytes)
+            self._advance(len(content))
+        else:
+            pieces = io.BytesIO()  # room is made for what comes, and not for what a header claims
+            while (missing := size_bytes - pieces.tell()) and (piece := self._stream.read(min(missing, _PIECE_BYTES))):
+                self._advance(len(piece))
+                pieces.write(piece)
+            content = pieces.getvalue()
+        if len(content) < size_bytes:
+            raise self.broken("it was cut short")
+        self.skip(padded(size_bytes) - size_bytes)
+        return content
+
+    def skip(self, size_bytes: int) -> None:
+        """Passes over what comes next."""
+        self._require_there(size_bytes)
+        if not self._is_packed:
+            self._stream.seek(size_bytes, os.SEEK_CUR)
+            self._advance(size_bytes)
+            return
+        while size_bytes:
+            piece = self._stream.read(min(size_bytes, _PIECE_BYTES))
+            if not piece:
+                raise self.broken("it was cut short")
+            self._advance(len(piece))
+            size_bytes -= len(piece)
+
+    def skip_sparse_headers(self, block: bytes) -> None:
+        """Passes over the headers that follow `block`, the first one of a sparse member."""
+        another = block[_SPARSE_FIRST]
+        while another:
+            block = self.read(BLOCK_BYTES)
+            another = block[_SPARSE_FURTHER]
+
+    def broken(self, why: str) -> DamagedTar:
+        """The error that ends the reading."""
+        return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
+
+    def _require_there(self, size_bytes: int) -> None:
+        if not self._is_packed and self.position + size_bytes > self._packed_bytes:
+            raise self.broken("it was cut short")
+
+    def _advance(self, num_bytes: int) -> None:
+        self.position += num_bytes
+        if self._is_packed and self.position > self._packed_bytes * MAX_EXPANSION + _FREE_BYTES:
+            raise self.broken(f"it expands to more than {MAX_EXPANSION} times its size")
+
+
+def _members(source: _Source, limit_of: Callable[[str], int]) -> Iterator[Member]:
+    extended = _Extended()
+    while (block := source.block()) != bytes(BLOCK_BYTES):
+        if len(block) < BLOCK_BYTES:
+            raise source.broken("it was cut short" if source.position else "it is empty")
+        try:
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise source.broken("what follows is no member") from error
+        if info.size < 0:
+            raise source.broken("a member has a negative size")
+        if info.type in (tarfile.GNUTYPE_LONGNAME, *_PAX):
+            if info.size > MAX_HEADER_BYTES:
+                raise source.broken(f"a header claims {info.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
+            _extend(extended, source.read(info.size), is_pax=info.type in _PAX)
+            continue
+        if info.type in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):
+            source.skip(padded(info.size))
+            continue
+        if info.type not in _WITHOUT_PAYLOAD:
+            yield from _member(source, info, extended, block=block, limit_of=limit_of)
+        extended = _Extended()
+
+
+def _member(
+    source: _Source, info: tarfile.TarInfo, extended: _Extended, *, block: bytes, limit_of: Callable[[str], int]
+) -> Iterator[Member]:
+    size_bytes = info.size if extended.size_bytes is None else extended.size_bytes
+    name = _shown(info.name if extended.name is None else extended.name.decode("utf-8", "surrogateescape"))
+    limit_bytes, problem = 0, None
+    if info.type == tarfile.GNUTYPE_SPARSE:
+        source.skip_sparse_headers(block)
+    if extended.is_sparse or info.type == tarfile.GNUTYPE_SPARSE:
+        problem = "is a sparse file, which is not read"
+    elif len(name) > MAX_NAME_BYTES:
+        name, problem = f"{name[:100]}...", f"has a name of {len(name):,} characters"
+    elif info.type in _REGULAR:
+        limit_bytes = limit_of(name)
+        if limit_bytes and size_bytes > limit_bytes:
+            problem = f"has {size_bytes:,} bytes, more than the {limit_bytes:,} that are read"
+    if limit_bytes and problem is None:
+        yield Member(name, size_bytes, content=source.read(size_bytes))
+        return
+    source.skip(padded(size_bytes))
+    if info.type in _REGULAR or problem is not None:
+        yield Member(name, size_bytes, problem=problem)
+
+
+def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
+    """Takes the name, the size and sparseness out of the payload of an extended header.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not is_pax:
+        extended.name = payload.partition(b"\0")[0]
+        return
+    begin = 0
+    while begin < len(payload) and payload[begin]:
+        space = payload.find(b" ", begin, begin + 20)
+        length = int(payload[begin:space]) if space > 0 else 0
+        if length <= space - begin or begin + length > len(payload):
+            raise ValueError("a PAX header is damaged")
+        keyword, _, value = payload[space + 1 : begin + length - 1].partition(b"=")
+        if keyword == b"path":
+            extended.name = value
+        elif keyword == b"size":
+            extended.size_bytes = int(value[:20])
+        elif keyword.startswith(b"GNU.sparse."):
+            extended.is_sparse = True
+        begin += length
+
+
+def _shown(name: str) -> str:
+    """A name without what a terminal would act on, or could not print."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+def _unpacked(file: BinaryIO) -> tuple[BinaryIO, bool]:
+    """The file, or what it expands to, and whether it is compressed."""
+    magic = file.read(6)
+    file.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=file), True  # type: ignore[return-value]
+    if magic.startswith(b"BZh"):
+        return bz2.BZ2File(file), True  # type: ignore[return-value]
+    if magic == b"\xfd7zXZ\0":
+        return io.BufferedReader(_Xz(file)), True
+    return file, False
+
+
+class _Xz(io.RawIOBase):
+    """What an xz file expands to; unlike `lzma.LZMAFile` it makes no room for any dictionary that a header asks for."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decompressor = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+        """Up to as many bytes as there is room for; 0 at the end."""
+        while True:
+            packed = self._file.read(_PIECE_BYTES) if self._decompressor.needs_input else b""
+            if self._decompressor.needs_input and not packed:
+                raise EOFError("the compressed data ends early")
+            piece = self._decompressor.decompress(packed, len(buffer))
+            if piece:
+                buffer[: len(piece)] = piece
+                return len(piece)
+            if self._decompressor.eof:
+                return 0
