@@ -91,6 +91,7 @@ def run_chunks(
     from prep.progress import CountProgress
     from prep.recipe import resolve
     from prep.run import FAILURES_FILE, execute
+    from prep.scratch import remove_abandoned
 
     budget = parse_budget(max_failures)
     if workers is not None and workers < 1:
@@ -115,6 +116,7 @@ def run_chunks(
         resolved = resolve(recipe, ffmpeg_version=ffmpeg.version)
         planned = make_plan(data_dir, resolved, retry_codes=retry_codes, on_probe=CountProgress("probing sources"))
         summary = execute(chunk_job(planned), chosen)
+        remove_abandoned()  # of workers that were lost, now or in an earlier run
     print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
     if summary.num_failed_videos > budget(planned.plan.num_videos):
         listed = planned.variant_dir / FAILURES_FILE

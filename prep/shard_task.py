@@ -61,7 +61,7 @@ def make_shard(task: ShardTask) -> ShardResult:
 
 
 def _make(task: ShardTask) -> ShardResult:
-    with scratch_folder() as scratch:
+    with scratch_folder(f"shard {task.shard_id:06d} of {task.variant_dir}") as scratch:
         return _make_in(scratch, task, ffmpeg=find_ffmpeg())
 
 
