@@ -56,7 +56,7 @@ class Heartbeat:
         text = json.dumps(asdict(ShardProgress(self._shard_id, self._num_chunks, num_done)))
         # A sign of life is not worth failing for: a full disk will be met, and named, by the shard itself.
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(exist_ok=True)
             self._path.write_text(text)
 
 

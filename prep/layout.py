@@ -17,6 +17,7 @@ from prep.chunk_settings import ChunkSettings
 from prep.columns import as_array
 from prep.recipe import SPAN_CHUNKS
 
+LAYOUT_FOLDER = "layout"
 MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default recipe
 MIN_SHARDS = 16  # a small set still gives every core of a server something to do
 
@@ -32,7 +33,7 @@ LAYOUT = pa.schema(
 
 def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
     """Where the layout for the recipe's chunk length lies."""
-    return data_dir / "layout" / f"{settings.len}-{settings.tail}.parquet"
+    return data_dir / LAYOUT_FOLDER / f"{settings.len}-{settings.tail}.parquet"
 
 
 def read_layout(path: Path) -> pa.Table:
@@ -58,7 +59,7 @@ def read_layout(path: Path) -> pa.Table:
 
 def write_layout(path: Path, layout: pa.Table) -> None:
     """Publishes the layout; done before any work that relies on it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     with published(path) as temporary:
         pq.write_table(layout, temporary)
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
-from manifests.publish import publish_bytes, publish_json
-from prep.data_folder import remove_temporaries
+from manifests.publish import publish_bytes, publish_json, sync, temporary_path
+from prep.data_folder import remove_variant_temporaries
 from prep.engines import Engine
 from prep.failures import FailureCode
 from prep.heartbeat import running_shards
@@ -18,7 +18,7 @@ from prep.progress import ChunkProgress
 from prep.shard_result import ShardResult, W, stopped
 from shards.commits import Failure, commit_path, read_commits
 from shards.dataset import current_variant, set_current_variant
-from shards.format import RECIPE_FILE
+from shards.format import COMMITS_FOLDER, RECIPE_FILE
 from shards.lists import write_shard_lists
 
 FAILURES_FILE = "failures.jsonl"
@@ -84,9 +84,8 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     Call it while holding the column (`prep.data_folder.writing`).
     """
     folder = job.variant_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_temporaries(folder)
-    write_recipe(folder, job.recipe)
+    make_variant(folder, job.recipe)
+    remove_variant_temporaries(folder)
     if current_variant(job.data_dir, job.column) is None:
         # The first variant can be read while it grows; a later one takes its place when it is whole.
         set_current_variant(job.data_dir, job.column, job.variant)
@@ -103,9 +102,25 @@ def execute(job: Job[W], engine: Engine) -> Summary:
         if result.stopped_by is not None:
             stops.append(result.stopped_by)
     summary.wall_s = time.monotonic() - begin_s
-    remove_temporaries(folder)  # of workers that were lost
+    remove_variant_temporaries(folder)  # of workers that were lost
     _finish(job, summary, stops)
     return summary
+
+
+def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
+    """Makes a variant's folder with its recipe, or brings the recipe of one that is there up to date.
+
+    A folder gets its name when its recipe is in it: no other command meets one without.
+    """
+    if not folder.is_dir():
+        folder.parent.mkdir(exist_ok=True)
+        half_made = temporary_path(folder)
+        half_made.mkdir()
+        write_recipe(half_made, recipe)
+        half_made.rename(folder)
+        sync(folder.parent)
+    write_recipe(folder, recipe)
+    (folder / COMMITS_FOLDER).mkdir(exist_ok=True)
 
 
 def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def _content(descriptor: int) -> bytes:
     Raises:
         OSError: it is another kind of file.
     """
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - it is open already
+    with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
         return file.read(_MAX_MARKER_BYTES)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.publish import published
+from manifests.publish import folder_lock, published, remove_temporaries
 from prep.failures import FailureCode, SourceFailure
 
 PROBES_FILE = "probes.parquet"
@@ -144,5 +144,8 @@ def _probe_row(path: str, size_bytes: int, mtime_ns: int, *, old: dict[str, Any]
 
 
 def _write_cache(data_dir: Path, table: pa.Table) -> None:
-    with published(data_dir / PROBES_FILE) as temporary:
-        pq.write_table(table, temporary)
+    # `prep plan` writes it too, and holds no column.
+    with folder_lock(data_dir):
+        remove_temporaries(data_dir, of=lambda target: target == PROBES_FILE)
+        with published(data_dir / PROBES_FILE) as temporary:
+            pq.write_table(table, temporary)

@@ -67,9 +67,9 @@ def commit_path(variant_dir: Path, shard_id: int) -> Path:
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
-    """Publishes `commit`; from here on readers see the shard."""
+    """Publishes `commit`; from here on readers see the shard. The variant's folder must be there."""
     path = commit_path(variant_dir, commit.shard_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
     # ASCII escapes, because a message may quote a path whose bytes are no UTF-8.
     text = json.dumps({**record, "sha256": _digest(record)}, indent=1, sort_keys=True, ensure_ascii=True)

@@ -1,15 +1,11 @@
 """Where the variants of each column lie, and which of them is current (`dataset.json`)."""
 
-import fcntl
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from manifests.publish import publish_json
+from manifests.publish import folder_lock, publish_json
 from shards.format import DATASET_FILE, FORMAT_VERSION
 
 
@@ -45,24 +41,13 @@ def current_variant(data_dir: Path, column: str) -> str | None:
 
 def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
     """Makes `variant` the current one of `column`; other columns keep theirs."""
-    with _alone(data_dir):
+    with folder_lock(data_dir):  # commands that write different columns must not lose each other's entry
         dataset = _read(data_dir)
         entry = dataset["columns"].setdefault(column, {})
         if entry.get("current") == variant:
             return
         entry["current"] = variant
         publish_json(data_dir / DATASET_FILE, dataset)
-
-
-@contextmanager
-def _alone(data_dir: Path) -> Iterator[None]:
-    """Keeps commands that write different columns from losing each other's entry."""
-    folder = os.open(data_dir, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
 
 
 def _read(data_dir: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from prep.data_folder import TEXT
 from prep.engines import Engine, Outcome, R, T
 from prep.layout import read_layout, write_layout
 from prep.plan import ShardPlan
-from prep.run import Job, execute, with_work, write_recipe
+from prep.run import Job, execute, make_variant, with_work
 from prep.text.bank import BANK_FOLDER, Bank
 from prep.text.blocks import TowerUse
 from prep.text.captions import CaptionReader
@@ -39,8 +39,7 @@ def run_text(
     path = text_layout_path(plan.data_dir)
     if not path.exists() or not read_layout(path).equals(plan.layout):
         write_layout(path, plan.layout)
-    plan.variant_dir.mkdir(parents=True, exist_ok=True)
-    write_recipe(plan.variant_dir, plan.recipe.as_dict())
+    make_variant(plan.variant_dir, plan.recipe.as_dict())
     bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width)
     with CaptionReader(plan.data_dir) as reader:
         need = needed(plan, reader)
