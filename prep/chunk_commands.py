@@ -118,6 +118,8 @@ def run_chunks(
         summary = execute(chunk_job(planned), chosen)
         remove_abandoned()  # of workers that were lost, now or in an earlier run
     print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
     if summary.num_failed_videos > budget(planned.plan.num_videos):
         listed = planned.variant_dir / FAILURES_FILE
         raise FailedWork(

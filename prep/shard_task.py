@@ -46,10 +46,6 @@ class ShardTask:
     old_commit: Commit | None
     captions_file: Path | None
 
-    @property
-    def first_video_id(self) -> str:
-        return self.spans[0].video_id
-
 
 def make_shard(task: ShardTask) -> ShardResult:
     """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes under the same names."""

@@ -6,8 +6,10 @@ What is known lies in commits and bank, so the run can be killed at any moment. 
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import pyarrow as pa
+
 from prep.data_folder import TEXT
-from prep.engines import Engine, Outcome, R, T
+from prep.engines import Check, Engine, Outcome, R, T
 from prep.layout import read_layout, write_layout
 from prep.plan import ShardPlan
 from prep.run import Job, execute, make_variant, with_work
@@ -60,21 +62,27 @@ def run_text(
         num_bytes_written=ran.num_bytes_written,
         wall_s=time.monotonic() - begin_s,
         failures=ran.failures,
+        gave_up=ran.gave_up,
+        refused_workers=[*filled.refused, *ran.refused_workers],
     )
 
 
 class _Here:
     """The engine that runs tasks in the driver, one after another: shards are copied from the bank, not computed."""
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))
 
 
 def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
+    def video_ids(shard: ShardPlan) -> pa.Array:
+        return plan.video_ids[shard.rows.start : shard.rows.stop]
+
     def task(shard: ShardPlan) -> TextShardTask:
-        video_ids = plan.video_ids[shard.rows.start : shard.rows.stop]
-        return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids)
+        return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
 
     return Job(
         column=TEXT,
@@ -84,6 +92,7 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         shards=plan.shards,
         make=maker.make,
         task=task,
+        video_ids=lambda shard: video_ids(shard).to_pylist(),
         failed_before=[],
         chunk_s=None,
     )
