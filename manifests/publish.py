@@ -24,13 +24,13 @@ def published(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; renames it to `path` when the block ends well, removes it otherwise."""
     temporary = temporary_path(path)
     try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
+        with naming(path):
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)
     except OSError as error:
-        # A write or a flush does not know the name of its file.
-        if error.errno is not None and error.filename is None:
+        if error.filename == os.fspath(temporary):  # which tells nobody anything
             error.filename = os.fspath(path)
         raise
     finally:
@@ -46,6 +46,17 @@ def publish_bytes(path: Path, content: bytes) -> None:
 def publish_json(path: Path, value: Any) -> None:
     """Publishes `value` as JSON with sorted keys, so that equal values are equal bytes."""
     publish_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError of the block the name of `path` if it has none: reading, writing and flushing know no names."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def temporary_path(path: Path) -> Path:

@@ -5,7 +5,6 @@ first, each marked with the fingerprint of the whole; manifest.json comes last a
 counts. A reader that meets another mark says so: a killed write is never read as a manifest.
 """
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from manifests.caption_digest import captions_sha256
 from manifests.caption_identity import assign_ids, caption_hashes
 from manifests.caption_table import ROWS_PER_GROUP, write_caption_table
 from manifests.errors import UserError
+from manifests.json_text import parse_json
 from manifests.merge import fingerprint, in_old_places, rows_of, video_table, without_taken_ids
 from manifests.publish import publish_json, published
 from manifests.schema import CAPTIONS, MANIFEST_FORMAT, REJECTED, VIDEOS
@@ -115,7 +115,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     """
     path = manifest_dir(data_dir) / MANIFEST_FILE
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise UserError(
             f"no manifest in {data_dir}",

@@ -105,9 +105,9 @@ def run_chunks(
     require_encoder(ffmpeg, recipe.settings().codec)
     chosen: Engine
     if engine == "ray":
-        from prep.engines.ray import RayEngine
+        from prep.engines.ray import ray_apart
 
-        chosen = RayEngine(num_workers=workers, address=address)
+        chosen = ray_apart(num_workers=workers, address=address)
     else:
         from prep.engines.processes import ProcessEngine
 

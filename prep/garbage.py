@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
 from manifests.publish import target_of, temporary_path
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.data_folder import COLUMNS, ROOT_FILES, RUNNING_FILE, VIDEO, half_made_variants
@@ -201,7 +202,7 @@ def _wanted_chunks(data_dir: Path, stored: dict[str, Any]) -> frozenset[int]:
 def _is_variant(folder: Path) -> bool:
     """Whether a folder was made by prep: its name ends in the fingerprint of the recipe in it."""
     try:
-        recipe = json.loads((folder / RECIPE_FILE).read_bytes())
+        recipe = parse_json((folder / RECIPE_FILE).read_bytes())
         canonical = json.dumps(recipe, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:8]
         made_here = "schema" in recipe and folder.name.endswith(f"-{digest}")

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from manifests.errors import UserError
-from manifests.publish import published
+from manifests.publish import naming, published
 from prep.chunk_settings import ChunkSettings
 from prep.columns import as_array
 from prep.recipe import SPAN_CHUNKS
@@ -45,12 +45,14 @@ def read_layout(path: Path) -> pa.Table:
     if not path.exists():
         return LAYOUT.empty_table()
     try:
-        with pq.ParquetFile(path) as file:
+        with naming(path), pq.ParquetFile(path) as file:
             layout = file.read()
         if not layout.schema.equals(LAYOUT):
             raise pa.ArrowInvalid(f"its columns are {', '.join(layout.schema.names)}")
         return layout
     except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # not what the file says, but that it cannot be read
         raise UserError(
             f"the layout {path} is damaged: {error}",
             hint="restore it from a backup, or remove it and the variants' folders and prepare the data again",

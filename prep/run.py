@@ -1,7 +1,6 @@
 """Carrying a plan out: the driver. What it knows is in the commits, so it can be killed at any moment and run again."""
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
+from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, sync, temporary_path
 from prep.admission import worker_ticket
 from prep.data_folder import remove_variant_temporaries
@@ -17,7 +17,7 @@ from prep.failures import FailureCode
 from prep.heartbeat import running_shards
 from prep.plan import ShardPlan, ShardState
 from prep.planning import look_at
-from prep.progress import ChunkProgress
+from prep.progress import ChunkProgress, tell_refused
 from prep.shard_result import ShardResult, Stop, W, stopped
 from shards.commits import Commit, Failure, commit_path, read_commits
 from shards.dataset import current_variant, set_current_variant
@@ -132,7 +132,7 @@ def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
 def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     """Publishes recipe.json where it is not there already: a run with nothing to do touches no file."""
     try:
-        is_recorded = json.loads((folder / RECIPE_FILE).read_bytes()) == recipe
+        is_recorded = parse_json((folder / RECIPE_FILE).read_bytes()) == recipe
     except (OSError, ValueError):
         is_recorded = False
     if not is_recorded:
@@ -165,11 +165,6 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     summary.gave_up = f"the disk was full for {full_disks} shards in a row, so no more were tried"
                     return
             progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
-
-
-def tell_refused(refused: Refused) -> None:
-    """Prints that a place gets no work, and why."""
-    print(f"warning: no work for {refused.place}: {refused.reason}", file=sys.stderr, flush=True)
 
 
 def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:

@@ -25,6 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from manifests.json_text import parse_json
+
 _PROGRAM, _FORMAT = "clipmill", 1
 _MARKER = "clipmill-scratch.json"
 _FOLDER = re.compile(r"[0-9a-f]{12}")
@@ -156,8 +158,8 @@ def _content(descriptor: int) -> bytes:
 def _names(marker: bytes, folder: str) -> bool:
     """Whether the content of a marker is this program's, and speaks of that folder."""
     try:
-        said: Any = json.loads(marker)
-    except (ValueError, RecursionError):
+        said: Any = parse_json(marker)
+    except ValueError:
         return False
     wanted = {"program": _PROGRAM, "format": _FORMAT, "folder": folder}
     return isinstance(said, dict) and all(said.get(key) == value for key, value in wanted.items())

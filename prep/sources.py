@@ -5,6 +5,7 @@ keeps the facts of its last good probe beside the failure: chunks that were made
 be gone.
 """
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.publish import folder_lock, published, remove_temporaries
+from manifests.publish import folder_lock, naming, published, remove_temporaries
 from prep.failures import FailureCode, SourceFailure
 
 PROBES_FILE = "probes.parquet"
@@ -44,11 +45,18 @@ PROBES = pa.schema(
 
 
 def read_probes(data_dir: Path) -> pa.Table:
-    """The probes as they were stored last (schema PROBES), empty where there are none; no source is looked at."""
+    """The probes as they were stored last (schema PROBES), empty where there are none; no source is looked at.
+
+    Raises:
+        OSError: they are there, and cannot be read.
+    """
     try:
-        with pq.ParquetFile(data_dir / PROBES_FILE) as file:
+        with naming(data_dir / PROBES_FILE), pq.ParquetFile(data_dir / PROBES_FILE) as file:
             table = file.read()  # one chunk a column, which `read_table` does not give
-    except (FileNotFoundError, pa.ArrowInvalid, OSError):
+    except (pa.ArrowInvalid, OSError) as error:
+        # What cannot be read now is no reason to forget sources that have gone since they were probed.
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise
         return PROBES.empty_table()
     return table if table.schema.equals(PROBES) else PROBES.empty_table()
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manifests.errors import UserError
-from manifests.publish import publish_bytes
+from manifests.json_text import parse_json
+from manifests.publish import naming, publish_bytes
 from shards.damage import DamagedCommit
 from shards.format import COMMITS_FOLDER, FORMAT_VERSION, commit_name, shard_id_of
 
@@ -85,7 +86,8 @@ def read_commit(path: Path) -> Commit:
         FileNotFoundError: there is no such file.
     """
     try:
-        record = json.loads(path.read_bytes())
+        with naming(path):
+            record = parse_json(path.read_bytes())
         checksum = record.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCommit(path, f"not a commit record ({error})") from error

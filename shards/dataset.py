@@ -1,11 +1,11 @@
 """Where the variants of each column lie, and which of them is current (`dataset.json`)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from manifests.publish import folder_lock, publish_json
+from manifests.json_text import parse_json
+from manifests.publish import folder_lock, naming, publish_json
 from shards.format import DATASET_FILE, FORMAT_VERSION
 
 
@@ -53,7 +53,8 @@ def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
 def _read(data_dir: Path) -> dict[str, Any]:
     path = data_dir / DATASET_FILE
     try:
-        dataset: dict[str, Any] = json.loads(path.read_bytes())
+        with naming(path):
+            dataset: dict[str, Any] = parse_json(path.read_bytes())
     except FileNotFoundError:
         return {"clipmill_format": FORMAT_VERSION, "columns": {}}
     except ValueError as error:

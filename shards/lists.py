@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from manifests.publish import publish_bytes
+from manifests.publish import naming, publish_bytes
 from shards.commits import Commit
 
 ALL_SHARDS_FILE = "shards.txt"
@@ -30,7 +30,9 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
     for file_name, tars in lists.items():
         content = "".join(f"{tar}\n" for tar in tars).encode()
         path = variant_dir / file_name
-        if not path.is_file() or path.read_bytes() != content:
+        with naming(path):
+            is_right = path.is_file() and path.read_bytes() == content
+        if not is_right:
             publish_bytes(path, content)
     for path in variant_dir.glob("shards-*.txt"):
         if path.name not in lists:

@@ -1,6 +1,5 @@
 """Reading a variant: its committed shards, any member of any sample, and the place of a key."""
 
-import json
 import shlex
 import threading
 from bisect import bisect_left, bisect_right
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
 from shards.commits import Commit, ShardFiles, read_commits
 from shards.damage import DamagedCommit, DamagedIndex
 from shards.dataset import current_variant, list_variants, variant_dir
@@ -162,7 +162,7 @@ class Variant:
         """
         path = self.directory / RECIPE_FILE
         try:
-            recipe = json.loads(path.read_bytes())
+            recipe = parse_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
         if not isinstance(recipe, dict):

@@ -2,9 +2,9 @@
 window of them, kilobytes in and out.
 
 Without an address the command starts an instance of its own on this machine and ends it; with one it joins a
-cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder under the same path. What a node gets
-first is the check, as source; function and tasks are bytes to it until it has passed. A node that has not is left out
-from then on, and its task goes to another one.
+cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder under the same path. Each node that is
+there is asked at once, and each worker before its first task. They get the check as source; function and tasks are
+bytes to them until they have passed. A node that has not is left out from then on, and its task goes to another one.
 """
 
 import logging
@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 
 from manifests.errors import FailedWork, UserError
 from prep import admission
-from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, no_place_left
+from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T, no_place_left
+from prep.engines.apart import Apart
 
 _MAX_PENDING_PER_CPU = 2  # enough that no core waits; few enough that a lost driver leaves little behind
 _ANSWER_LIMIT_S = 10.0
@@ -49,8 +50,12 @@ class RayEngine:
             self._init(ray)
             try:
                 nodes = _Nodes(ray, "GPU" if self._actor_gpus else "CPU")
+                work = _Work(ray, function, check)
+                if check is not None and self._address is not None:
+                    nodes.ask(work.refusal())
                 run = self._run if self._actor_gpus is None else self._run_in_actors
-                yield from run(ray, nodes, _Work(ray, function, check), iter(tasks))
+                yield from run(ray, nodes, work, iter(tasks))
+                yield from nodes.answers(limit_s=_ANSWER_LIMIT_S)
             except (ray.exceptions.RayError, ConnectionError) as error:
                 where = "on this machine" if self._address is None else f'at "{self._address}"'
                 raise FailedWork(
@@ -105,6 +110,7 @@ class RayEngine:
             if not ready:
                 nodes.require_one()
                 yield None
+            yield from nodes.answers()
             for reference in ready:
                 task = pending.pop(reference)
                 refusal, outcome = _outcome(ray, reference, task)
@@ -135,6 +141,7 @@ class RayEngine:
             if not ready:
                 nodes.require_one()
                 yield None
+            yield from nodes.answers()
             for reference in ready:
                 if reference in starting:
                     worker = starting.pop(reference)
@@ -179,6 +186,12 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
 
 
+def ray_apart(*, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> Engine:
+    """A `RayEngine` in a process of its own, which is the one that Ray ends when it loses its cluster."""
+    engine = RayEngine(num_workers=num_workers, address=address, actor_gpus=actor_gpus)
+    return Apart(engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"')
+
+
 class _Nodes:
     """The nodes that get no work.
 
@@ -190,6 +203,30 @@ class _Nodes:
         self._ray, self._resource = ray, resource
         self._refused: dict[str, Refused] = {}
         self._looked_s = time.monotonic()
+        self._asked: dict[Any, str] = {}
+
+    def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
+        """Has every node that is there call `refusal`, beside whatever it is at."""
+        remote = self._ray.remote(refusal)
+        for node in self._there():
+            options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
+            self._asked[remote.options(**options).remote()] = node["NodeID"]
+
+    def answers(self, *, limit_s: float = 0.0) -> Iterator[Refused]:
+        """The nodes that have answered by now, or do so within a limit, and were refused."""
+        if not self._asked:
+            return
+        ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=limit_s)
+        for reference in ready:
+            node_id = self._asked.pop(reference)
+            try:
+                refusal = self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:
+                refusal = node_id, _first_line(error)
+            except self._ray.exceptions.RayError:
+                continue  # it has gone
+            if refusal is not None:
+                yield from self.refuse(refusal)
 
     def options(self) -> dict[str, Any]:
         """Of a task or an actor, so that it comes to none of these nodes."""
@@ -215,9 +252,12 @@ class _Nodes:
         if not self._refused or (time.monotonic() - self._looked_s < _LOOK_INTERVAL_S and not at_once):
             return
         self._looked_s = time.monotonic()
-        there = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
-        if all(node["NodeID"] in self._refused for node in there):
+        if all(node["NodeID"] in self._refused for node in self._there()):
             raise no_place_left(self._refused.values())
+
+    def _there(self) -> list[Any]:
+        """The living nodes that can have workers."""
+        return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
 
 
 class _Work:
@@ -234,7 +274,7 @@ class _Work:
 
     def as_function(self) -> Callable[[bytes], Any]:
         """A function of a packed call. It returns (None, result), or (node's id, why not) and None."""
-        refusal, passed = self._refusal(), list[bool]()  # a worker loads the function once and keeps the list
+        refusal, passed = self.refusal(), list[bool]()  # a worker loads the function once and keeps the list
 
         def work(packed: bytes) -> Any:
             if not passed and (refused := refusal()) is not None:
@@ -253,12 +293,12 @@ class _Work:
 
     def as_class(self) -> type:
         """The class of an actor for packed calls; its `refusal` is asked first."""
-        check_node = self._refusal()
+        refusal_here = self.refusal()
 
         class Actor:
             def refusal(self) -> tuple[str, str] | None:
                 """(node's id, why not), or None; answers when the actor has started."""
-                return check_node()
+                return refusal_here()
 
             def work(self, packed: bytes) -> Any:
                 import ray
@@ -271,7 +311,8 @@ class _Work:
 
         return Actor
 
-    def _refusal(self) -> Callable[[], tuple[str, str] | None]:
+    def refusal(self) -> Callable[[], tuple[str, str] | None]:
+        """A function that says of a worker (its node's id, why it must not work), or None."""
         check = self._check
 
         def refusal() -> tuple[str, str] | None:

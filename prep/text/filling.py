@@ -13,7 +13,8 @@ from prep.admission import worker_ticket
 from prep.engines import Engine, Refused
 from prep.failures import FailureCode
 from prep.plan import ShardPlan
-from prep.run import tell_refused, with_work
+from prep.progress import tell_refused
+from prep.run import with_work
 from prep.text.bank import Bank
 from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader

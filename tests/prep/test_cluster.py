@@ -1,15 +1,21 @@
-"""A cluster of two nodes, one of which dies while it works."""
+"""Clusters of nodes that die while they work, or must not work at all."""
 
+import os
 import secrets
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.prep.running import MARK, Ran, chunk, contents, manifest, processes, start, wait_until
+from tests.prep.running import MARK, Ran, chunk, contents, manifest, prep, processes, start, wait_until
 
 SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 
@@ -68,3 +74,87 @@ def test_a_run_outlives_one_of_two_nodes(
     assert ran.status == 0, ran.stderr
     assert ran.summary["num_encoded"] == 60 and ran.summary["failures"] == {}
     assert contents(data) == contents(tmp_path / "undisturbed")
+
+
+Node = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def add_node(cluster: Any, mark: str) -> Iterator[Node]:
+    """Starts a node of one CPU after a shell command, of whose mounts nobody else sees anything."""
+    nodes = []
+
+    def add(*, first: str) -> "subprocess.Popen[bytes]":
+        ray = [os.fspath(Path(sys.executable).with_name("ray")), "start", "--address", cluster.address]
+        command = f"{first} && exec {shlex.join([*ray, '--num-cpus', '1', '--block'])}"
+        there = num_alive()
+        nodes.append(
+            subprocess.Popen(
+                ["unshare", "--mount", "sh", "-c", command],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+        # One after another: raylets that start at once may choose the same port.
+        wait_until(lambda: num_alive() > there)
+        return nodes[-1]
+
+    def num_alive() -> int:
+        return sum(node["Alive"] for node in cluster.global_state.node_table())
+
+    yield add
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    for node in nodes:
+        node.wait()
+
+
+def require_private_mounts() -> None:
+    """Skips where a process may not have mounts of its own."""
+    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
+        pytest.skip("mounts of one process alone are not permitted here")
+
+
+def other_source(folder: Path) -> Path:
+    """A copy of the packages that differs from this one in a comment."""
+    for package in ("manifests", "shards", "prep"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "prep" / "spans.py").open("a") as file:
+        file.write("# of another version\n")
+    return folder
+
+
+def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
+    cluster: Any, add_node: Node, tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    require_private_mounts()
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    for number in range(8):
+        write_video(videos / f"{number}.mp4", seconds=4, first_number=1000 * number)
+    manifest(data, videos)
+    shutil.copytree(data, tmp_path / "undisturbed")
+    chunk(tmp_path / "undisturbed", *SETTINGS)
+    add_node(first=shlex.join(["mount", "-t", "tmpfs", "tmpfs", os.fspath(data)]))
+    copy = other_source(tmp_path / "copy")
+    # Ray lets workers see the modules that the driver sees, where they are.
+    add_node(first=shlex.join(["mount", "--bind", os.fspath(copy / "prep"), os.fspath(ROOT / "prep")]))
+
+    arguments = ("chunk", "--data", data, "--json", "--address", cluster.address, *SETTINGS)
+    ran = prep(*arguments)
+    reasons = [refused["reason"] for refused in ran.summary["refused_workers"]]
+    assert sorted(reason.split(" with ")[0].split(":")[0] for reason in reasons) == [
+        "it does not share the data folder",
+        f"it has clipmill {version('clipmill')}",
+    ], ran.stderr
+    assert len({refused["place"] for refused in ran.summary["refused_workers"]}) == 2
+    assert all(f"no work for {refused['place']}: " in ran.stderr for refused in ran.summary["refused_workers"])
+    assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 64
+    assert contents(data) == contents(tmp_path / "undisturbed")
+
+    shutil.rmtree(data / "video")
+    other = subprocess.run(
+        [sys.executable, "-m", "prep.cli", *map(str, arguments)], cwd=copy, capture_output=True, text=True, timeout=120
+    )
+    refused = Ran(other.returncode, other.stdout, "".join(other.stderr.splitlines(True)[-2:]))
+    assert refused.error.startswith("no worker can be used: node ") and "with source" in refused.error
+    assert not list(data.rglob("*.tar")) and "Traceback" not in other.stderr
