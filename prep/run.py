@@ -156,10 +156,11 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
             elif outcome is not None:
                 result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")
                 made += result.num_chunks
-                for failure in (*result.failures, *([result.stopped_by] if result.stopped_by else [])):
-                    progress.fail(failure.code)
+                stop_code = result.stopped_by.code if result.stopped_by is not None else None
+                for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
+                    progress.fail(code)
                 yield result
-                is_full = result.stopped_by is not None and result.stopped_by.code == FailureCode.DISK_FULL
+                is_full = stop_code == FailureCode.DISK_FULL
                 full_disks = full_disks + 1 if is_full else 0
                 if full_disks == _MAX_FULL_DISKS:
                     summary.gave_up = f"the disk was full for {full_disks} shards in a row, so no more were tried"

@@ -151,10 +151,59 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 64
     assert contents(data) == contents(tmp_path / "undisturbed")
 
-    shutil.rmtree(data / "video")
-    other = subprocess.run(
-        [sys.executable, "-m", "prep.cli", *map(str, arguments)], cwd=copy, capture_output=True, text=True, timeout=120
+    # A data folder that the driver alone sees.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    command = [sys.executable, "-m", "prep.cli", *map(str, ("chunk", "--data", alone, *arguments[3:]))]
+    mounted = f"mount -t tmpfs tmpfs {alone} && cp -r {data}/manifest {alone} && exec {shlex.join(command)}"
+    ran = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    refused = Ran(other.returncode, other.stdout, "".join(other.stderr.splitlines(True)[-2:]))
-    assert refused.error.startswith("no worker can be used: node ") and "with source" in refused.error
-    assert not list(data.rglob("*.tar")) and "Traceback" not in other.stderr
+    error, hint = ran.stderr.splitlines()[-2:]
+    assert ran.returncode == 2 and hint.startswith("hint: each node needs "), ran.stderr
+    assert error.startswith("error: no worker can be used: node ") and error.count(" on ") >= 3
+    assert "Traceback" not in ran.stderr and list(alone.iterdir()) == []
+
+
+def test_a_cluster_that_is_lost_is_one_line(
+    mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    address = cluster.address
+    try:
+        write_video(tmp_path / "videos" / "a.mp4", seconds=60)
+        manifest(tmp_path / "data", tmp_path / "videos")
+        run = start("chunk", "--data", tmp_path / "data", "--address", cluster.address, *SETTINGS)
+        wait_until(lambda: any(process.is_ffmpeg for process in processes(mark)))
+        for process in processes(mark):
+            if "gcs_server" in process.arguments[0] or "raylet" in Path(process.arguments[0]).name:
+                process.kill()
+        _, stderr = run.communicate(timeout=120)
+    finally:
+        for process in processes(mark):
+            process.kill()
+        cluster.remove_node(cluster.head_node, allow_graceful=False)
+    lines = [line for line in stderr.splitlines() if not line.startswith("chunks ")]
+    assert run.returncode == 1 and len(lines) == 1, stderr
+    assert lines[0].startswith("failed: the ") and f'"{address}"' in lines[0]
+    assert "what was finished is kept" in lines[0]
+
+
+def test_ray_that_is_told_to_stop_says_one_line_and_leaves_no_process(
+    mark: str, tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    for name in "ab":
+        write_video(tmp_path / "videos" / f"{name}.mp4", seconds=30)
+    manifest(tmp_path / "data", tmp_path / "videos")
+    run = start("chunk", "--data", tmp_path / "data", "--workers", 1, *SETTINGS)
+    wait_until(lambda: list((tmp_path / "data").glob("video/*/commits/*.json")) or run.poll() is not None)
+    run.send_signal(signal.SIGTERM)
+    _, stderr = run.communicate(timeout=120)
+    lines = [line for line in stderr.splitlines() if not line.startswith("chunks ")]
+    assert run.returncode == 143 and len(lines) == 1, stderr
+    assert lines[0].startswith("stopped: what was finished is kept")
+    wait_until(lambda: not list(processes(mark)))
+    assert list((tmp_path / "data").glob("video/*/commits/*.json"))
