@@ -129,6 +129,8 @@ def run_latents(
     listed = planned.variant_dir / FAILURES_FILE
     values = latents_summary_values(summary, vae=settings.vae, listed=listed)
     print(json_module.dumps(values, indent=1) if json else latents_summary_text(summary, listed=listed))
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
     if summary.num_failed_videos > budget(planned.num_videos):
         raise FailedWork(
             f"{summary.num_failed_videos} of {planned.num_videos} videos have failures, listed in {listed}"

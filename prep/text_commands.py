@@ -130,6 +130,8 @@ def run_texts(
     listed = planned.variant_dir / FAILURES_FILE
     values = text_summary_values(summary, listed=listed)
     print(json_module.dumps(values, indent=1) if json else text_summary_text(summary, listed=listed))
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
     if summary.num_failed_videos > budget(planned.num_videos):
         failed = f"{summary.num_failed_videos} of {planned.num_videos} videos"
         raise FailedWork(f"{failed} have failures, listed in {listed}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manifests.errors import UserError
-from manifests.plain_json import parse_json
+from manifests.json_text import parse_json
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.result_data import data_facts, result_name
 from train.settings import TrainingSettings, require_same, shaping

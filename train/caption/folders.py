@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from manifests.plain_json import parse_json
+from manifests.json_text import parse_json
 
 
 def has_captioner(folder: Path) -> bool:

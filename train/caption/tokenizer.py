@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from manifests.plain_json import parse_json
+from manifests.json_text import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -4,7 +4,7 @@ import secrets
 from typing import Any
 
 from manifests.errors import UserError
-from manifests.plain_json import parse_json
+from manifests.json_text import parse_json
 from manifests.publish import publish_json
 from train.run_folder import RunFolder, read_lines
 from train.settings import TrainingSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from manifests.plain_json import parse_json
+from manifests.json_text import parse_json
 
 _MEND = "mend it, or get the folder again"
 _COLOURS = 3

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manifests.errors import UserError
-from manifests.plain_json import parse_json
+from manifests.json_text import parse_json
 from manifests.publish import publish_json
 
 _HINT = 'COCO\'s results format is a JSON list of {"image_id": id, "caption": text}'
