@@ -19,7 +19,11 @@ _OTHER_FAULTS = (*_KILLS, "eio", "enospc")
 
 @dataclass(frozen=True)
 class Point:
-    """One operation of a command on one of its files: `operation:path#n`."""
+    """One operation of a command on one of its files: `operation:path#n`.
+
+    Attributes:
+        is_driver: the command's first process comes to it, and not only its workers.
+    """
 
     name: str
     is_driver: bool
@@ -37,8 +41,9 @@ class Point:
 
 def points_of(lines: Sequence[str]) -> list[Point]:
     """The points of a trace in the order in which they came, each once."""
-    words = (line.partition(" < ")[0].partition(" ") for line in lines)
-    return list({name: Point(name, role == "driver") for role, _, name in words}.values())
+    words = [line.partition(" < ")[0].partition(" ") for line in lines]
+    of_driver = {name for role, _, name in words if role == "driver"}
+    return [Point(name, name in of_driver) for name in dict.fromkeys(name for _, _, name in words)]
 
 
 def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
 # Temporary names of `manifests.publish`, fingerprints at the end of a name, and names by `tempfile`.
 _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
-    (re.compile(r"(?<=-)[0-9a-f]{8}(?=[./]|$)"), "*"),
+    (re.compile(r"(?<=-)[0-9a-f]{8}([0-9a-f]{8})?(?=[./]|$)"), "*"),
     (re.compile(r"(?<=clipmill-)[a-z0-9_]{8}(?=/|$)"), "*"),
     (re.compile(r"(?<=clipmill-scratch-)\d+(?=/|$)"), "*"),
     (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),

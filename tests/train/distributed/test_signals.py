@@ -117,12 +117,15 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_it_ends_as_if_nothing_had_
         stderr=subprocess.STDOUT,
     )
     checkpoints = RunFolder(killed).checkpoints
-    # In the middle of writing a checkpoint, nearly always.
-    while process.poll() is None and not (all_checkpoints(checkpoints) and list(checkpoints.glob(".tmp-step_*"))):
-        time.sleep(0.001)
-    assert process.poll() is None, "it ended before a rank could be killed"
-    os.kill(children(process.pid)[-1], signal.SIGKILL)
-    said, _ = process.communicate(timeout=300)
+    try:
+        # In the middle of writing a checkpoint, nearly always.
+        while process.poll() is None and not (all_checkpoints(checkpoints) and list(checkpoints.glob(".tmp-step_*"))):
+            time.sleep(0.001)
+        assert process.poll() is None, "it ended before a rank could be killed"
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=600)
+    finally:
+        process.terminate()  # its ranks too
     assert process.returncode == 0, said
     assert said.count("done: 60 steps") == 1 and said.count("attention: ") == 2, "it was not restarted"
     end_well(fork_ranks(run_command, *flags, "--out", str(whole), size=2, folder=tmp_path))
