@@ -145,9 +145,11 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path}: {error}", hint="make it readable") from error
     except ValueError as error:
         raise DamagedManifest(path, str(error)) from error
-    if content.get("format") != MANIFEST_FORMAT:
+    if "format" not in content:
+        raise DamagedManifest(path, "it is no manifest")
+    if content["format"] != MANIFEST_FORMAT:
         raise UserError(
-            f"{path} has format {content.get('format')}, this program reads {MANIFEST_FORMAT}",
+            f"{path} has format {content['format']}, this program reads {MANIFEST_FORMAT}",
             hint="use the clipmill that made it",
         )
     if not isinstance(content.get("fingerprint"), str):

@@ -34,7 +34,10 @@ def verified_text(found: Verified, *, column: str, max_findings: int) -> str:
 
 def records_text(records: list[RecordFinding]) -> list[str]:
     """One line for each damaged record."""
-    return [f"record  {record.path}  {record.message}" for record in records]
+    return [
+        f"record  {record.message}" if record.path in record.message else f"record  {record.path}: {record.message}"
+        for record in records
+    ]
 
 
 def repairs_text(records: list[RecordFinding]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from manifests.checked_json import publish_checked_json
 from manifests.errors import UserError
 from manifests.schema import CAPTIONS
 from manifests.store import captions_path, open_captions, read_captions, read_manifest, read_rejected, read_videos
@@ -55,13 +56,15 @@ def test_no_flipped_bit_is_read_as_another_value(data: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", *TABLE_FILES])
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "another record"])
 def test_the_command_that_wrote_it_repairs_it(data: Path, tmp_path: Path, name: str, damage: str) -> None:
     path, before = data / "manifest" / name, file_hashes(data)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "gone":
         path.unlink()
+    elif damage == "another record":
+        publish_checked_json(path, {"clipmill_format": 2, "columns": {}})
     else:
         path.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
     with pytest.raises(UserError):

@@ -6,11 +6,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from shards.damage import DamagedIndex
 from shards.reader import CommittedShard
 from train.data.clips import START_ROUNDING_US, US_PER_S, ChunkTimes
 
 # Video row and start are searched as one number; no video lasts 2**40 ms (35 years).
 _MS_OF_ONE_VIDEO = 1 << 40
+_OF_INDEX = ("start_ms", "num_frames", "fps_num", "fps_den")
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,23 @@ class ChunkTable:
 
 
 def chunk_table(shards: list[CommittedShard], video_ids: pa.Array) -> ChunkTable:
-    """Gathers the chunks of the videos `video_ids` from the indexes of `shards`; a video's row is its place there."""
+    """Gathers the chunks of the videos `video_ids` from the indexes of `shards`; a video's row is its place there.
+
+    Raises:
+        DamagedIndex: a file is no index of chunks.
+        OSError: it cannot be read.
+    """
     names = ["video_row", "start_ms", "num_frames", "fps_num", "fps_den", "shard", "row"]
     parts: dict[str, list[NDArray[np.int64]]] = {name: [np.empty(0, np.int64)] for name in names}
     for number, shard in enumerate(shards):
+        if missing := {"video_id", *_OF_INDEX}.difference(shard.index.column_names):
+            raise DamagedIndex(shard.index_path, f"not an index of chunks: it has no {', '.join(sorted(missing))}")
         video_row = rows_of(shard.index["video_id"], video_ids)
         there = np.flatnonzero(video_row >= 0)
         parts["video_row"].append(video_row[there])
         parts["shard"].append(np.full(len(there), number))
         parts["row"].append(there)
-        for name in ("start_ms", "num_frames", "fps_num", "fps_den"):
+        for name in _OF_INDEX:
             parts[name].append(shard.index[name].to_numpy().astype(np.int64)[there])
     arrays = {name: np.concatenate(part) for name, part in parts.items()}
     order = np.lexsort((arrays["start_ms"], arrays["video_row"]))

@@ -1,5 +1,6 @@
 """Places other than a well-behaved web server, and what the cache does when they change or the disk is full."""
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 
 from manifests.errors import UserError
+from manifests.publish import publish_json
+from manifests.table_files import CAPTIONS_FILE, staged_path
+from shards.lists import settle
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
@@ -86,6 +90,39 @@ def test_tables_are_copied_again_when_the_manifest_has_changed(served: HttpFolde
     assert len(open_set(address, tmp_path / "cache")) == 1 < before
 
 
+def test_a_table_is_found_under_the_name_that_a_killed_write_left_it(served: HttpFolder, tmp_path: Path) -> None:
+    folder = tmp_path / "served/data/manifest"
+    old = (folder / CAPTIONS_FILE).read_bytes()
+    write_captions(tmp_path / "served/data", {"a": "train"}, [Caption("a", 0, 1, "only one")])
+    mark = json.loads((folder / "manifest.json").read_bytes())["fingerprint"]
+    (folder / CAPTIONS_FILE).rename(staged_path(folder, CAPTIONS_FILE, mark=mark))
+    (folder / CAPTIONS_FILE).write_bytes(old)
+    assert len(open_set(f"{served.address}/data", tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "captions.parquet"])
+def test_a_damaged_manifest_over_there_is_refused_and_a_mended_one_taken(
+    served: HttpFolder, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "served/data/manifest" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    with pytest.raises(UserError, match=rf"{name} is damaged"):
+        open_set(f"{served.address}/data", tmp_path / "cache")
+    path.write_bytes(whole)
+    open_set(f"{served.address}/data", tmp_path / "cache")
+
+
+def test_a_commit_that_is_missing_over_there_is_refused(served: HttpFolder, tmp_path: Path) -> None:
+    [folder] = (tmp_path / "served/data/video").iterdir()
+    publish_json(folder / "recipe.json", {})
+    settle(folder, dropped=(), wanted=(0, 1))
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    (folder / "commits" / "000001.json").unlink()
+    with pytest.raises(UserError, match=r"000001\.json: the record is missing"):
+        open_set(f"{served.address}/data", tmp_path / "cache")
+
+
 def test_a_copy_that_was_damaged_is_fetched_again(served: HttpFolder, tmp_path: Path) -> None:
     open_set(f"{served.address}/data", tmp_path / "cache")
     index = next((tmp_path / "cache").rglob("*.index.arrow"))
@@ -93,6 +130,11 @@ def test_a_copy_that_was_damaged_is_fetched_again(served: HttpFolder, tmp_path: 
     index.write_bytes(whole[:-10] + bytes(10))
     open_set(f"{served.address}/data", tmp_path / "cache")
     assert index.read_bytes() == whole
+    captions = next((tmp_path / "cache").rglob(CAPTIONS_FILE))
+    whole = captions.read_bytes()
+    captions.write_bytes(whole[:-10] + bytes(10))
+    open_set(f"{served.address}/data", tmp_path / "cache")
+    assert captions.read_bytes() == whole
 
 
 def test_a_tar_that_changed_over_there_is_fetched_again_and_the_old_copy_dropped(tmp_path: Path) -> None:
