@@ -74,8 +74,10 @@ def test_others_are_read_while_one_open_hangs(
     tars = LocalTars()
     holder = hold(dead, late)
     outcomes: list[object] = []
+    entered: list[Path] = []
 
     def want(path: Path) -> None:
+        entered.append(path)
         try:
             outcomes.append(tars.read(path, 0, 4))
         except OSError as error:
@@ -85,6 +87,9 @@ def test_others_are_read_while_one_open_hangs(
     for thread in waiting:
         thread.start()
     assert tars.read(alive, 0, 5) == b"alive" and not outcomes
+    while len(entered) < 3 or all(thread.name != "open dead" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    time.sleep(0.5)  # until the other two wait for the first, by the limit as it is now
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"could not be opened within 0\.2 s"):
         tars.read(late, 0, 4)
