@@ -1,35 +1,180 @@
-"""Hostile input of `train`: streamed tars, YAML and checkpoints. Each is used exactly, or refused by name."""
+"""Hostile input of `train`: streamed tars, YAML, weights and checkpoints. Each is used exactly, or refused by name."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from tests.torture import bases
-from tests.torture.cases import Broken, Case
-from tests.torture.checks import ended_well
-from tests.torture.workspace import Workspace
+from tests.torture.cases import Broken, Case, drawn
+from tests.torture.checks import EXIT_CODES, ended_well
+from tests.torture.commands import Ran
+from tests.torture.hostile_files import CHECKPOINTS, CONFIGS, WEIGHTS, Damage
+from tests.torture.hostile_tars import (
+    CANARY_NUMBER,
+    CANARY_TEXT,
+    FIRST_NUMBERS,
+    HostileTar,
+    Outside,
+    hostile_tars,
+    sample,
+)
+from tests.torture.workspace import Workspace, copy
+from tests.train.data.test_hostile_tars import END, Listener
+from tests.train.data.test_streams import SIZE_PX
+from tests.train.tiny_data import encode_chunk
 
 PART = "hostile"
-_CONFIGS = {"list": "- 1\n", "object": "!!python/object/apply:os.getcwd []\n", "unknown": "stepz: 3\n"}
+_TAR_MB = 3000  # of address space, threads' stacks included
+_TAR_ADDED_MB = 400  # of memory
+_TRAIN_MB = 6000
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
     """The cases of each kind of input, in an order that `seed` decides."""
-    return {"config": partial(_configs, workspace)}
+
+    def ordered(subject: str, found: list[Case]) -> Iterator[Case]:
+        return drawn(found, seed=f"{seed}/{subject}", kinds=[lambda case: case.fault])
+
+    def tars() -> Iterator[Case]:
+        found = list(hostile_tars(f"{seed}/tar"))
+        return ordered("tar", [_case("tar", one.name, one.fault, partial(_tar, workspace, one)) for one in found])
+
+    def configs() -> Iterator[Case]:
+        return ordered(
+            "config", [_case("config", n, "config", partial(_config, workspace, t)) for n, t in CONFIGS.items()]
+        )
+
+    def weights() -> Iterator[Case]:
+        return ordered(
+            "weights", [_case("weights", n, "weights", partial(_weights, workspace, d)) for n, d in WEIGHTS.items()]
+        )
+
+    def checkpoints() -> Iterator[Case]:
+        return ordered(
+            "checkpoint",
+            [_case("checkpoint", n, "checkpoint", partial(_checkpoint, workspace, d)) for n, d in CHECKPOINTS.items()],
+        )
+
+    return {"tar": tars, "config": configs, "weights": weights, "checkpoint": checkpoints}
 
 
-def _configs(workspace: Workspace) -> Iterator[Case]:
-    for name, text in _CONFIGS.items():
-        yield Case(f"{PART}/config/{name}", "config", partial(_bad_config, workspace, text))
+def _case(subject: str, name: str, fault: str, run: Callable[[Path], None]) -> Case:
+    return Case(f"{PART}/{subject}/{name}", fault, run)
 
 
-def _bad_config(workspace: Workspace, text: str, folder: Path) -> None:
+def _tar(workspace: Workspace, hostile: HostileTar, folder: Path) -> None:
+    """A hostile tar and a good one: what is shown is exact, what is not is named, and nothing comes from outside."""
+    canary = folder / "outside" / "canary.mp4"
+    canary.parent.mkdir()
+    canary.write_bytes(encode_chunk(CANARY_NUMBER, 20, size_px=SIZE_PX))
+    canary.with_suffix(".txt").write_text(CANARY_TEXT)
+    tars = folder / "tars"
+    tars.mkdir()
+    (tars / "canary.mp4").write_bytes(canary.read_bytes())
+    (tars / "1.tar").write_bytes(sample("good") + END)
+    listener = Listener()
+    try:
+        (tars / "0.tar").write_bytes(hostile.content(Outside(canary, listener.port)))
+        before = {path for path in folder.rglob("*") if path.is_file()}
+        ran = _bounded(workspace, folder, _TAR_MB, "streamed", f"{tars}/{{0..1}}.tar")
+    finally:
+        listener.close()
+    ended_well(ran, status=0)
+    if listener.num_connections:
+        raise Broken(f"{listener.num_connections} connections were made: {ran.described()}")
+    if {path for path in folder.rglob("*") if path.is_file()} != before:
+        raise Broken(f"files were made or removed: {ran.described()}")
+    result = json.loads(ran.stdout.splitlines()[-1])
+    if "refused" in result:
+        raise Broken(f"refused as a whole: {ran.described()}")
+    if result["added_mb"] > _TAR_ADDED_MB:
+        raise Broken(f"it took {result['added_mb']} MB: {ran.described()}")
+    problem = _wrong(hostile, result["shown"], result["failed"], str(tars / "0.tar"))
+    if problem:
+        raise Broken(f"{problem}: {ran.described()}")
+
+
+def _wrong(hostile: HostileTar, shown: dict[str, list[int]], failed: dict[str, str], tar: str) -> str:
+    """What is not as it must be, or nothing."""
+    for key, frames in shown.items():
+        if key not in FIRST_NUMBERS:
+            return f"{key} is shown, and is no sample"
+        first = FIRST_NUMBERS[key]
+        if any(CANARY_NUMBER <= frame < CANARY_NUMBER + 20 for frame in frames):
+            return f"{key} shows a file from outside"
+        if frames != [first + 5, first + 15] and not (key == "bad" and hostile.fate == "changed"):
+            return f"{key} shows frames {frames}"
+    is_broken = tar in failed
+    if "good" not in shown:
+        return "the tar behind it was not read"
+    if not is_broken and not {"a", "z"} <= shown.keys() and hostile.name != "end":
+        return "others are neither shown nor named"
+    is_there = "bad" in shown, "bad" in failed
+    wanted = {
+        "shown": is_there == (True, False),
+        "named": is_there == (False, True),
+        "either": sum(is_there) == 1,
+        "changed": sum(is_there) == 1,
+        "broken": is_broken,
+        "absent": is_there == (False, False),
+    }[hostile.fate]
+    return "" if wanted and (is_broken == (hostile.fate == "broken")) else f"not {hostile.fate}"
+
+
+def _config(workspace: Workspace, text: str | bytes, folder: Path) -> None:
     path = folder / "settings.yaml"
-    path.write_text(text)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
     data = bases.with_chunks(workspace) / "data"
-    where = ("--shards", data, "--out", folder / "run", "--config", path)
-    ran = workspace.commands.run("train", [*bases.TRAIN, *where], scratch=folder / "tmp")
+    arguments = (*bases.TRAIN, "--shards", data, "--out", folder / "run", "--config", path)
+    ran = _bounded(workspace, folder, _TRAIN_MB, "train", *arguments)
     if str(path) not in ended_well(ran, status=2).stderr:
         raise Broken(f"the file is not named: {ran.described()}")
+    _require_short(ran)
     if (folder / "run").exists():
-        raise Broken("a refused command left a folder")
+        raise Broken(f"a refused command left a folder: {ran.described()}")
+
+
+def _weights(workspace: Workspace, damage: Damage, folder: Path) -> None:
+    path = folder / "weights"
+    sprung = folder / "sprung"
+    damage(path, sprung)
+    data = bases.with_columns(workspace) / "data"
+    arguments = (*bases.TRAIN, "--shards", data, "--out", folder / "run", "--init.weights", path)
+    ran = ended_well(_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=2)
+    if sprung.exists():
+        raise Broken(f"what the file holds was run: {ran.described()}")
+    _require_short(ran)
+    if (folder / "run").exists():
+        raise Broken(f"a refused command left a folder: {ran.described()}")
+
+
+def _checkpoint(workspace: Workspace, damage: Damage, folder: Path) -> None:
+    copy(bases.with_run(workspace), folder)
+    [checkpoint] = (folder / "run" / "checkpoints").glob("step_*")
+    outside = folder / "outside"
+    outside.write_text(CANARY_TEXT)
+    sprung = folder / "sprung"
+    damage(checkpoint, sprung)
+    for arguments in (
+        ("eval", "retrieval", folder / "run", "--shards", folder / "data", "--device", "cpu"),
+        ("dual-encoder", "--resume", "--out", folder / "run"),
+    ):
+        ran = ended_well(_bounded(workspace, folder, _TRAIN_MB, "train", *arguments), status=EXIT_CODES)
+        if sprung.exists():
+            raise Broken(f"what the file holds was run: {ran.described()}")
+        if ran.status not in (1, 2):
+            raise Broken(f"a damaged checkpoint was used: {ran.described()}")
+        _require_short(ran)
+
+
+def _require_short(ran: Ran) -> None:
+    """An error is a few lines, and shows nothing of files that it is not about."""
+    if CANARY_TEXT in ran.output:
+        raise Broken(f"a file from outside is shown: {ran.described()}")
+    if len(ran.stderr) > 20_000:
+        raise Broken(f"an error of {len(ran.stderr):,} characters: {ran.stderr[:500]}")
+
+
+def _bounded(workspace: Workspace, folder: Path, added_mb: int, *arguments: object) -> Ran:
+    return workspace.commands.run("tests.torture.bounded", [added_mb, *arguments], scratch=folder / "tmp")

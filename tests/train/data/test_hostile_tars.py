@@ -12,6 +12,7 @@ import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import webdataset as wds
@@ -233,8 +234,9 @@ def test_memory_stays_bounded_whatever_a_tar_claims(tmp_path: Path) -> None:
 
 def test_compressed_tars_are_read_like_others(tmp_path: Path) -> None:
     good = encode_chunk(0, 20, size_px=SIZE_PX)
-    for ending in ("", "gz", "bz2", "xz"):
-        with tarfile.open(tmp_path / f"0{ending}.tar", f"w:{ending}") as tar:
+    modes: dict[str, Any] = {ending: f"w:{ending}" for ending in ("", "gz", "bz2", "xz")}
+    for ending, mode in modes.items():
+        with tarfile.open(tmp_path / f"0{ending}.tar", mode) as tar:
             for name, content in (("k.mp4", good), ("k.txt", b"x")):
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
@@ -284,3 +286,16 @@ def test_patterns_within_the_limit_name_what_they_named(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = expand(f"{tmp_path}/{{a,b}}{{0..1}}.tar::{tmp_path}/c.tar")
     assert [Path(tar).name for tar in found] == ["a0.tar", "a1.tar", "b0.tar", "b1.tar", "c.tar"]
+
+
+def test_a_codec_that_nobody_knows_is_a_named_failure(tmp_path: Path) -> None:
+    good = encode_chunk(0, 20, size_px=SIZE_PX)
+    assert good.count(b"avc1") >= 1
+    unknown = good.replace(b"avc1", b"zzz1").replace(b"avcC", b"zzzC")
+    with wds.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for key, content in (("unknown", unknown), ("good", good)):
+            writer.write({"__key__": key, "mp4": content, "txt": "x"})
+    [loaded] = open_stream(tmp_path / "0.tar").evaluation_batches()
+    assert loaded.batch["key"] == ["good"]
+    [failed] = loaded.failed
+    assert (failed.key, failed.reason) == ("unknown", "undecodable") and "no decoder" in failed.detail

@@ -181,6 +181,8 @@ def _video_stream(container: "InputContainer") -> "VideoStream":
 
     for stream in container.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic:
+            if stream.codec_context is None:
+                raise VideoFailed("there is no decoder for its codec")
             return stream
     kinds = sorted({str(stream.type) for stream in container.streams})
     raise VideoFailed("it holds no video stream" + (f", only {', '.join(kinds)}" if kinds else ""))

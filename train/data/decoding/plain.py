@@ -101,6 +101,8 @@ class PlainVideo:
             if not container.streams.video:
                 raise ValueError("it has no video stream")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise ValueError("there is no decoder for its codec")
             if stream.width * stream.height > _MAX_PIXELS:
                 raise ValueError(f"pictures of {stream.width} x {stream.height} are larger than {_MAX_PIXELS:,} pixels")
             stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}  # what the packets say may differ
