@@ -1,6 +1,7 @@
 """`train export` from a real run: open_clip and transformers compute what the run's towers do, and all comes back."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from manifests.errors import UserError
 from tests.train.weights.small import loaded_weights, our_model, quiet
-from train.checkpoint import latest_checkpoint, read_weights
+from train.checkpoint import latest_checkpoint, read_facts, read_weights
+from train.checkpoint_writer import CheckpointWriter
 from train.cli import main
+from train.distributed.world import World
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.settings import Towers
@@ -214,3 +217,24 @@ def test_a_model_without_a_text_tower_or_of_latents_is_no_clip(monkeypatch: pyte
         monkeypatch.setattr("train.weights.export.read_weights", lambda path, weights=weights: weights)
         with pytest.raises(UserError, match=error):
             export_run(run, form="hf", out=run / "exported", say=quiet)
+
+
+def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path) -> None:
+    """As an older version may have saved them."""
+    own = tmp_path / "run"
+    shutil.copytree(run, own)
+    path = latest_checkpoint(own / "checkpoints")
+    assert path is not None
+    facts = read_facts(path)
+    weights = {f"model.{name}": one for name, one in read_weights(path).items()}
+    for name in ("video.proj", "objective.logit_scale"):
+        poisoned = weights | {"objective.logit_scale": torch.tensor(1.0)}
+        poisoned = {
+            key: torch.full_like(one, torch.nan) if key.endswith(name) else one for key, one in poisoned.items()
+        }
+        writer = CheckpointWriter(own / "checkpoints", world=World(), keep=9, best=None)
+        writer.save(poisoned, replace(facts, step=facts.step + len(name)))
+        writer.close()
+        with pytest.raises(UserError, match=rf"step_.*{name} holds numbers that are not finite"):
+            export_run(own, form="open_clip", out=tmp_path / "out", say=quiet)
+        assert not (tmp_path / "out").exists()
