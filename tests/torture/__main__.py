@@ -15,7 +15,11 @@ from tests.torture.campaign import Result, Subjects, run_campaign
 from tests.torture.workspace import Workspace
 
 # Modules of this folder; each has `cases(seed, workspace)`.
-PARTS = {"points": ("points",), "damage": ("damage",), "hostile": ("hostile_sources", "hostile_training")}
+PARTS = {
+    "points": ("points",),
+    "damage": ("damage",),
+    "hostile": ("hostile_sources", "hostile_annotations", "hostile_training"),
+}
 
 
 def main() -> None:

@@ -1,40 +1,288 @@
-"""Hostile input of `prep`: sources, links, names and annotation files. Each is processed exactly, or named; nothing
-is read outside, or opened on the network.
+"""Hostile sources of `prep`: each is processed exactly, or named; the others are made; nothing is read outside, nothing
+opened on the network, and memory has a limit.
+
+Sources are tried many at a time, in one data folder; each is a case of its own, which looks at what became of it.
 """
 
+import json
+import os
+import re
+import resource
+import socket
+import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from random import Random
 
+from prep.failures import FailureCode
+from prep.ffmpeg import find_ffmpeg
+from prep.packets import read_chunk
+from prep.synthetic.frame_numbers import write_frame_number_video
+from shards.reader import Variant
+from tests.prep.numbered import frame_numbers
 from tests.torture import bases
 from tests.torture.cases import Broken, Case
-from tests.torture.checks import ended_well
-from tests.torture.workspace import Workspace, copy
+from tests.torture.checks import ended_well, no_litter, nothing_in
+from tests.torture.hostile_media import (
+    FPS,
+    NAMES,
+    NUM_FRAMES,
+    HostileSource,
+    Outside,
+    hostile_sources,
+    write_containers,
+)
+from tests.torture.workspace import Workspace
 
 PART = "hostile"
+_BATCH = 24
+_OUTPUT_FPS = 30
+_CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--fps", _OUTPUT_FPS, "--keyint", 15)
+_ADDRESS = re.compile("0x[0-9a-f]{9}")
+_MOST_MEMORY_BYTES = 4 << 30
+_HONEST = {"honest-first": 300, "honest-last": 400}  # and the number of its first frame
+_OUTSIDE_FRAME = 900  # first frame of a video that nobody was given
+# Says so, once, when somebody else opens the file that it was given.
+_WATCH = """
+import fcntl, os, signal, sys
+signal.signal(signal.SIGIO, lambda *_: (print("opened", flush=True), os._exit(0)))
+file = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("watching", flush=True)
+while True: signal.pause()
+"""
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
     """The cases of each kind of input, in an order that `seed` decides."""
-    return {"source": partial(_sources, seed, workspace)}
+    return {"source": partial(_sources, seed, workspace), "name": partial(_names, workspace)}
 
 
 def _sources(seed: int, workspace: Workspace) -> Iterator[Case]:
-    noise = Random(f"{seed}/source").randbytes(5000)
-    for name, content in (("noise.mp4", noise), ("text.mkv", b"not a video\n")):
-        yield Case(f"{PART}/source/{name}", "source", partial(_bad_source, workspace, name, content))
+    every = hostile_sources(seed, _containers(workspace))
+    for begin in range(0, len(every), _BATCH):
+        batch = every[begin : begin + _BATCH]
+        made = partial(_tried, workspace, f"hostile-{seed}-{begin}", batch)
+        for number, source in enumerate(batch):
+            name = f"{PART}/source/{source.name}"
+            yield Case(name, source.kind, partial(_outcome_of, made, number, source))
+        yield Case(f"{PART}/source/batch-{begin // _BATCH}", "beside", partial(_beside, made))
 
 
-def _bad_source(workspace: Workspace, name: str, content: bytes, folder: Path) -> None:
-    """One bad source is one failure, by name, and the others go on."""
-    copy(bases.videos(workspace) / "first", folder / "videos")
-    (folder / "videos" / name).write_bytes(content)
-    where = ("--data", folder / "data")
-    for arguments in (("manifest", "folder", folder / "videos"), (*bases.CHUNK, *bases.ENGINE)):
-        ran = ended_well(workspace.commands.run("prep", [*arguments, *where], scratch=folder / "tmp"))
-    failures = list((folder / "data").glob("video/*/failures.jsonl"))
-    if ran.status != 1 or not failures or f'"{Path(name).stem}"' not in failures[0].read_text():
-        raise Broken(f"not named: {ran.described()}")
-    if len(list((folder / "data").glob("video/*/*.tar"))) == 0:
-        raise Broken(f"the others did not go on: {ran.described()}")
+def _containers(workspace: Workspace) -> Path:
+    def make(folder: Path) -> None:
+        write_frame_number_video(folder / "video.mp4", num_frames=NUM_FRAMES, fps=Fraction(FPS), width=160, height=120)
+        write_containers(folder / "video.mp4", folder)
+
+    return workspace.made("containers", make)
+
+
+def _id(number: int) -> str:
+    return f"s{number:02d}"
+
+
+def _tried(workspace: Workspace, name: str, batch: list[HostileSource]) -> Path:
+    """A folder where a batch was chunked beside honest videos; report.json says what was seen meanwhile."""
+
+    def make(folder: Path) -> None:
+        videos, honest = folder / "videos", _containers(workspace) / "a.mp4"
+        videos.mkdir()
+        for video, first in _HONEST.items():
+            _write_video(videos / f"{video}.mp4", first=first)
+        for number, source in enumerate(batch):
+            (videos / f"{_id(number)}.{source.suffix}").write_bytes(honest.read_bytes())
+        where = ("--data", folder / "data")
+        run = partial(workspace.commands.run, "prep", scratch=folder / "tmp")
+        ended_well(run(["manifest", "folder", videos, *where]), status=0)
+        _write_video(folder / "outside.mp4", first=_OUTSIDE_FRAME)
+        with _listening() as listener, _watched(folder / "outside.mp4") as was_opened:
+            outside = Outside(folder / "outside.mp4", listener.getsockname()[1])
+            for number, source in enumerate(batch):
+                path = videos / f"{_id(number)}.{source.suffix}"
+                path.unlink()
+                source.put(path, outside)
+            limited = {"CLIPMILL_FFMPEG": str(_limited_ffmpeg(folder))}
+            engine = ("--engine", "processes", "--workers", 2)
+            ran = run([*_CHUNK, *engine, *where], environment=limited, is_fresh=True)
+            report = {
+                "status": ran.status,
+                "output": ran.output,
+                "was_opened": was_opened(),
+                "num_connections": _num_connections(listener),
+                "peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+            }
+        report |= {"failures": _failures(folder / "data"), "shown": _shown(folder / "data")}
+        (folder / "report.json").write_text(json.dumps(report))
+
+    return workspace.made(name, make)
+
+
+def _write_video(path: Path, *, first: int) -> None:
+    write_frame_number_video(path, num_frames=NUM_FRAMES, fps=Fraction(FPS), width=160, height=120, first_number=first)
+
+
+def _limited_ffmpeg(folder: Path) -> Path:
+    """The ffmpeg program with a limit on its address space: what needs more fails, and by name."""
+    path = folder / "ffmpeg"
+    path.write_text(f'#!/bin/sh\nulimit -v {_MOST_MEMORY_BYTES >> 10}\nexec "{find_ffmpeg().path}" "$@"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@contextmanager
+def _listening() -> Iterator[socket.socket]:
+    """A port at which nobody may ask."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        yield listener
+
+
+def _num_connections(listener: socket.socket) -> int:
+    num = 0
+    while True:
+        try:
+            listener.accept()[0].close()
+        except BlockingIOError:
+            return num
+        num += 1
+
+
+@contextmanager
+def _watched(path: Path) -> Iterator[Callable[[], bool]]:
+    """Whether somebody opens a file while this lasts; False as well where the file system has no leases."""
+    watcher = subprocess.Popen([sys.executable, "-c", _WATCH, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert watcher.stdout is not None
+    is_watching = watcher.stdout.readline() == b"watching\n"
+    try:
+        yield lambda: is_watching and watcher.poll() is not None
+    finally:
+        watcher.kill()
+        watcher.communicate()
+
+
+def _failures(data: Path) -> dict[str, dict[str, str]]:
+    listed = [line for path in data.glob("video/*/failures.jsonl") for line in path.read_text().splitlines()]
+    return {one["video_id"]: one for one in map(json.loads, listed)}
+
+
+def _shown(data: Path) -> dict[str, list[int]]:
+    """The frame numbers that the chunks of each video show, in their order."""
+    chunks: dict[str, list[tuple[str, bytes]]] = {}
+    for sample in Variant.open(data).iterate():
+        video, _, start = sample["__key__"].rpartition("_")
+        chunks.setdefault(video, []).append((start, sample["mp4"]))
+    return {
+        video: [number for _, content in sorted(mine) for number in _frame_numbers(content)]
+        for video, mine in chunks.items()
+    }
+
+
+def _frame_numbers(content: bytes) -> list[int]:
+    """The numbers in all frames of a chunk, or -1 where one of them cannot be read."""
+    try:
+        return frame_numbers(content)
+    except ValueError:  # of a source whose pixels were damaged
+        return [-1] * len(read_chunk(content, fps=Fraction(_OUTPUT_FPS)).packet_frame)
+
+
+def _outcome_of(made: Callable[[], Path], number: int, source: HostileSource, folder: Path) -> None:
+    """The source has failed by name, or its frames were made."""
+    report = json.loads((made() / "report.json").read_text())
+    failure, shown = report["failures"].get(_id(number)), report["shown"].get(_id(number), [])
+    if failure is not None:
+        if (
+            failure["code"] not in set(FailureCode)
+            or not failure["message"].strip()
+            or _ADDRESS.search(failure["message"])
+        ):
+            raise Broken(f"badly named: {failure}")
+        if failure["code"] == FailureCode.PROBE_FAILED:
+            raise Broken(f"its reader crashed: {failure}")
+        if shown:
+            raise Broken(f"failed and made: {failure}, {len(shown)} frames")
+        return
+    if not shown:
+        raise Broken("neither made nor named")
+    if source.kind in ("script", "no-file"):
+        raise Broken(f"made of {source.name}: frames {shown[:5]}...")
+    if any(one >= min(_HONEST.values()) for one in shown):
+        raise Broken(f"frames of another video: {sorted(set(shown))}")
+    if source.is_whole:
+        # Without an index, frames near the end that are shown before one that was cut off can be missing.
+        unsure = _OUTPUT_FPS if source.suffix in ("ts", "mpg") and source.kind.startswith("cut") else 0
+        _require_first_frames(shown[: len(shown) - unsure], first=0)
+        if source.kind in ("mislabelled", "with-more") and len(shown) < (NUM_FRAMES - 1) * _OUTPUT_FPS // FPS:
+            raise Broken(f"{len(shown)} of {NUM_FRAMES * _OUTPUT_FPS // FPS} frames were made of a whole file")
+
+
+def _require_first_frames(shown: list[int], *, first: int) -> None:
+    """Each frame is shown for three output frames; rounding may give one more or less of them to its neighbour."""
+    for frame, number in enumerate(shown):
+        if abs(number - first - frame * FPS / _OUTPUT_FPS) > 1:
+            raise Broken(f"output frame {frame} shows frame {number - first}: {shown[: frame + 3]}")
+
+
+def _beside(made: Callable[[], Path], folder: Path) -> None:
+    """What became of everything that was no hostile source."""
+    batch = made()
+    report = json.loads((batch / "report.json").read_text())
+    described = report["output"][-3000:]
+    if "Traceback" in report["output"] or report["status"] != 1:
+        raise Broken(f"ended with {report['status']}:\n{described}")
+    if report["num_connections"] or report["was_opened"]:
+        raise Broken(f"{report['num_connections']} connections; opened outside: {report['was_opened']}\n{described}")
+    if report["peak_bytes"] > _MOST_MEMORY_BYTES:
+        raise Broken(f"{report['peak_bytes'] / (1 << 30):.1f} GiB of memory were taken")
+    if (batch / "outside.mp4.ran").exists():
+        raise Broken("a source was run")
+    shown = report["shown"]
+    for video, first in _HONEST.items():
+        _require_first_frames(shown.get(video, []), first=first)
+        if len(shown.get(video, [])) != NUM_FRAMES * _OUTPUT_FPS // FPS:
+            raise Broken(f"{len(shown.get(video, []))} frames were made of {video}")
+    no_litter(batch / "data")
+    nothing_in(batch / "tmp")
+
+
+def _names(workspace: Workspace) -> Iterator[Case]:
+    made = partial(_named_videos, workspace)
+    for number, name in enumerate(NAMES):
+        yield Case(f"{PART}/name/{number:02d}-{ascii(name)[1:-1][:40]}", "name", partial(_name_is_kept, made, number))
+
+
+def _named_videos(workspace: Workspace) -> Path:
+    """A folder where honest videos under all of NAMES were chunked, and one whose name is no UTF-8."""
+
+    def make(folder: Path) -> None:
+        videos = folder / "videos"
+        videos.mkdir()
+        for number, name in enumerate([*NAMES, b"\xff\xfe"]):
+            write_frame_number_video(
+                folder / "video.mp4", num_frames=1, fps=Fraction(10), width=160, height=120, first_number=10 + number
+            )
+            (folder / "video.mp4").rename(Path(os.fsdecode(os.fsencode(videos) + b"/" + os.fsencode(name) + b".mp4")))
+        where = ("--data", folder / "data")
+        run = partial(workspace.commands.run, "prep", scratch=folder / "tmp")
+        ended_well(run(["manifest", "folder", videos, *where]), status=0)
+        ended_well(run([*_CHUNK, *bases.ENGINE, *where]), status=0)
+
+    return workspace.made("names", make)
+
+
+def _name_is_kept(made: Callable[[], Path], number: int, folder: Path) -> None:
+    batch = made()
+    for sample in Variant.open(batch / "data").iterate():
+        if json.loads(sample["json"])["source_id"] == NAMES[number]:
+            if set(frame_numbers(sample["mp4"])) != {10 + number}:
+                raise Broken(f"shows frame {set(frame_numbers(sample['mp4']))}")
+            break
+    else:
+        raise Broken("nothing was made of it")
+    if list(batch.rglob("ran")) or Path("ran").exists():
+        raise Broken("a name was run")

@@ -255,7 +255,7 @@ class VideoStream:
             frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng)
             found = video.decode(frames)
             tokens = self._tokenize(clip.text)
-        except Exception as error:  # noqa: BLE001 - whatever a foreign file makes libav's bindings raise is its failure
+        except Exception as error:  # whatever a foreign file makes libav raise is its failure
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
         if missing := sorted(set(frames) - found.keys()):
             detail = f"frames {missing} do not come out of the decoder"
