@@ -56,6 +56,7 @@ def as_data_folder(folder: Path) -> None:
     shutil.copytree(data_folder(folder, OWN) / "manifest", data / "manifest")
     videos = read_videos(data)
     directory, split = data / "video" / _VARIANT, videos["split"][0].as_py()
+    directory.mkdir(parents=True, exist_ok=True)
     with ShardWriter(directory, shard_id=0, extensions=("mp4",), fields=VIDEO_FIELDS) as writer:
         for video_id in sorted(videos["video_id"].to_pylist()):
             content = chunk_path(folder, X264_DEFAULT, int(video_id)).read_bytes()

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from manifests.publish import publish_json
+from manifests.json_text import parse_json
+from manifests.publish import naming, publish_json
 
 CHECKSUM_KEY = "sha256"
 
@@ -25,10 +26,11 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     """The record at `path` without its checksum; records without one (written by older versions) are accepted.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read; it has the file's name.
         ValueError: it is not a JSON object, or its checksum does not match.
     """
-    record = json.loads(path.read_bytes())
+    with naming(path):
+        record = parse_json(path.read_bytes())
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     checksum = record.pop(CHECKSUM_KEY, None)

@@ -5,8 +5,9 @@
     ├── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
     └── Stopped        told to stop (SIGTERM), and what was done saved exit 143, how to go on
 
-A disk that takes no more (full, over a quota, read-only) and memory that does not suffice are failed work as well,
-wherever they show. Anything else that reaches the top is a bug and keeps its traceback.
+An error of the operating system is told with its path, wherever it shows: a file that this user may not touch is for
+the user to mend, a disk that is full or fails is failed work, and so is memory that does not suffice. Anything else
+that reaches the top is a bug and keeps its traceback.
 """
 
 import errno
@@ -20,6 +21,7 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
+_PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 # Of a disk that takes no more: nobody's mistake in the request, and no bug.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
@@ -86,9 +88,24 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
         print(f"failed: out of memory: {error}; what was finished is kept", file=sys.stderr)
         sys.exit(EXIT_FAILED_WORK)
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        where = error.filename or "a file"
-        print(f"failed: {where} cannot be written: {error.strerror}; what was finished is kept", file=sys.stderr)
-        sys.exit(EXIT_FAILED_WORK)
+        _exit_for(error)
     sys.exit(0)
+
+
+def _exit_for(error: OSError) -> NoReturn:
+    """Says which path an error of the operating system is about and what to do, and leaves the process."""
+    # Of a rename, the file that was to be replaced: the other one had a temporary name.
+    path = error.filename2 or error.filename
+    where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes) else ""
+    reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
+    if error.errno in _PERMISSION_ERRORS:
+        print(f"error: {where}{reason}", file=sys.stderr)
+        print("hint: give this user access to it, or name another place", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    if error.errno in DISK_ERRORS:
+        where = os.fsdecode(path) if isinstance(path, str | bytes) else "a file"
+        print(f"failed: {where} cannot be written: {reason}; what was finished is kept", file=sys.stderr)
+    else:
+        advice = "look at the disk or mount that it is on, and run the same command again"
+        print(f"failed: {where}{reason}; what was finished is kept; {advice}", file=sys.stderr)
+    sys.exit(EXIT_FAILED_WORK)

@@ -1,29 +1,38 @@
 """Publishing files: a reader sees the old file or the whole new one, never a part.
 
 Every durable file of the project is made under a temporary name in its own folder, flushed to the disk,
-and renamed. Temporary names begin with `.tmp-`, so that whatever a killed process leaves is easy to know.
+and renamed. A temporary name is `.tmp-<12 hex>-<name>`: what a killed process leaves tells what it was to become, and
+is removed by the next one that holds the lock under which that file is written.
 """
 
+import fcntl
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 TEMPORARY_PREFIX = ".tmp-"
+_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re.DOTALL)
 
 
 @contextmanager
 def published(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; renames it to `path` when the block ends well, removes it otherwise."""
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
+    temporary = temporary_path(path)
     try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
+        with naming(path):
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)
+    except OSError as error:
+        if error.filename == os.fspath(temporary):  # which tells nobody anything
+            error.filename = os.fspath(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -37,6 +46,56 @@ def publish_bytes(path: Path, content: bytes) -> None:
 def publish_json(path: Path, value: Any) -> None:
     """Publishes `value` as JSON with sorted keys, so that equal values are equal bytes."""
     publish_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError of the block the name of `path` if it has none: reading, writing and flushing know no names."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def temporary_path(path: Path) -> Path:
+    """A new temporary name beside `path`."""
+    return path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
+
+
+def target_of(name: str) -> str | None:
+    """The name that a file with the temporary name `name` was to get; None where it is no temporary name."""
+    found = _TEMPORARY.fullmatch(name)
+    return found[1] if found else None
+
+
+def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> None:
+    """Removes the temporary files in `folder`; call it only under the lock that their writers hold.
+
+    Args:
+        of: says for the name that a file was to get whether it was one of those writers'.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        target = target_of(path.name)
+        if target is not None and of(target) and path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Waits until no other process holds `folder`, and holds it; the kernel lets go when this process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:

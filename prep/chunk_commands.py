@@ -91,6 +91,7 @@ def run_chunks(
     from prep.progress import CountProgress
     from prep.recipe import resolve
     from prep.run import FAILURES_FILE, execute
+    from prep.scratch import remove_abandoned
 
     budget = parse_budget(max_failures)
     if workers is not None and workers < 1:
@@ -104,9 +105,9 @@ def run_chunks(
     require_encoder(ffmpeg, recipe.settings().codec)
     chosen: Engine
     if engine == "ray":
-        from prep.engines.ray import RayEngine
+        from prep.engines.ray import ray_apart
 
-        chosen = RayEngine(num_workers=workers, address=address)
+        chosen = ray_apart(num_workers=workers, address=address)
     else:
         from prep.engines.processes import ProcessEngine
 
@@ -115,7 +116,10 @@ def run_chunks(
         resolved = resolve(recipe, ffmpeg_version=ffmpeg.version)
         planned = make_plan(data_dir, resolved, retry_codes=retry_codes, on_probe=CountProgress("probing sources"))
         summary = execute(chunk_job(planned), chosen)
+        remove_abandoned()  # of workers that were lost, now or in an earlier run
     print(json_module.dumps(summary_values(summary), indent=1) if json else summary_text(summary))
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
     if summary.num_failed_videos > budget(planned.plan.num_videos):
         listed = planned.variant_dir / FAILURES_FILE
         raise FailedWork(

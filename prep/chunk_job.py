@@ -36,6 +36,8 @@ def chunk_job(planned: Planned) -> Job[ShardTask]:
         shards=plan.shards,
         make=make_shard,
         task=task,
+        video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
         failed_before=list(plan.failed_sources()),
         chunk_s=float(plan.recipe.settings.len_s),
+        ffmpeg_version=plan.recipe.ffmpeg,
     )

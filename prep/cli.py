@@ -1,10 +1,11 @@
 """The `prep` command."""
 
+import signal
 import sys
 
 from cyclopts import App, CycloptsError
 
-from manifests.errors import UserError, run_command
+from manifests.errors import Stopped, UserError, run_command
 from manifests.whole_numbers import refuse_fractions
 from prep import advise_command, chunk_commands, latents_commands, retry_command, set_commands, text_commands
 from prep.manifest_commands import app as manifest_app
@@ -36,7 +37,14 @@ app.command(advise_command.advise)
 
 def main() -> None:
     """Entry point of the console script."""
+    signal.signal(signal.SIGTERM, _stop)
     run_command(lambda: _run(sys.argv[1:]))
+
+
+def _stop(_number: int, _frame: object) -> None:
+    # Nobody is to be told twice, least of all in the middle of leaving.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Stopped("what was finished is kept, run the same command again to go on")
 
 
 def _run(arguments: list[str]) -> None:

@@ -1,12 +1,12 @@
 """Loading the array of one sample of `latents` or `text` and comparing it with its row of the index."""
 
-import json
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manifests.json_text import parse_json
 from prep.latents.storage import is_finite
 from prep.text.digests import text_digest
 
@@ -38,7 +38,7 @@ def check_text(row: dict[str, Any], members: dict[str, bytes]) -> tuple[list[str
     if not bool((np.abs(lengths - 1) < _MAX_LENGTH_ERROR).all()):
         differences.append("text.npy has rows that are not of unit length")
     try:
-        described = json.loads(members["json"])
+        described = parse_json(members["json"])
         digests = [text_digest(text) for text in described["texts"]]
         rows = described["caption_id"], described["caption_row"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,7 +3,6 @@
 Chunks are decoded; arrays of `latents` and `text` are loaded (prep.deep_arrays).
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -15,6 +14,7 @@ from typing import Any
 import av
 import av.error
 
+from manifests.json_text import parse_json
 from manifests.keys import chunk_key
 from prep.data_folder import LATENTS, VIDEO
 from prep.deep_arrays import check_latents, check_text
@@ -77,7 +77,7 @@ def check_deep(task: DeepTask) -> DeepResult:
 def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
     """Compares a chunk's json, and its txt where there is one, with its row of the index."""
     try:
-        description = json.loads(members["json"])
+        description = parse_json(members["json"])
         captions = [caption["text"] for caption in description["captions"]]
         fps, begin_s, end_s = (Fraction(*description[name]) for name in ("fps", "begin_s", "end_s"))
         stated = {

@@ -24,6 +24,7 @@ class FailureCode(StrEnum):
     DISK_FULL = "disk_full"
     IO_ERROR = "io_error"
     WORKER_LOST = "worker_lost"
+    SHARD_MISSING = "shard_missing"  # the run ended without the commit that was planned
 
 
 # What another try may cure without anybody mending anything. The others wait for `prep retry` or a mended source.
@@ -35,6 +36,7 @@ TRANSIENT = frozenset(
         FailureCode.DISK_FULL,
         FailureCode.IO_ERROR,
         FailureCode.WORKER_LOST,
+        FailureCode.SHARD_MISSING,
         FailureCode.FFMPEG_DIFFERS,
         FailureCode.CHUNK_DAMAGED,
         FailureCode.MODEL_UNAVAILABLE,

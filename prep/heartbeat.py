@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from manifests.json_text import parse_json
 from manifests.publish import TEMPORARY_PREFIX
 
 RUNNING_FOLDER = f"{TEMPORARY_PREFIX}running"
@@ -56,7 +57,7 @@ class Heartbeat:
         text = json.dumps(asdict(ShardProgress(self._shard_id, self._num_chunks, num_done)))
         # A sign of life is not worth failing for: a full disk will be met, and named, by the shard itself.
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(exist_ok=True)
             self._path.write_text(text)
 
 
@@ -67,5 +68,5 @@ def running_shards(variant_dir: Path) -> list[ShardProgress]:
         # It may go, or be half written, while it is read.
         with suppress(OSError, ValueError, TypeError):
             if time.time() - path.stat().st_mtime < _STALE_S:
-                running.append(ShardProgress(**json.loads(path.read_text())))
+                running.append(ShardProgress(**parse_json(path.read_text())))
     return running

@@ -128,6 +128,8 @@ def run_latents(
         summary = execute(job, chosen)
     values = latents_summary_values(summary, vae=settings.vae)
     print(json_module.dumps(values, indent=1) if json else latents_summary_text(summary))
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
     if summary.num_failed_videos > budget(planned.num_videos):
         listed = planned.variant_dir / FAILURES_FILE
         raise FailedWork(

@@ -82,7 +82,7 @@ def write_layout(path: Path, layout: pa.Table) -> None:
             return
     except DamagedLayout:
         pass  # replaced by the one that was rebuilt
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     write_table_file(path, layout)
 
 

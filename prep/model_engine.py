@@ -55,9 +55,9 @@ def open_model_engine(name: str, *, address: str | None, workers: int | None, gp
         UserError: there are fewer GPUs than one worker needs.
     """
     if name == "ray":
-        from prep.engines.ray import RayEngine
+        from prep.engines.ray import ray_apart
 
-        return RayEngine(num_workers=workers, address=address, actor_gpus=gpus_each)
+        return ray_apart(num_workers=workers, address=address, actor_gpus=gpus_each)
     from prep.engines.processes import ProcessEngine
 
     if not gpus_each:

@@ -9,6 +9,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from prep.engines import Refused
+
 _PLAIN_INTERVAL_S = 10.0
 
 
@@ -88,6 +90,11 @@ class CountProgress:
             self._line_s = now_s
             end = "\r" if sys.stderr.isatty() else "\n"
             print(f"{self._what} {done}/{total}", file=sys.stderr, end=end, flush=True)
+
+
+def tell_refused(refused: Refused) -> None:
+    """Prints that a place gets no work, and why."""
+    print(f"warning: no work for {refused.place}: {refused.reason}", file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

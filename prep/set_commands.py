@@ -149,14 +149,16 @@ def gc(
     """
     from contextlib import ExitStack
 
-    from prep.data_folder import COLUMNS, require_data_folder, writing
+    from manifests.publish import folder_lock
+    from prep.data_folder import COLUMNS, holding, require_data_folder
     from prep.garbage import find_garbage, remove
     from prep.garbage_text import garbage_text, garbage_values
 
     data_dir = require_data_folder(data)
     with ExitStack() as held:
         for column in COLUMNS:
-            held.enter_context(writing(data_dir, column=column))
+            held.enter_context(holding(data_dir, column=column))
+        held.enter_context(folder_lock(data_dir))
         garbage = find_garbage(data_dir)
         removed = None if dry_run else remove(garbage)
     if json:

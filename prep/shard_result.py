@@ -18,18 +18,21 @@ class ShardWork(Protocol):
     @property
     def shard_id(self) -> int: ...
 
-    @property
-    def first_video_id(self) -> str:
-        """The first video of the shard; a failure of the whole shard is told of it."""
-        ...
-
 
 W = TypeVar("W", bound=ShardWork)
 
 
 @dataclass(frozen=True)
+class Stop:
+    """Why nothing of a shard was committed; a failure of all of its videos."""
+
+    code: FailureCode
+    message: str
+
+
+@dataclass(frozen=True)
 class ShardResult:
-    """What became of a shard.
+    """What became of a shard, as its worker tells it.
 
     Attributes:
         num_chunks: in the committed shard.
@@ -46,15 +49,14 @@ class ShardResult:
     num_reused: int = 0
     num_bytes: int = 0
     failures: tuple[Failure, ...] = ()
-    stopped_by: Failure | None = None
+    stopped_by: Stop | None = None
     encoded_s: float = 0.0
     cpu_s: float = 0.0
 
 
 def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
     """The result of a shard of which nothing was committed."""
-    failure = Failure(video_id=work.first_video_id, key=None, code=str(code), message=message)
-    return ShardResult(work.shard_id, stopped_by=failure)
+    return ShardResult(work.shard_id, stopped_by=Stop(code, message))
 
 
 def stopping_at_trouble(make: Callable[[W], ShardResult], work: W) -> ShardResult:

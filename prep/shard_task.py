@@ -46,10 +46,6 @@ class ShardTask:
     old_commit: Commit | None
     captions_file: Path | None
 
-    @property
-    def first_video_id(self) -> str:
-        return self.spans[0].video_id
-
 
 def make_shard(task: ShardTask) -> ShardResult:
     """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes under the same names."""
@@ -61,7 +57,7 @@ def make_shard(task: ShardTask) -> ShardResult:
 
 
 def _make(task: ShardTask) -> ShardResult:
-    with scratch_folder() as scratch:
+    with scratch_folder(f"shard {task.shard_id:06d} of {task.variant_dir}") as scratch:
         return _make_in(scratch, task, ffmpeg=find_ffmpeg())
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from manifests.publish import folder_lock, remove_temporaries
 from prep.failures import FailureCode, SourceFailure
 from prep.table_file import read_table_file, write_table_file
 
@@ -43,10 +44,14 @@ PROBES = pa.schema(
 
 
 def read_probes(data_dir: Path) -> pa.Table:
-    """The probes as they were stored last (schema PROBES), empty where missing or damaged; no source is read."""
+    """The probes as they were stored last (schema PROBES), empty where missing or damaged; no source is read.
+
+    Raises:
+        OSError: they are there, and cannot be read. That is no reason to forget sources that have gone meanwhile.
+    """
     try:
         return read_table_file(data_dir / PROBES_FILE, schema=PROBES)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return PROBES.empty_table()
 
 
@@ -141,4 +146,7 @@ def _probe_row(path: str, size_bytes: int, mtime_ns: int, *, old: dict[str, Any]
 
 
 def _write_cache(data_dir: Path, table: pa.Table) -> None:
-    write_table_file(data_dir / PROBES_FILE, table)
+    # `prep plan` writes it too, and holds no column.
+    with folder_lock(data_dir):
+        remove_temporaries(data_dir, of=lambda target: target == PROBES_FILE)
+        write_table_file(data_dir / PROBES_FILE, table)

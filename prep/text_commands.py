@@ -128,6 +128,8 @@ def run_texts(
         chosen = open_model_engine(engine, address=address, workers=workers, gpus_each=gpus_each)
         summary = run_text(planned, use, chosen, on_encoded=CountProgress("encoding texts"))
     print(json_module.dumps(text_summary_values(summary), indent=1) if json else text_summary_text(summary))
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
     if summary.num_failed_videos > budget(planned.num_videos):
         listed = planned.variant_dir / FAILURES_FILE
         failed = f"{summary.num_failed_videos} of {planned.num_videos} videos"

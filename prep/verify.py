@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prep.deep_check import DeepResult, DeepTask, check_deep
+from prep.engines import Outcome
 from prep.engines.processes import ProcessEngine
 from shards.commits import Commit, commit_path
 from shards.reader import Variant
@@ -137,7 +138,7 @@ def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commi
 def _check_deep(folder: Path, commits: list[Commit], *, num_workers: int) -> Iterator[DeepResult]:
     tasks = (DeepTask(folder, commit) for commit in sorted(commits, key=lambda commit: -_num_chunks(commit)))
     for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks):
-        if outcome is None:
+        if not isinstance(outcome, Outcome):
             continue
         lost = DeepResult(outcome.task.commit.shard_id, 0, ((None, _WORKER_LOST, outcome.lost or ""),))
         yield outcome.result or lost

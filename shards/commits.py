@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from manifests.checked_json import record_sha256
 from manifests.errors import UserError
-from manifests.publish import publish_bytes
+from manifests.json_text import parse_json
+from manifests.publish import naming, publish_bytes
 from shards.contents import listed_shard_ids
 from shards.damage import DamagedCommit
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, FORMAT_VERSION, commit_name, shard_id_of
@@ -69,9 +70,9 @@ def commit_path(variant_dir: Path, shard_id: int) -> Path:
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
-    """Publishes `commit`; from here on readers see the shard."""
+    """Publishes `commit`; from here on readers see the shard. The variant's folder must be there."""
     path = commit_path(variant_dir, commit.shard_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
     # ASCII escapes, because a message may quote a path whose bytes are no UTF-8.
     text = json.dumps({**record, "sha256": record_sha256(record)}, indent=1, sort_keys=True, ensure_ascii=True)
@@ -87,7 +88,8 @@ def read_commit(path: Path) -> Commit:
         FileNotFoundError: there is no such file.
     """
     try:
-        record = json.loads(path.read_bytes())
+        with naming(path):
+            record = parse_json(path.read_bytes())
         checksum = record.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCommit(path, f"not a commit record ({error})") from error

@@ -1,14 +1,11 @@
 """Where the variants of each column lie, and which of them is current (`dataset.json`)."""
 
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
+from manifests.publish import folder_lock
 from shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION
 
 
@@ -59,7 +56,7 @@ def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
     Raises:
         UserError: dataset.json is of another format, or it is damaged and another column has several variants.
     """
-    with _alone(data_dir):
+    with folder_lock(data_dir):  # commands that write different columns must not lose each other's entry
         try:
             dataset = _read(data_dir)
         except DamagedDataset as damage:
@@ -83,17 +80,6 @@ def begin_variant(data_dir: Path, column: str, variant: str) -> None:
         has_current = False
     if not has_current:
         set_current_variant(data_dir, column, variant)
-
-
-@contextmanager
-def _alone(data_dir: Path) -> Iterator[None]:
-    """Keeps commands that write different columns from losing each other's entry."""
-    folder = os.open(data_dir, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
 
 
 def _rebuilt(data_dir: Path, *, own: str, damage: DamagedDataset) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from manifests.publish import publish_bytes
+from manifests.publish import naming, publish_bytes
 from shards.commits import Commit, commit_path, read_commits
 from shards.contents import Contents, file_sha256, read_contents, write_contents
 from shards.damage import DamagedContents
@@ -42,7 +42,9 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
     lists = shard_lists(commits)
     for file_name, content in lists.items():
         path = variant_dir / file_name
-        if not path.is_file() or path.read_bytes() != content:
+        with naming(path):
+            is_right = path.is_file() and path.read_bytes() == content
+        if not is_right:
             publish_bytes(path, content)
     for path in variant_dir.glob("shards-*.txt"):
         if path.name not in lists:
@@ -74,7 +76,8 @@ def settle(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[in
     for shard_id in dropped:
         commit_path(variant_dir, shard_id).unlink(missing_ok=True)
     write_shard_lists(variant_dir, commits)
-    recipe = (variant_dir / RECIPE_FILE).read_bytes()
+    with naming(variant_dir / RECIPE_FILE):
+        recipe = (variant_dir / RECIPE_FILE).read_bytes()
     contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
     checksums = {name: file_sha256(content) for name, content in contents.items()}
     write_contents(variant_dir, Contents(shard_ids, checksums))

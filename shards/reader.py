@@ -1,6 +1,5 @@
 """Reading a variant: its committed shards, any member of any sample, and the place of a key."""
 
-import json
 import shlex
 import threading
 from bisect import bisect_left, bisect_right
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
 from shards.commits import Commit, ShardFiles, read_commits
 from shards.contents import Contents, file_sha256, read_contents
 from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
@@ -178,7 +178,7 @@ class Variant:
         path = self.directory / RECIPE_FILE
         try:
             content = path.read_bytes()
-            recipe = json.loads(content)
+            recipe = parse_json(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error
         recorded = None if self._contents is None else self._contents.files.get(RECIPE_FILE)

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from manifests.publish import TEMPORARY_PREFIX, published, sync
+from manifests.publish import published, sync, temporary_path
 from shards.commits import ShardFiles
 from shards.format import BLOCK_BYTES, MAX_MEMBER_NAME_BYTES, ShardName
 from shards.index import IndexBuilder, energon_index_bytes, index_bytes, index_schema, member_columns, padded
@@ -45,7 +44,8 @@ class ShardWriter:
     Memory holds one sample and the index, never the tar.
 
     Args:
-        variant_dir: the variant's folder; made when missing.
+        variant_dir: the variant's folder. It is never made here: where it is missing, the data folder is not what the
+            caller takes it for.
         shard_id: number of the shard.
         extensions: members of every sample, in order.
         fields: index columns of the data column (`shards.format.VIDEO_FIELDS` for `video`).
@@ -68,8 +68,9 @@ class ShardWriter:
         self._end = 0
 
     def __enter__(self) -> Self:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._temporary = self._directory / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{self._shard_id:06d}.tar"
+        if not self._directory.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "there is no such folder of a variant", os.fspath(self._directory))
+        self._temporary = temporary_path(self._directory / f"{self._shard_id:06d}.tar")
         self._file = self._temporary.open("xb", buffering=_WRITE_BUFFER_BYTES)
         return self
 

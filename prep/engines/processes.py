@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from prep.engines import MAX_TRIES, TICK_S, Outcome, R, T
+from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, no_place_left
 from prep.ffmpeg import die_with_parent
 
 # A forked child would inherit the locks of the caller's threads; a spawned one starts clean.
@@ -45,7 +45,9 @@ class ProcessEngine:
         self._num_workers, self._gpus = num_workers, gpus
         self._num_started = 0
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `prep.engines.Engine`."""
         waiting, again = iter(tasks), deque[tuple[T, int]]()
         busy: list[_Worker] = []
@@ -56,7 +58,7 @@ class ProcessEngine:
                     task, tries = again.popleft() if again else (next(waiting, None), 0)
                     if task is None:
                         break
-                    busy.append(idle.pop() if idle else self._start(function))
+                    busy.append(idle.pop() if idle else self._start(function, check))
                     busy[-1].give(task, tries=tries + 1)
                 if not busy:
                     return
@@ -85,22 +87,26 @@ class ProcessEngine:
             for worker in (*busy, *idle):
                 worker.process.join()
 
-    def _start(self, function: Callable[[Any], Any]) -> _Worker:
+    def _start(self, function: Callable[[Any], Any], check: Check | None) -> _Worker:
         gpu = self._gpus[self._num_started % len(self._gpus)] if self._gpus else None
         self._num_started += 1
         ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_work, args=(function, theirs, gpu), daemon=True)
+        process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
         process.start()
         theirs.close()  # the end of the worker's is how its death is seen
         return _Worker(process, ours)
 
 
-def _work(function: Callable[[Any], Any], pipe: Connection, gpu: str | None) -> None:
+def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection, gpu: str | None) -> None:
     die_with_parent()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when torch first asks for a GPU, which is later than this
     # Ctrl-C goes to the whole group; the driver decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reason = check() if check is not None else None
+    if reason is not None:  # this machine is the only place there is
+        pipe.send((no_place_left([Refused("this machine", reason)]), None))
+        return
     while True:
         try:
             task = pipe.recv()

@@ -2,25 +2,30 @@
 window of them, kilobytes in and out.
 
 Without an address the command starts an instance of its own on this machine and ends it; with one it joins a
-cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder under the same path.
+cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder under the same path. Each node that is
+there is asked at once, and each worker before its first task. They get the check as source; function and tasks are
+bytes to them until they have passed. A node that has not is left out from then on, and its task goes to another one.
 """
 
 import logging
 import os
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
-from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
-from manifests.errors import UserError
-from prep.engines import MAX_TRIES, TICK_S, Outcome, R, T
-from prep.ffmpeg import die_with_parent
+from manifests.errors import FailedWork, UserError
+from prep import admission
+from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T, no_place_left
+from prep.engines.apart import Apart
 
 _MAX_PENDING_PER_CPU = 2  # enough that no core waits; few enough that a lost driver leaves little behind
 _ANSWER_LIMIT_S = 10.0
+_NODE_LABEL = "ray.io/node-id"
+_LOOK_INTERVAL_S = 2.0
 
 
 class RayEngine:
@@ -35,15 +40,28 @@ class RayEngine:
     def __init__(self, *, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> None:
         self._num_workers, self._address, self._actor_gpus = num_workers, address, actor_gpus
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `prep.engines.Engine`."""
         ray = _import_ray()
         # Ray tells of lost workers on the standard output, which is for results; the last of it while it shuts down.
         with redirect_stdout(sys.stderr):
             self._init(ray)
             try:
+                nodes = _Nodes(ray, "GPU" if self._actor_gpus else "CPU")
+                work = _Work(ray, function, check)
+                if check is not None and self._address is not None:
+                    nodes.ask(work.refusal())
                 run = self._run if self._actor_gpus is None else self._run_in_actors
-                yield from run(ray, function, tasks)
+                yield from run(ray, nodes, work, iter(tasks))
+                yield from nodes.answers(limit_s=_ANSWER_LIMIT_S)
+            except (ray.exceptions.RayError, ConnectionError) as error:
+                where = "on this machine" if self._address is None else f'at "{self._address}"'
+                raise FailedWork(
+                    f"the Ray cluster {where} was lost: {_first_line(error)}; what was finished is kept, "
+                    "run the same command again to go on"
+                ) from None
             finally:
                 ray.shutdown()
 
@@ -73,49 +91,69 @@ class RayEngine:
                 hint="start one with `ray start --head`, or leave --address out to use this machine",
             ) from None
 
-    def _run(self, ray: Any, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+    def _run(
+        self, ray: Any, nodes: "_Nodes", work: "_Work", waiting: Iterator[T]
+    ) -> Iterator[Outcome[T, Any] | Refused | None]:
         # max_retries covers lost workers and nodes; what the function itself raises is a bug and is not tried again.
-        options = {"num_cpus": 1, "max_retries": MAX_TRIES - 1, "retry_exceptions": False}
-        remote = ray.remote(_work).options(name=getattr(function, "__name__", "task"), **options)
-        waiting, pending = iter(tasks), dict[Any, T]()
+        options = {"name": work.name, "num_cpus": 1, "max_retries": MAX_TRIES - 1, "retry_exceptions": False}
+        remote = ray.remote(work.as_function())
+        again, pending = deque[T](), dict[Any, T]()
         while True:
-            for task in islice(waiting, max(0, self._window(ray) - len(pending))):
-                pending[remote.remote(function, task)] = task
+            while len(pending) < self._window(ray):
+                given = (again.popleft(),) if again else next(((task,) for task in waiting), None)
+                if given is None:
+                    break
+                pending[remote.options(**options, **nodes.options()).remote(work.packed(given[0]))] = given[0]
             if not pending:
                 return
             ready, _ = ray.wait(list(pending), timeout=TICK_S)
             if not ready:
+                nodes.require_one()
                 yield None
+            yield from nodes.answers()
             for reference in ready:
-                yield _outcome(ray, reference, pending.pop(reference))
+                task = pending.pop(reference)
+                refusal, outcome = _outcome(ray, reference, task)
+                if refusal is None:
+                    yield outcome
+                else:
+                    again.append(task)
+                    yield from nodes.refuse(refusal)
 
     def _run_in_actors(
-        self, ray: Any, function: Callable[[T], R], tasks: Iterable[T]
-    ) -> Iterator[Outcome[T, R] | None]:
-        actor = ray.remote(_Actor).options(num_cpus=0 if self._actor_gpus else 1, num_gpus=self._actor_gpus)
-        waiting, again = iter(tasks), deque[tuple[T, int]]()
+        self, ray: Any, nodes: "_Nodes", work: "_Work", waiting: Iterator[T]
+    ) -> Iterator[Outcome[T, Any] | Refused | None]:
+        actor = ray.remote(work.as_class())
+        options = {"num_cpus": 0 if self._actor_gpus else 1, "num_gpus": self._actor_gpus}
+        again = deque[tuple[T, int]]()
         # An actor gets a task when it has started, never before: its node may have gone, and others have room.
         starting, idle, busy = dict[Any, Any](), list[Any](), dict[Any, tuple[Any, T, int]]()
         while True:
             while idle and (given := again.popleft() if again else _first(waiting)) is not None:
                 worker = idle.pop()
-                busy[worker.work.remote(given[0])] = worker, *given
+                busy[worker.work.remote(work.packed(given[0]))] = worker, *given
             if idle and not busy:
                 return
             while not idle and len(starting) + len(busy) < self._num_actors(ray):
-                worker = actor.remote(function)
-                starting[worker.answer.remote()] = worker
+                worker = actor.options(**options, **nodes.options()).remote()
+                starting[worker.refusal.remote()] = worker
             ready, _ = ray.wait([*starting, *busy], timeout=TICK_S)
             if not ready:
+                nodes.require_one()
                 yield None
+            yield from nodes.answers()
             for reference in ready:
                 if reference in starting:
                     worker = starting.pop(reference)
-                    ray.get(reference)  # what keeps an actor from starting would keep the next one too
-                    idle.append(worker)
+                    # What keeps an actor from starting would keep the next one too.
+                    refusal = ray.get(reference)
+                    if refusal is None:
+                        idle.append(worker)
+                    else:
+                        yield from nodes.refuse(refusal)
                     continue
                 worker, task, tries = busy.pop(reference)
-                outcome = _outcome(ray, reference, task)
+                _, outcome = _outcome(ray, reference, task)
                 if outcome.lost is None:
                     idle.append(worker)
                 elif tries < MAX_TRIES:
@@ -148,18 +186,144 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
 
 
-class _Actor:
-    """A worker that lives until the run ends."""
+def ray_apart(*, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> Engine:
+    """A `RayEngine` in a process of its own, which is the one that Ray ends when it loses its cluster."""
+    engine = RayEngine(num_workers=num_workers, address=address, actor_gpus=actor_gpus)
+    return Apart(engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"')
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        die_with_parent()
-        self._function = function
 
-    def answer(self) -> None:
-        """Returns when the actor has started."""
+class _Nodes:
+    """The nodes that get no work.
 
-    def work(self, task: Any) -> Any:
-        return self._function(task)
+    Args:
+        resource: that a worker needs, CPU or GPU; nodes without it never get one.
+    """
+
+    def __init__(self, ray: Any, resource: str) -> None:
+        self._ray, self._resource = ray, resource
+        self._refused: dict[str, Refused] = {}
+        self._looked_s = time.monotonic()
+        self._asked: dict[Any, str] = {}
+
+    def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
+        """Has every node that is there call `refusal`, beside whatever it is at."""
+        remote = self._ray.remote(refusal)
+        for node in self._there():
+            options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
+            self._asked[remote.options(**options).remote()] = node["NodeID"]
+
+    def answers(self, *, limit_s: float = 0.0) -> Iterator[Refused]:
+        """The nodes that have answered by now, or do so within a limit, and were refused."""
+        if not self._asked:
+            return
+        ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=limit_s)
+        for reference in ready:
+            node_id = self._asked.pop(reference)
+            try:
+                refusal = self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:
+                refusal = node_id, _first_line(error)
+            except self._ray.exceptions.RayError:
+                continue  # it has gone
+            if refusal is not None:
+                yield from self.refuse(refusal)
+
+    def options(self) -> dict[str, Any]:
+        """Of a task or an actor, so that it comes to none of these nodes."""
+        return {"label_selector": {_NODE_LABEL: f"!in({','.join(self._refused)})"}} if self._refused else {}
+
+    def refuse(self, refusal: tuple[str, str]) -> Iterator[Refused]:
+        """Leaves a node, (its id, why), out from now on; yields it if that is new.
+
+        Raises:
+            UserError: no node is left.
+        """
+        node_id, reason = refusal
+        if node_id in self._refused:
+            return
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        refused = Refused(f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}", reason)
+        self._refused[node_id] = refused
+        self.require_one(at_once=True)
+        yield refused
+
+    def require_one(self, *, at_once: bool = False) -> None:
+        """Raises UserError when nodes were refused, and no other one is there; looks every few seconds."""
+        if not self._refused or (time.monotonic() - self._looked_s < _LOOK_INTERVAL_S and not at_once):
+            return
+        self._looked_s = time.monotonic()
+        if all(node["NodeID"] in self._refused for node in self._there()):
+            raise no_place_left(self._refused.values())
+
+    def _there(self) -> list[Any]:
+        """The living nodes that can have workers."""
+        return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
+
+
+class _Work:
+    """The function and its check, in forms that need no clipmill on the node: nested, Ray sends them as source."""
+
+    def __init__(self, ray: Any, function: Callable[[Any], Any], check: Check | None) -> None:
+        ray.cloudpickle.register_pickle_by_value(admission)
+        self._dumps, self._function, self._check = ray.cloudpickle.dumps, function, check
+        self.name = getattr(function, "__name__", "task")
+
+    def packed(self, task: Any) -> bytes:
+        """A call of the function."""
+        return bytes(self._dumps((self._function, task)))
+
+    def as_function(self) -> Callable[[bytes], Any]:
+        """A function of a packed call. It returns (None, result), or (node's id, why not) and None."""
+        refusal, passed = self.refusal(), list[bool]()  # a worker loads the function once and keeps the list
+
+        def work(packed: bytes) -> Any:
+            if not passed and (refused := refusal()) is not None:
+                return refused, None
+            passed.append(True)
+            import ray
+
+            from prep.ffmpeg import die_with_parent
+
+            # A worker whose node has ended, as it does with a killed driver, would go on with its task for a while.
+            die_with_parent()
+            function, task = ray.cloudpickle.loads(packed)
+            return None, function(task)
+
+        return work
+
+    def as_class(self) -> type:
+        """The class of an actor for packed calls; its `refusal` is asked first."""
+        refusal_here = self.refusal()
+
+        class Actor:
+            def refusal(self) -> tuple[str, str] | None:
+                """(node's id, why not), or None; answers when the actor has started."""
+                return refusal_here()
+
+            def work(self, packed: bytes) -> Any:
+                import ray
+
+                from prep.ffmpeg import die_with_parent
+
+                die_with_parent()
+                function, task = ray.cloudpickle.loads(packed)
+                return None, function(task)
+
+        return Actor
+
+    def refusal(self) -> Callable[[], tuple[str, str] | None]:
+        """A function that says of a worker (its node's id, why it must not work), or None."""
+        check = self._check
+
+        def refusal() -> tuple[str, str] | None:
+            reason = check() if check is not None else None
+            if reason is None:
+                return None
+            import ray
+
+            return ray.get_runtime_context().get_node_id(), reason
+
+        return refusal
 
 
 def _first(waiting: Iterator[T]) -> tuple[T, int] | None:
@@ -167,19 +331,22 @@ def _first(waiting: Iterator[T]) -> tuple[T, int] | None:
     return next(((task, 1) for task in waiting), None)
 
 
-def _outcome(ray: Any, reference: Any, task: T) -> Outcome[T, Any]:
+def _outcome(ray: Any, reference: Any, task: T) -> tuple[tuple[str, str] | None, Outcome[T, Any]]:
+    """How a call ended: the refusal of its worker, or its outcome."""
     try:
-        return Outcome(task, ray.get(reference))
+        refusal, result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        raise error.as_instanceof_cause() from None
+        _raise_cause(error)
     except ray.exceptions.RayError as error:
-        return Outcome(task, None, lost=_first_line(error))
+        return None, Outcome(task, None, lost=_first_line(error))
+    return refusal, Outcome(task, result)
 
 
-def _work(function: Callable[[T], R], task: T) -> R:
-    # A worker whose node has ended, as it does with a killed driver, would go on with its task for a while.
-    die_with_parent()
-    return function(task)
+def _raise_cause(error: Any) -> NoReturn:
+    """Raises what the function itself raised, with the place where."""
+    cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(_first_line(error))
+    cause.add_note(str(error))
+    raise cause from None
 
 
 def _first_line(error: Exception) -> str:

@@ -16,7 +16,6 @@ def latents_job(plan: LatentsPlan, *, device: Device, batch: int, num_threads: i
         return LatentsTask(
             variant_dir=plan.variant_dir,
             shard_id=shard.shard_id,
-            first_video_id=plan.video_shards[shard.shard_id].video_ids[0].as_py(),
             plan_fingerprint=shard.plan_fingerprint,
             recipe=plan.recipe,
             video_dir=plan.video_dir,
@@ -35,6 +34,7 @@ def latents_job(plan: LatentsPlan, *, device: Device, batch: int, num_threads: i
         shards=plan.shards,
         make=make_latents,
         task=task,
+        video_ids=lambda shard: plan.video_shards[shard.shard_id].video_ids.to_pylist(),
         failed_before=plan.unreadable,
         chunk_s=None,
     )

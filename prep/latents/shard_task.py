@@ -55,7 +55,6 @@ class LatentsTask:
 
     variant_dir: Path
     shard_id: int
-    first_video_id: str
     plan_fingerprint: str
     recipe: LatentsRecipe
     video_dir: Path

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
 from prep.latents.settings import TINY
 
 CONFIG_FILE = "config.json"
@@ -115,7 +116,7 @@ def _downloaded(name: str) -> Path:
 def _config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     try:
-        config = json.loads(path.read_bytes())
+        config = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", hint=_SUGGESTION) from None
     except ValueError as error:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from manifests.adapters.reading import Reading, ReadingBuilder
 from manifests.adapters.splits import TRAIN, VAL
-from manifests.publish import published
+from manifests.publish import folder_lock, published, remove_temporaries
 from prep.synthetic.encode import TICKS_PER_FRAME, encode_video
 from prep.synthetic.frame_numbers import write_frame_number_video
 from prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
@@ -118,7 +118,8 @@ def make_synthetic(
     directory.mkdir(parents=True, exist_ok=True)
     videos = [SyntheticVideo(mode, number, seed, minutes * 60) for number in range(num_videos)]
     paths = [directory / f"{video.source_id}.mp4" for video in videos]
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        remove_temporaries(directory, of={path.name for path in paths}.__contains__)
         # A file under its own name is whole and of these settings: both are what publishing and the name promise.
         made = [pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()]
         num_done = num_videos - len(made)

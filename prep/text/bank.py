@@ -6,13 +6,13 @@ content, so that a killed run's blocks are known to be whole and serve the next 
 
 import hashlib
 import re
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from manifests.publish import TEMPORARY_PREFIX, publish_bytes
+from manifests.publish import publish_bytes, remove_temporaries
 from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow
 
 BANK_FOLDER = "bank"
@@ -34,7 +34,7 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     content = sink.getvalue()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     publish_bytes(folder / _name(content), content)
 
 
@@ -52,8 +52,7 @@ class Bank:
         self._begins = [0]  # of the blocks of these files among all digests
         self._digests = np.empty(0, DIGESTS)
         self._order = np.empty(0, np.int32)  # in which they ascend
-        for path in self.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of killed writers
-            path.unlink()
+        remove_temporaries(self.folder)  # of killed writers
         self.look_again()
 
     def look_again(self) -> None:
@@ -108,8 +107,14 @@ class Bank:
 
     def remove(self) -> None:
         """Removes the bank: its rows are in committed shards, or nobody wants them."""
-        if self.folder.is_dir():
-            shutil.rmtree(self.folder)
+        if not self.folder.is_dir():
+            return
+        remove_temporaries(self.folder)
+        for path in self.folder.iterdir():
+            if BLOCK_FILE.fullmatch(path.name):
+                path.unlink()
+        with suppress(OSError):  # somebody has put something into it
+            self.folder.rmdir()
 
     def _read(self, path: Path, rows: np.ndarray) -> np.ndarray:
         with pa.memory_map(str(path)) as file:

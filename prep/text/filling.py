@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from prep.engines import Engine
+from prep.admission import worker_ticket
+from prep.engines import Engine, Refused
 from prep.failures import FailureCode
 from prep.plan import ShardPlan
+from prep.progress import tell_refused
 from prep.run import with_work
 from prep.text.bank import Bank
 from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
@@ -45,12 +47,14 @@ class Filled:
         num_cut: of these, longer than its context.
         not_finite: digests of those that have no embedding.
         trouble: why the bank lacks others, or None when it has them all.
+        refused: places of workers that got no work.
     """
 
     num_encoded: int
     num_cut: int
     not_finite: frozenset[bytes]
     trouble: tuple[FailureCode, str] | None
+    refused: tuple[Refused, ...] = ()
 
 
 def needed(plan: TextPlan, reader: CaptionReader) -> Needed:
@@ -90,18 +94,23 @@ def fill(
     if not len(missing):
         return Filled(0, 0, frozenset(), None)
     blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
-    for outcome in engine.run(encode_block, blocks):
-        if outcome is not None:
-            result = outcome.result or BlockResult(stopped=(FailureCode.WORKER_LOST, outcome.lost or ""))
-            num_encoded += result.num_encoded
-            num_cut += result.num_cut
-            not_finite.update(result.not_finite)
-            trouble = result.stopped or trouble
-            if trouble is not None and trouble[0] == FailureCode.DISK_FULL:
-                break
-        on_encoded(num_encoded, len(missing))
+    refused: list[Refused] = []
+    with worker_ticket(plan.variant_dir) as ticket:
+        for outcome in engine.run(encode_block, blocks, check=ticket):
+            if isinstance(outcome, Refused):
+                refused.append(outcome)
+                tell_refused(outcome)
+            elif outcome is not None:
+                result = outcome.result or BlockResult(stopped=(FailureCode.WORKER_LOST, outcome.lost or ""))
+                num_encoded += result.num_encoded
+                num_cut += result.num_cut
+                not_finite.update(result.not_finite)
+                trouble = result.stopped or trouble
+                if trouble is not None and trouble[0] == FailureCode.DISK_FULL:
+                    break
+            on_encoded(num_encoded, len(missing))
     bank.look_again()
-    return Filled(num_encoded, num_cut, frozenset(not_finite), trouble)
+    return Filled(num_encoded, num_cut, frozenset(not_finite), trouble, tuple(refused))
 
 
 def _missing(bank: Bank, need: Needed) -> np.ndarray:

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.layout import LAYOUT, wanted_rows
+from prep.data_folder import TEXT_LAYOUT_FILE
+from prep.layout import LAYOUT, LAYOUT_FOLDER, wanted_rows
 
 MAX_SHARD_VIDEOS = 4096
 MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more has a shard of its own
@@ -18,7 +19,7 @@ MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more has a shard of it
 
 def text_layout_path(data_dir: Path) -> Path:
     """Where the layout lies."""
-    return data_dir / "layout" / "text.parquet"
+    return data_dir / LAYOUT_FOLDER / TEXT_LAYOUT_FILE
 
 
 def extend_text_layout(

@@ -6,11 +6,13 @@ What is known lies in commits and bank, so the run can be killed at any moment. 
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import pyarrow as pa
+
 from prep.data_folder import TEXT
-from prep.engines import Engine, Outcome, R, T
+from prep.engines import Check, Engine, Outcome, R, T
 from prep.layout import write_layout
 from prep.plan import ShardPlan
-from prep.run import Job, execute, with_work, write_recipe
+from prep.run import Job, execute, make_variant, with_work
 from prep.text.bank import BANK_FOLDER, Bank
 from prep.text.blocks import TowerUse
 from prep.text.captions import CaptionReader
@@ -37,8 +39,7 @@ def run_text(
     """
     begin_s = time.monotonic()
     write_layout(text_layout_path(plan.data_dir), plan.layout)
-    plan.variant_dir.mkdir(parents=True, exist_ok=True)
-    write_recipe(plan.variant_dir, plan.recipe.as_dict())
+    make_variant(plan.variant_dir, plan.recipe.as_dict())
     bank = Bank(plan.variant_dir / BANK_FOLDER, width=plan.recipe.width)
     with CaptionReader(plan.data_dir) as reader:
         need = needed(plan, reader)
@@ -59,21 +60,27 @@ def run_text(
         num_bytes_written=ran.num_bytes_written,
         wall_s=time.monotonic() - begin_s,
         failures=ran.failures,
+        gave_up=ran.gave_up,
+        refused_workers=[*filled.refused, *ran.refused_workers],
     )
 
 
 class _Here:
     """The engine that runs tasks in the driver, one after another: shards are copied from the bank, not computed."""
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))
 
 
 def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
+    def video_ids(shard: ShardPlan) -> pa.Array:
+        return plan.video_ids[shard.rows.start : shard.rows.stop]
+
     def task(shard: ShardPlan) -> TextShardTask:
-        video_ids = plan.video_ids[shard.rows.start : shard.rows.stop]
-        return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids)
+        return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
 
     return Job(
         column=TEXT,
@@ -83,6 +90,7 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         shards=plan.shards,
         make=maker.make,
         task=task,
+        video_ids=lambda shard: video_ids(shard).to_pylist(),
         failed_before=[],
         chunk_s=None,
     )

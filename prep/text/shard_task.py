@@ -33,10 +33,6 @@ class TextShardTask:
     plan_fingerprint: str
     video_ids: pa.Array
 
-    @property
-    def first_video_id(self) -> str:
-        return str(self.video_ids[0].as_py())
-
 
 @dataclass(frozen=True)
 class ShardMaker:

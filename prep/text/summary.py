@@ -1,10 +1,11 @@
 """What a plan and a run of the `text` column say to people and to scripts."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from prep.data_folder import TEXT
+from prep.engines import Refused
 from prep.plan_text import Report, states_lines, states_values
 from prep.recipe import recipe_differences
 from prep.text.planning import TextPlan
@@ -24,6 +25,8 @@ class TextSummary:
         num_encoded: of these, those that went through the tower now.
         num_cut: of the encoded, those longer than the tower's context, whose beginning stands for them.
         failures: those of earlier runs that were not tried again are counted too.
+        gave_up: why the run ended before all shards were tried, or None.
+        refused_workers: places of workers that got no work.
     """
 
     variant: str
@@ -37,6 +40,8 @@ class TextSummary:
     num_bytes_written: int
     wall_s: float
     failures: list[Failure] = field(default_factory=list)
+    gave_up: str | None = None
+    refused_workers: list[Refused] = field(default_factory=list)
 
     @property
     def num_taken_over(self) -> int:
@@ -69,6 +74,8 @@ def text_summary_values(summary: TextSummary) -> dict[str, Any]:
         "wall_s": round(summary.wall_s, 3),
         "num_failed_videos": summary.num_failed_videos,
         "failures": summary.failures_by_code(),
+        "gave_up": summary.gave_up,
+        "refused_workers": [asdict(refused) for refused in summary.refused_workers],
     }
 
 

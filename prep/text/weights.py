@@ -1,11 +1,11 @@
 """Files of weights, looked at without loading them."""
 
 import hashlib
-import json
 import struct
 from pathlib import Path
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
 
 SAFETENSORS = ".safetensors"
 _PIECE_BYTES = 1 << 24
@@ -32,7 +32,7 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > _MAX_HEADER_BYTES:
                 raise ValueError("it has no header")
-            header = json.loads(file.read(header_bytes))
+            header = parse_json(file.read(header_bytes))
         header.pop("__metadata__", None)
         end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if path.stat().st_size < end:

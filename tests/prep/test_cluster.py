@@ -1,15 +1,21 @@
-"""A cluster of two nodes, one of which dies while it works."""
+"""Clusters of nodes that die while they work, or must not work at all."""
 
+import os
 import secrets
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.prep.running import MARK, Ran, chunk, contents, manifest, processes, start, wait_until
+from tests.prep.running import MARK, Ran, chunk, contents, manifest, prep, processes, start, wait_until
 
 SETTINGS = ("--len", "500ms", "--preset", "veryslow")
 
@@ -68,3 +74,136 @@ def test_a_run_outlives_one_of_two_nodes(
     assert ran.status == 0, ran.stderr
     assert ran.summary["num_encoded"] == 60 and ran.summary["failures"] == {}
     assert contents(data) == contents(tmp_path / "undisturbed")
+
+
+Node = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def add_node(cluster: Any, mark: str) -> Iterator[Node]:
+    """Starts a node of one CPU after a shell command, of whose mounts nobody else sees anything."""
+    nodes = []
+
+    def add(*, first: str) -> "subprocess.Popen[bytes]":
+        ray = [os.fspath(Path(sys.executable).with_name("ray")), "start", "--address", cluster.address]
+        command = f"{first} && exec {shlex.join([*ray, '--num-cpus', '1', '--block'])}"
+        there = num_alive()
+        nodes.append(
+            subprocess.Popen(
+                ["unshare", "--mount", "sh", "-c", command],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+        # One after another: raylets that start at once may choose the same port.
+        wait_until(lambda: num_alive() > there)
+        return nodes[-1]
+
+    def num_alive() -> int:
+        return sum(node["Alive"] for node in cluster.global_state.node_table())
+
+    yield add
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    for node in nodes:
+        node.wait()
+
+
+def require_private_mounts() -> None:
+    """Skips where a process may not have mounts of its own."""
+    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
+        pytest.skip("mounts of one process alone are not permitted here")
+
+
+def other_source(folder: Path) -> Path:
+    """A copy of the packages that differs from this one in a comment."""
+    for package in ("manifests", "shards", "prep"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "prep" / "spans.py").open("a") as file:
+        file.write("# of another version\n")
+    return folder
+
+
+def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
+    cluster: Any, add_node: Node, tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    require_private_mounts()
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    for number in range(8):
+        write_video(videos / f"{number}.mp4", seconds=4, first_number=1000 * number)
+    manifest(data, videos)
+    shutil.copytree(data, tmp_path / "undisturbed")
+    chunk(tmp_path / "undisturbed", *SETTINGS)
+    add_node(first=shlex.join(["mount", "-t", "tmpfs", "tmpfs", os.fspath(data)]))
+    copy = other_source(tmp_path / "copy")
+    # Ray lets workers see the modules that the driver sees, where they are.
+    add_node(first=shlex.join(["mount", "--bind", os.fspath(copy / "prep"), os.fspath(ROOT / "prep")]))
+
+    arguments = ("chunk", "--data", data, "--json", "--address", cluster.address, *SETTINGS)
+    ran = prep(*arguments)
+    reasons = [refused["reason"] for refused in ran.summary["refused_workers"]]
+    assert sorted(reason.split(" with ")[0].split(":")[0] for reason in reasons) == [
+        "it does not share the data folder",
+        f"it has clipmill {version('clipmill')}",
+    ], ran.stderr
+    assert len({refused["place"] for refused in ran.summary["refused_workers"]}) == 2
+    assert all(f"no work for {refused['place']}: " in ran.stderr for refused in ran.summary["refused_workers"])
+    assert ran.summary["failures"] == {} and ran.summary["num_chunks"] == 64
+    assert contents(data) == contents(tmp_path / "undisturbed")
+
+    # A data folder that the driver alone sees.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    command = [sys.executable, "-m", "prep.cli", *map(str, ("chunk", "--data", alone, *arguments[3:]))]
+    mounted = f"mount -t tmpfs tmpfs {alone} && cp -r {data}/manifest {alone} && exec {shlex.join(command)}"
+    ran = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    error, hint = ran.stderr.splitlines()[-2:]
+    assert ran.returncode == 2 and hint.startswith("hint: each node needs "), ran.stderr
+    assert error.startswith("error: no worker can be used: node ") and error.count(" on ") >= 3
+    assert "Traceback" not in ran.stderr and list(alone.iterdir()) == []
+
+
+def test_a_cluster_that_is_lost_is_one_line(
+    mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    address = cluster.address
+    try:
+        write_video(tmp_path / "videos" / "a.mp4", seconds=60)
+        manifest(tmp_path / "data", tmp_path / "videos")
+        run = start("chunk", "--data", tmp_path / "data", "--address", cluster.address, *SETTINGS)
+        wait_until(lambda: any(process.is_ffmpeg for process in processes(mark)))
+        for process in processes(mark):
+            if "gcs_server" in process.arguments[0] or "raylet" in Path(process.arguments[0]).name:
+                process.kill()
+        _, stderr = run.communicate(timeout=120)
+    finally:
+        for process in processes(mark):
+            process.kill()
+        cluster.remove_node(cluster.head_node, allow_graceful=False)
+    lines = [line for line in stderr.splitlines() if not line.startswith("chunks ")]
+    assert run.returncode == 1 and len(lines) == 1, stderr
+    assert lines[0].startswith("failed: the ") and f'"{address}"' in lines[0]
+    assert "what was finished is kept" in lines[0]
+
+
+def test_ray_that_is_told_to_stop_says_one_line_and_leaves_no_process(
+    mark: str, tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    for name in "ab":
+        write_video(tmp_path / "videos" / f"{name}.mp4", seconds=30)
+    manifest(tmp_path / "data", tmp_path / "videos")
+    run = start("chunk", "--data", tmp_path / "data", "--workers", 1, *SETTINGS)
+    wait_until(lambda: list((tmp_path / "data").glob("video/*/commits/*.json")) or run.poll() is not None)
+    run.send_signal(signal.SIGTERM)
+    _, stderr = run.communicate(timeout=120)
+    lines = [line for line in stderr.splitlines() if not line.startswith("chunks ")]
+    assert run.returncode == 143 and len(lines) == 1, stderr
+    assert lines[0].startswith("stopped: what was finished is kept")
+    wait_until(lambda: not list(processes(mark)))
+    assert list((tmp_path / "data").glob("video/*/commits/*.json"))

@@ -38,6 +38,7 @@ def samples() -> Callable[..., list[Sample]]:
 @pytest.fixture
 def write_shard() -> Callable[..., ShardFiles]:
     def write(directory: Path, samples: list[Sample], *, shard_id: int = 0, fingerprint: str = "0" * 64) -> ShardFiles:
+        directory.mkdir(parents=True, exist_ok=True)
         with ShardWriter(directory, shard_id=shard_id, extensions=EXTENSIONS, fields=FIELDS) as writer:
             for sample in samples:
                 writer.add(sample)

@@ -23,8 +23,9 @@ def test_a_commit_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_equal_commits_are_equal_bytes(tmp_path: Path) -> None:
-    write_commit(tmp_path / "one", COMMIT)
-    write_commit(tmp_path / "two", replace(COMMIT))
+    for name, commit in (("one", COMMIT), ("two", replace(COMMIT))):
+        (tmp_path / name).mkdir()
+        write_commit(tmp_path / name, commit)
     assert commit_path(tmp_path / "one", 3).read_bytes() == commit_path(tmp_path / "two", 3).read_bytes()
 
 

@@ -100,6 +100,7 @@ def chunks_of(video_id: str, num_frames: int) -> list[Sample]:
 def write_shard(data_dir: Path, shard_id: int, samples: list[Sample], *, split: str) -> None:
     """Writes and commits one shard."""
     directory = data_dir / "video" / VARIANT
+    directory.mkdir(parents=True, exist_ok=True)
     with ShardWriter(directory, shard_id=shard_id, extensions=("mp4",), fields=VIDEO_FIELDS) as writer:
         for sample in samples:
             writer.add(sample)

@@ -67,6 +67,7 @@ def write_latents(
 ) -> None:
     """Writes and commits one shard for each list of chunks: of `values`, or of any bits at all."""
     directory = written.latents_dir
+    directory.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(0)
     for shard_id, chunks in enumerate(shards):
         with ShardWriter(directory, shard_id=shard_id, extensions=("latents.npy",), fields=LATENTS_FIELDS) as writer:
@@ -101,6 +102,7 @@ def write_text(
     table = read_captions(written.data_dir).to_pylist()
     video_ids = list(dict.fromkeys(caption.video_id for caption in captions))
     noise = np.random.default_rng(1)
+    written.text_dir.mkdir(parents=True, exist_ok=True)
     for shard_id, first in enumerate(range(0, len(video_ids), videos_per_shard)):
         with ShardWriter(
             written.text_dir, shard_id=shard_id, extensions=("text.npy", "json"), fields=TEXT_FIELDS

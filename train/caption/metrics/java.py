@@ -131,5 +131,5 @@ def last_line(text: str) -> str:
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="clipmill-") as folder:
+    with tempfile.TemporaryDirectory(prefix="train-caption-") as folder:
         yield Path(folder)

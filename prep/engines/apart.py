@@ -1,0 +1,145 @@
+"""An engine in a process of its own: what its libraries print is not the command's, and when they end their process, as
+Ray does when it loses its cluster, the command goes on and says so.
+"""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from manifests.errors import ClipmillError, FailedWork
+from prep.engines import TICK_S, Check, Engine, Outcome, R, Refused, T
+from prep.ffmpeg import die_with_parent
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_GRACE_S = 15.0  # for the engine to end what it started
+
+
+class Apart:
+    """Runs an engine, which has to be picklable, in another process.
+
+    Args:
+        name: of what may end by itself there, for the message.
+    """
+
+    def __init__(self, engine: Engine, *, name: str) -> None:
+        self._engine, self._name = engine, name
+
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | Refused | None]:
+        """See `prep.engines.Engine`."""
+        waiting = enumerate(tasks)
+        given = dict[int, T]()
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_serve, args=(self._engine, function, check, theirs))
+        process.start()
+        theirs.close()  # the end of the other's is how its death is seen
+        try:
+            while True:
+                if not ours.poll(TICK_S):
+                    yield None
+                    continue
+                try:
+                    kind, value = ours.recv()
+                except (EOFError, ConnectionResetError):
+                    process.join()
+                    raise FailedWork(
+                        f"{self._name} ended unexpectedly ({_how(process.exitcode)}); what was finished is kept, "
+                        "run the same command again to go on"
+                    ) from None
+                if kind == "next":
+                    item = next(waiting, None)
+                    if item is not None:
+                        given[item[0]] = item[1]
+                    ours.send(item)
+                elif kind == "outcome":
+                    number, result, lost = value
+                    yield Outcome(given.pop(number), result, lost)
+                elif kind == "refused":
+                    yield value
+                elif kind == "error":
+                    raise value
+                elif kind == "end":
+                    return
+        finally:
+            ours.close()  # the other sees it, and ends its workers
+            process.join(_GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class _Gone(Exception):
+    """The command has gone, or wants no more."""
+
+
+def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, pipe: Connection) -> None:
+    die_with_parent()
+    # Ctrl-C goes to the whole group; the command decides what becomes of this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    with suppress(_Gone):
+        try:
+            for outcome in engine.run(_Numbered(function), _tasks(pipe), check=check):
+                if isinstance(outcome, Outcome):
+                    _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost))
+                elif outcome is not None:
+                    _send(pipe, "refused", outcome)
+                elif pipe.poll():  # nothing is ever sent unasked: it is closed
+                    raise _Gone
+            _send(pipe, "end", None)
+        except _Gone:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again by the command
+            if not isinstance(error, ClipmillError):
+                error.add_note("".join(traceback.format_exception(error)))
+            _send_error(pipe, error)
+
+
+class _Numbered:
+    """A function of the second part of its argument."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self.__name__ = getattr(function, "__name__", "task")
+
+    def __call__(self, task: tuple[int, Any]) -> Any:
+        return self._function(task[1])
+
+
+def _tasks(pipe: Connection) -> Iterator[tuple[int, Any]]:
+    """The command's tasks with their numbers, each as it is asked for."""
+    while True:
+        _send(pipe, "next", None)
+        try:
+            item = pipe.recv()
+        except (EOFError, OSError):
+            raise _Gone from None
+        if item is None:
+            return
+        yield item
+
+
+def _send_error(pipe: Connection, error: Exception) -> None:
+    try:
+        _send(pipe, "error", error)
+    except (AttributeError, TypeError, ValueError):  # it cannot be pickled
+        _send(pipe, "error", RuntimeError("".join(traceback.format_exception(error))))
+
+
+def _send(pipe: Connection, kind: str, value: Any) -> None:
+    try:
+        pipe.send((kind, value))
+    except OSError:
+        raise _Gone from None
+
+
+def _how(exit_code: int | None) -> str:
+    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit status {exit_code}"

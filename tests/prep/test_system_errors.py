@@ -1,0 +1,81 @@
+"""Errors of the operating system in the driver: one line with the path and what to do, and the rerun mends it."""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.prep.running import Ran, contents
+from tests.prep.sets import LEN, ShardSet
+
+Prep = Callable[..., Ran]
+RECORDS = ["dataset.json", "probes.parquet", "layout/*.parquet", "video/*/recipe.json", "video/*/shards.txt"]
+
+
+@contextmanager
+def failing(call: str, error: int, *, of: str) -> Iterator[None]:
+    """Lets a call of the operating system fail for files whose path ends so, temporary names included."""
+    real = getattr(os, call)
+
+    def fail(target: object, *arguments: object, **options: object) -> object:
+        path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target
+        if str(path).endswith(of) and not (isinstance(target, int) and stat.S_ISDIR(os.fstat(target).st_mode)):
+            raise OSError(error, os.strerror(error), *([] if isinstance(target, int) else [str(path)]))
+        return real(target, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, fail)
+        yield
+
+
+def chunk_again(prep: Prep, data: Path, *, status: int | None) -> Ran:
+    return prep("chunk", "--data", data, "--engine", "processes", "--workers", 1, *LEN, status=status)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_that_cannot_be_written_is_named(prep: Prep, shard_set: ShardSet, record: str) -> None:
+    before = contents(shard_set.data)
+    path = next(shard_set.data.glob(record))
+    path.unlink()
+    for call, error, status in (("fsync", errno.EIO, 1), ("fsync", errno.ENOSPC, 1), ("replace", errno.EACCES, 2)):
+        with failing(call, error, of=path.name):
+            ran = chunk_again(prep, shard_set.data, status=status)
+        assert f"{path}" in ran.stderr and os.strerror(error) in ran.stderr
+        assert "Traceback" not in ran.stderr and len(ran.stderr.splitlines()) == status
+    chunk_again(prep, shard_set.data, status=1)  # for its text that poses as a video
+    assert contents(shard_set.data) == before
+
+
+@pytest.mark.parametrize(
+    ("record", "status"),
+    [("dataset.json", 1), ("probes.parquet", 1), ("layout/*.parquet", 2), ("video/*/commits/000000.json", 1)],
+)
+def test_a_record_that_cannot_be_read_is_named_and_kept(
+    prep: Prep, shard_set: ShardSet, record: str, status: int, tmp_path: Path
+) -> None:
+    path = next(shard_set.data.glob(record))
+    kept = path.rename(tmp_path / "kept")
+    path.mkdir()  # what reads it gets an error, also where this user may read everything
+    ran = chunk_again(prep, shard_set.data, status=status)
+    assert f"{path}" in ran.stderr and "directory" in ran.stderr and "Traceback" not in ran.stderr
+    path.rmdir()
+    shutil.move(kept, path)
+    prep("verify", "--data", shard_set.data)
+
+
+def test_a_record_that_is_nested_too_deeply_is_damaged(prep: Prep, shard_set: ShardSet) -> None:
+    bomb = "[" * 200_000
+    for record in ("dataset.json", "manifest/manifest.json", "video/*/recipe.json"):
+        path = next(shard_set.data.glob(record))
+        kept = path.read_bytes()
+        path.write_text(bomb)
+        assert str(path) in prep("retry" if "recipe" in record else "status", "--data", shard_set.data, status=2).error
+        path.write_bytes(kept)
+    commit = next(shard_set.variant.glob("commits/*.json"))
+    commit.write_text(bomb)
+    assert "nested too deeply" in prep("status", "--data", shard_set.data, status=1).stdout
