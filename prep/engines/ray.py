@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
@@ -19,13 +18,12 @@ from typing import Any, NoReturn
 
 from manifests.errors import FailedWork, UserError
 from prep import admission
-from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T, no_place_left
+from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T
 from prep.engines.apart import Apart
+from prep.engines.ray_nodes import Nodes, first_line
 
 _MAX_PENDING_PER_CPU = 2  # enough that no core waits; few enough that a lost driver leaves little behind
 _ANSWER_LIMIT_S = 10.0
-_NODE_LABEL = "ray.io/node-id"
-_LOOK_INTERVAL_S = 2.0
 
 
 class RayEngine:
@@ -49,7 +47,7 @@ class RayEngine:
         with redirect_stdout(sys.stderr):
             self._init(ray)
             try:
-                nodes = _Nodes(ray, "GPU" if self._actor_gpus else "CPU")
+                nodes = Nodes(ray, "GPU" if self._actor_gpus else "CPU")
                 work = _Work(ray, function, check)
                 if check is not None and self._address is not None:
                     nodes.ask(work.refusal())
@@ -59,7 +57,7 @@ class RayEngine:
             except (ray.exceptions.RayError, ConnectionError) as error:
                 where = "on this machine" if self._address is None else f'at "{self._address}"'
                 raise FailedWork(
-                    f"the Ray cluster {where} was lost: {_first_line(error)}; what was finished is kept, "
+                    f"the Ray cluster {where} was lost: {first_line(error)}; what was finished is kept, "
                     "run the same command again to go on"
                 ) from None
             finally:
@@ -92,7 +90,7 @@ class RayEngine:
             ) from None
 
     def _run(
-        self, ray: Any, nodes: "_Nodes", work: "_Work", waiting: Iterator[T]
+        self, ray: Any, nodes: Nodes, work: "_Work", waiting: Iterator[T]
     ) -> Iterator[Outcome[T, Any] | Refused | None]:
         # max_retries covers lost workers and nodes; what the function itself raises is a bug and is not tried again.
         options = {"name": work.name, "num_cpus": 1, "max_retries": MAX_TRIES - 1, "retry_exceptions": False}
@@ -121,7 +119,7 @@ class RayEngine:
                     yield from nodes.refuse(refusal)
 
     def _run_in_actors(
-        self, ray: Any, nodes: "_Nodes", work: "_Work", waiting: Iterator[T]
+        self, ray: Any, nodes: Nodes, work: "_Work", waiting: Iterator[T]
     ) -> Iterator[Outcome[T, Any] | Refused | None]:
         actor = ray.remote(work.as_class())
         options = {"num_cpus": 0 if self._actor_gpus else 1, "num_gpus": self._actor_gpus}
@@ -192,74 +190,6 @@ def ray_apart(*, num_workers: int | None, address: str | None, actor_gpus: float
     return Apart(engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"')
 
 
-class _Nodes:
-    """The nodes that get no work.
-
-    Args:
-        resource: that a worker needs, CPU or GPU; nodes without it never get one.
-    """
-
-    def __init__(self, ray: Any, resource: str) -> None:
-        self._ray, self._resource = ray, resource
-        self._refused: dict[str, Refused] = {}
-        self._looked_s = time.monotonic()
-        self._asked: dict[Any, str] = {}
-
-    def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
-        """Has every node that is there call `refusal`, beside whatever it is at."""
-        remote = self._ray.remote(refusal)
-        for node in self._there():
-            options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
-            self._asked[remote.options(**options).remote()] = node["NodeID"]
-
-    def answers(self, *, limit_s: float = 0.0) -> Iterator[Refused]:
-        """The nodes that have answered by now, or do so within a limit, and were refused."""
-        if not self._asked:
-            return
-        ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=limit_s)
-        for reference in ready:
-            node_id = self._asked.pop(reference)
-            try:
-                refusal = self._ray.get(reference)
-            except self._ray.exceptions.RayTaskError as error:
-                refusal = node_id, _first_line(error)
-            except self._ray.exceptions.RayError:
-                continue  # it has gone
-            if refusal is not None:
-                yield from self.refuse(refusal)
-
-    def options(self) -> dict[str, Any]:
-        """Of a task or an actor, so that it comes to none of these nodes."""
-        return {"label_selector": {_NODE_LABEL: f"!in({','.join(self._refused)})"}} if self._refused else {}
-
-    def refuse(self, refusal: tuple[str, str]) -> Iterator[Refused]:
-        """Leaves a node, (its id, why), out from now on; yields it if that is new.
-
-        Raises:
-            UserError: no node is left.
-        """
-        node_id, reason = refusal
-        if node_id in self._refused:
-            return
-        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
-        refused = Refused(f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}", reason)
-        self._refused[node_id] = refused
-        self.require_one(at_once=True)
-        yield refused
-
-    def require_one(self, *, at_once: bool = False) -> None:
-        """Raises UserError when nodes were refused, and no other one is there; looks every few seconds."""
-        if not self._refused or (time.monotonic() - self._looked_s < _LOOK_INTERVAL_S and not at_once):
-            return
-        self._looked_s = time.monotonic()
-        if all(node["NodeID"] in self._refused for node in self._there()):
-            raise no_place_left(self._refused.values())
-
-    def _there(self) -> list[Any]:
-        """The living nodes that can have workers."""
-        return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
-
-
 class _Work:
     """The function and its check, in forms that need no clipmill on the node: nested, Ray sends them as source."""
 
@@ -295,7 +225,7 @@ class _Work:
         """The class of an actor for packed calls; its `refusal` is asked first."""
         refusal_here = self.refusal()
 
-        class Actor:
+        class _Actor:
             def refusal(self) -> tuple[str, str] | None:
                 """(node's id, why not), or None; answers when the actor has started."""
                 return refusal_here()
@@ -309,7 +239,7 @@ class _Work:
                 function, task = ray.cloudpickle.loads(packed)
                 return None, function(task)
 
-        return Actor
+        return _Actor
 
     def refusal(self) -> Callable[[], tuple[str, str] | None]:
         """A function that says of a worker (its node's id, why it must not work), or None."""
@@ -338,19 +268,15 @@ def _outcome(ray: Any, reference: Any, task: T) -> tuple[tuple[str, str] | None,
     except ray.exceptions.RayTaskError as error:
         _raise_cause(error)
     except ray.exceptions.RayError as error:
-        return None, Outcome(task, None, lost=_first_line(error))
+        return None, Outcome(task, None, lost=first_line(error))
     return refusal, Outcome(task, result)
 
 
 def _raise_cause(error: Any) -> NoReturn:
     """Raises what the function itself raised, with the place where."""
-    cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(_first_line(error))
+    cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(first_line(error))
     cause.add_note(str(error))
     raise cause from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _import_ray() -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prep.data_folder import LATENTS, VIDEO, writing
-from prep.engines import Outcome, R, T
+from prep.engines import Check, Outcome, R, T
 from prep.latents.job import latents_job
 from prep.latents.plan import make_latents_plan
 from prep.latents.recipe import resolve
@@ -23,7 +23,9 @@ AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its met
 class Here:
     """The engine without workers."""
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | None]:
         for task in tasks:
             yield Outcome(task, function(task))
 

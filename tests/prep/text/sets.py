@@ -11,7 +11,7 @@ import pyarrow as pa
 import webdataset
 
 from manifests.store import read_captions, write_manifest
-from prep.engines import Outcome, R, T
+from prep.engines import Check, Outcome, R, T
 from prep.text.blocks import Block, TowerUse
 from prep.text.planning import TextPlan, make_text_plan
 from prep.text.recipe import TextRecipe, resolve
@@ -57,7 +57,9 @@ class Here:
     texts: list[str] = field(default_factory=list)
     max_blocks: int | None = None  # then it is as if the driver had been killed
 
-    def run(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[Outcome[T, R] | None]:
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | None]:
         for number, task in enumerate(tasks):
             if number == self.max_blocks:
                 raise KeyboardInterrupt

@@ -1,0 +1,83 @@
+"""Which nodes of a Ray cluster get work."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prep.engines import Refused, no_place_left
+
+_NODE_LABEL = "ray.io/node-id"
+_LOOK_INTERVAL_S = 2.0
+
+
+class Nodes:
+    """The nodes that get no work.
+
+    Args:
+        resource: that a worker needs, CPU or GPU; nodes without it never get one.
+    """
+
+    def __init__(self, ray: Any, resource: str) -> None:
+        self._ray, self._resource = ray, resource
+        self._refused: dict[str, Refused] = {}
+        self._looked_s = time.monotonic()
+        self._asked: dict[Any, str] = {}
+
+    def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
+        """Has every node that is there call `refusal`, beside whatever it is at."""
+        remote = self._ray.remote(refusal)
+        for node in self._there():
+            options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
+            self._asked[remote.options(**options).remote()] = node["NodeID"]
+
+    def answers(self, *, limit_s: float = 0.0) -> Iterator[Refused]:
+        """The nodes that have answered by now, or do so within a limit, and were refused."""
+        if not self._asked:
+            return
+        ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=limit_s)
+        for reference in ready:
+            node_id = self._asked.pop(reference)
+            try:
+                refusal = self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:
+                refusal = node_id, first_line(error)
+            except self._ray.exceptions.RayError:
+                continue  # it has gone
+            if refusal is not None:
+                yield from self.refuse(refusal)
+
+    def options(self) -> dict[str, Any]:
+        """Of a task or an actor, so that it comes to none of these nodes."""
+        return {"label_selector": {_NODE_LABEL: f"!in({','.join(self._refused)})"}} if self._refused else {}
+
+    def refuse(self, refusal: tuple[str, str]) -> Iterator[Refused]:
+        """Leaves a node, (its id, why), out from now on; yields it if that is new.
+
+        Raises:
+            UserError: no node is left.
+        """
+        node_id, reason = refusal
+        if node_id in self._refused:
+            return
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        refused = Refused(f"node {node_id[:8]} on {names.get(node_id, 'an unknown host')}", reason)
+        self._refused[node_id] = refused
+        self.require_one(at_once=True)
+        yield refused
+
+    def require_one(self, *, at_once: bool = False) -> None:
+        """Raises UserError when nodes were refused, and no other one is there; looks every few seconds."""
+        if not self._refused or (time.monotonic() - self._looked_s < _LOOK_INTERVAL_S and not at_once):
+            return
+        self._looked_s = time.monotonic()
+        if all(node["NodeID"] in self._refused for node in self._there()):
+            raise no_place_left(self._refused.values())
+
+    def _there(self) -> list[Any]:
+        """The living nodes that can have workers."""
+        return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says; Ray's go on for many."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
