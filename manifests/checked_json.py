@@ -26,7 +26,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     """The record at `path` without its checksum; records without one (written by older versions) are accepted.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read; it has the file's name.
         ValueError: it is not a JSON object, or its checksum does not match.
     """
     with naming(path):

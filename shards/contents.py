@@ -33,6 +33,7 @@ def read_contents(variant_dir: Path) -> Contents | None:
     Raises:
         DamagedContents: the file is damaged.
         UserError: it is whole, but of another version of the format.
+        OSError: it cannot be read.
     """
     path = variant_dir / CONTENTS_FILE
     try:
@@ -41,7 +42,7 @@ def read_contents(variant_dir: Path) -> Contents | None:
         contents = Contents(frozenset(map(int, shard_ids)), {str(name): str(files[name]) for name in files})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise DamagedContents(path, f"not a list of contents ({error})") from error
     if version != FORMAT_VERSION:
         raise UserError(

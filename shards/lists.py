@@ -76,7 +76,8 @@ def settle(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[in
     for shard_id in dropped:
         commit_path(variant_dir, shard_id).unlink(missing_ok=True)
     write_shard_lists(variant_dir, commits)
-    recipe = (variant_dir / RECIPE_FILE).read_bytes()
+    with naming(variant_dir / RECIPE_FILE):
+        recipe = (variant_dir / RECIPE_FILE).read_bytes()
     contents = {RECIPE_FILE: recipe, **shard_lists(commits)}
     checksums = {name: file_sha256(content) for name, content in contents.items()}
     write_contents(variant_dir, Contents(shard_ids, checksums))

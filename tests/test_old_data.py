@@ -54,6 +54,7 @@ def nothing_to_do(data: Path) -> "Job[Any]":
         shards=plan.plan.shards,
         make=lambda work: pytest.fail("nothing is to be made"),
         task=lambda shard: pytest.fail("nothing is to be made"),
+        video_ids=lambda shard: (),
         failed_before=[],
         chunk_s=1.0,
     )
