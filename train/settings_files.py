@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
 _FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
+# Of a file of settings; what exceeds these was not written as one.
+_MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
+_FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
 
 
 def settings_yaml(settings: TrainingSettings) -> str:
@@ -94,13 +97,31 @@ def read_values(path: Path) -> dict[object, Any]:
         values = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the second of a date or a number that is none
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
     except RecursionError as error:
         raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no settings", hint="one `key: value` a line, keys spelled as the flags")
+        raise UserError(f"{path} holds no settings", hint=_FLAGS_HINT)
+    _require_small(values, path)
     return values
+
+
+def _require_small(values: dict[object, Any], path: Path) -> None:
+    """Raises a UserError for what no settings are: values within themselves, thousands of them, pages of text."""
+    waiting: list[tuple[Any, int]] = [(values, 1)]
+    num_seen = 0
+    while waiting:
+        value, depth = waiting.pop()
+        num_seen += 1
+        if isinstance(value, str) and len(value) > _MAX_LETTERS:
+            raise UserError(f"{path} holds a value of {len(value):,} characters", hint="one `key: value` a line")
+        if num_seen > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise UserError(f"{path} holds more values, or deeper ones, than there are settings", hint=_FLAGS_HINT)
+        if isinstance(value, dict):
+            waiting += [(inner, depth + 1) for pair in value.items() for inner in pair]
+        elif isinstance(value, list | tuple | set):
+            waiting += [(inner, depth + 1) for inner in value]
 
 
 def preset_path(name: str, command: str = "") -> Path:

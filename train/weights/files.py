@@ -8,6 +8,7 @@ is that of an archive that OpenAI published, by open_clip's list.
 import argparse
 import codecs
 import hashlib
+import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from manifests.errors import UserError
+from shards.opening import open_regular
 
 # What torch.load raises for a file that wants more than tensors and plain containers.
 _Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
@@ -42,7 +44,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         UserError: the file cannot be read, is damaged, is something else, or wants to run a program.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:  # a pipe or a device would have no end
             begin = file.read(512)
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="name a file or a folder") from error

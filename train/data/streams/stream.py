@@ -254,14 +254,15 @@ class VideoStream:
             video = PlainVideo(clip.content)
             frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng)
             found = video.decode(frames)
+            if missing := sorted(set(frames) - found.keys()):
+                detail = f"frames {missing} do not come out of the decoder"
+                raise SampleFailed(clip.key, reason="frame_missing", detail=detail)
+            made = make_clip([found[frame] for frame in frames], self._shape, rng=rng, in_graph=False, key=clip.key)
             tokens = self._tokenize(clip.text)
-        except Exception as error:  # whatever a foreign file makes libav raise is its failure
+        except SampleFailed:
+            raise
+        except Exception as error:  # whatever a foreign file makes libav's bindings raise is its own failure
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
-        if missing := sorted(set(frames) - found.keys()):
-            detail = f"frames {missing} do not come out of the decoder"
-            raise SampleFailed(clip.key, reason="frame_missing", detail=detail)
-        pictures = [found[frame] for frame in frames]
-        made = make_clip(pictures, self._shape, rng=rng, in_graph=False, key=clip.key)
         return Sample(
             position=visit.position,
             key=clip.key,
