@@ -75,15 +75,16 @@ class Ticket:
 @contextmanager
 def worker_ticket(variant_dir: Path, *, ffmpeg_version: str | None = None) -> Iterator[Ticket]:
     """Publishes the token of a run, which goes when the block ends; call it while holding the column."""
-    from manifests.publish import sync, temporary_path
+    from manifests.publish import naming, sync, temporary_path
 
     # A temporary name: what a killed driver leaves goes with everything else that it left.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
     try:
-        token_file.write_text(token)
-        sync(token_file)
-        sync(variant_dir)
+        with naming(token_file):
+            token_file.write_text(token)
+            sync(token_file)
+            sync(variant_dir)
         yield Ticket(token_file, token, _version(), source_sha256() or "", ffmpeg_version)
     finally:
         with suppress(OSError):

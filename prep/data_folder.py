@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shards.format
 from manifests.errors import UserError
-from manifests.publish import folder_lock, remove_temporaries, target_of
+from manifests.publish import folder_lock, naming, remove_temporaries, target_of
 from manifests.store import manifest_dir
 from prep.heartbeat import RUNNING_FOLDER
 from prep.layout import LAYOUT_FOLDER
@@ -71,18 +71,20 @@ def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
             f"{data_dir} cannot be written to: {error.strerror}", hint="make it writable, or give another --data"
         ) from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown"
-            raise UserError(
-                f"another command is writing to {data_dir} ({holder})",
-                hint=f"it holds the column {column}: wait for it to end, or stop it",
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        with naming(path):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown"
+                raise UserError(
+                    f"another command is writing to {data_dir} ({holder})",
+                    hint=f"it holds the column {column}: wait for it to end, or stop it",
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
-        os.ftruncate(descriptor, 0)
+        with naming(path):
+            os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 

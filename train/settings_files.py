@@ -97,7 +97,7 @@ def read_values(path: Path) -> dict[object, Any]:
         values = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the second of a date or a number that is none
+    except (yaml.YAMLError, ValueError) as error:  # the second of a date or a number that is none
         raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
     except RecursionError as error:
         raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error

@@ -18,6 +18,7 @@ from prep.ffmpeg import die_with_parent
 
 # A forked child would inherit the locks of the caller's threads; a spawned one starts clean.
 _CONTEXT = multiprocessing.get_context("spawn")
+_LEAVE_LIMIT_S = 10.0  # for a worker that has nothing to do
 
 
 @dataclass
@@ -82,10 +83,7 @@ class ProcessEngine:
                     idle.append(worker)
                     yield Outcome(worker.task, result)
         finally:
-            for worker in (*busy, *idle):
-                worker.process.kill()
-            for worker in (*busy, *idle):
-                worker.process.join()
+            _end(busy, idle)
 
     def _start(self, function: Callable[[Any], Any], check: Check | None) -> _Worker:
         gpu = self._gpus[self._num_started % len(self._gpus)] if self._gpus else None
@@ -95,6 +93,18 @@ class ProcessEngine:
         process.start()
         theirs.close()  # the end of the worker's is how its death is seen
         return _Worker(process, ours)
+
+
+def _end(busy: list[_Worker], idle: list[_Worker]) -> None:
+    for worker in busy:
+        worker.process.kill()
+    # The end of their pipes ends idle ones by themselves, with the temporary files of libraries that they imported.
+    for worker in idle:
+        worker.pipe.close()
+    for worker in (*busy, *idle):
+        worker.process.join(_LEAVE_LIMIT_S)
+        worker.process.kill()
+        worker.process.join()
 
 
 def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection, gpu: str | None) -> None:
