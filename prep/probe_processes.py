@@ -14,7 +14,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
@@ -28,45 +29,57 @@ from prep.probe import SourceFacts, probe
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease hold up an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # of address space: enough for a frame of 16k and what it refers to
 _SIGN_OF_LIFE_S = 1.0
+_GIVEN_AT_ONCE = 4  # so that a reader has the next source when it has read one
 _IMPATIENCE_S = 0.1  # until another reader is started beside those that are still busy
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.probe_processes import serve; serve()"
 
 
-def probe_each(paths: Iterable[str], *, max_processes: int) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
+def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
     """Probes every path: its number in `paths` and what came of it, in the order in which they end.
 
     Args:
         max_processes: readers at a time; there are fewer as long as the answers come quickly.
     """
-    waiting = iter(enumerate(paths))
-    upcoming = next(waiting, None)
-    idle: list[_Reader] = []
-    busy: list[_Reader] = []
+    waiting, again = iter(enumerate(paths)), deque[tuple[int, str]]()
+    readers: list[_Reader] = []
+    num_answered = 0
     try:
-        while upcoming is not None or busy:
-            if upcoming is not None and not idle and not busy:
-                idle.append(_Reader())
-            while upcoming is not None and idle:
-                busy.append(idle.pop())
-                busy[-1].give(*upcoming)
-                upcoming = next(waiting, None)
+        while True:
+            # Towards the end one at a time: what is given to a reader that hangs waits for its end.
+            ahead = min(_GIVEN_AT_ONCE, 1 + (len(paths) - num_answered) // (_GIVEN_AT_ONCE * max_processes))
+            for reader in readers:
+                while len(reader.given) < ahead and (question := _next(again, waiting)) is not None:
+                    reader.give(*question)
+            busy = [reader for reader in readers if reader.given]
+            if not busy:
+                question = _next(again, waiting)
+                if question is None:
+                    return
+                readers.append(_Reader())
+                readers[-1].give(*question)
+                continue
             ready = wait([reader.descriptor for reader in busy], timeout=_IMPATIENCE_S)
-            if not ready and upcoming is not None and len(busy) < max_processes:
-                idle.append(_Reader())
-            for reader in list(busy):
-                outcome = reader.outcome(is_ready=reader.descriptor in ready)
-                if outcome is not None:
-                    busy.remove(reader)
-                    if reader.is_alive:
-                        idle.append(reader)
-                    yield reader.number, outcome
+            if not ready and len(busy) < max_processes and (question := _next(again, waiting)) is not None:
+                readers.append(_Reader())
+                readers[-1].give(*question)
+            for reader in busy:
+                for answer in reader.outcomes(is_ready=reader.descriptor in ready):
+                    num_answered += 1
+                    yield answer
+                if not reader.is_alive:
+                    readers.remove(reader)
+                    again.extend(reader.given)
     finally:
-        for reader in (*idle, *busy):
+        for reader in readers:
             reader.end()
 
 
+def _next(again: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
+    return again.popleft() if again else next(waiting, None)
+
+
 class _Reader:
-    """One process that probes, a source at a time."""
+    """One process that probes the sources that it is given, one after the other."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -81,37 +94,36 @@ class _Reader:
         self.descriptor = self._answers.fileno()
         self._unread = b""
         self._heard_s = 0.0
-        self.number = -1
+        self.given: deque[tuple[int, str]] = deque()  # sources without an answer; it reads the first
         self.is_alive = True
 
     def give(self, number: int, path: str) -> None:
-        """Asks for the source `path`; one that has answered."""
-        self.number, self._heard_s = number, time.monotonic()
+        """Asks for the source `path`, after those that were asked for before."""
+        if not self.given:
+            self._heard_s = time.monotonic()
+        self.given.append((number, path))
         with suppress(BrokenPipeError):  # its end is seen by the end of its answers
             self._questions.write(json.dumps(path).encode() + b"\n")
             self._questions.flush()
 
-    def outcome(self, *, is_ready: bool) -> SourceFacts | SourceFailure | None:
-        """What came of the source, if anything has; `is_ready`: there is something to read."""
+    def outcomes(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
+        """What came of sources since the last call; `is_ready`: there is something to read."""
         if not is_ready:
-            return self._overdue()
+            if time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
+                self.end()
+                message = f"the file could not be opened, or gave nothing to read, for {SILENCE_LIMIT_S:.0f} s"
+                yield self._answered(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
+            return
         piece = os.read(self.descriptor, 1 << 16)
         if not piece:
-            return self._ended()
+            yield self._answered(self._ended())
+            return
         self._heard_s = time.monotonic()
         *lines, self._unread = (self._unread + piece).split(b"\n")
-        answers = [answer for answer in map(json.loads, lines) if answer]
-        return _from_json(answers[-1]) if answers else None
+        yield from (self._answered(_from_json(answer)) for answer in map(json.loads, lines) if answer)
 
-    def _overdue(self) -> SourceFailure | None:
-        if time.monotonic() - self._heard_s < SILENCE_LIMIT_S:
-            return None
-        self.end()
-        return SourceFailure(
-            FailureCode.TIMEOUT,
-            f"the file could not be opened, or gave nothing to read, for {SILENCE_LIMIT_S:.0f} s",
-            is_lasting=False,
-        )
+    def _answered(self, outcome: SourceFacts | SourceFailure) -> tuple[int, SourceFacts | SourceFailure]:
+        return self.given.popleft()[0], outcome
 
     def _ended(self) -> SourceFailure:
         with suppress(subprocess.TimeoutExpired):

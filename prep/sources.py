@@ -122,7 +122,7 @@ def _outcomes(
         from prep.probe_processes import probe_each
 
         # Size and time stay as found before the probe: if the file grew meanwhile, the next run sees it.
-        given = (paths[row].as_py() for row in readable)
+        given = paths.take(pa.array(readable)).to_pylist()
         yield from ((readable[number], outcome) for number, outcome in probe_each(given, max_processes=num_workers))
 
 

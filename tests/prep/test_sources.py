@@ -111,7 +111,7 @@ def test_a_source_that_ends_its_reader_has_failed_and_the_others_are_read(
     outcomes: dict[int, SourceFacts | SourceFailure] = {}
 
     def read() -> None:
-        outcomes.update(probe_processes.probe_each(map(str, paths), max_processes=2))
+        outcomes.update(probe_processes.probe_each([*map(str, paths)], max_processes=2))
 
     with lease(paths[0]):
         reading = threading.Thread(target=read)

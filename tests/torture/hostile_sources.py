@@ -39,7 +39,7 @@ from tests.torture.hostile_media import (
 from tests.torture.workspace import Workspace
 
 PART = "hostile"
-_BATCH = 24
+_BATCH = 12
 _OUTPUT_FPS = 30
 _CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--fps", _OUTPUT_FPS, "--keyint", 15)
 _ADDRESS = re.compile("0x[0-9a-f]{9}")
@@ -262,11 +262,11 @@ def _named_videos(workspace: Workspace) -> Path:
     def make(folder: Path) -> None:
         videos = folder / "videos"
         videos.mkdir()
-        for number, name in enumerate([*NAMES, b"\xff\xfe"]):
+        for number, name in enumerate([*map(os.fsencode, NAMES), b"\xff\xfe"]):
             write_frame_number_video(
                 folder / "video.mp4", num_frames=1, fps=Fraction(10), width=160, height=120, first_number=10 + number
             )
-            (folder / "video.mp4").rename(Path(os.fsdecode(os.fsencode(videos) + b"/" + os.fsencode(name) + b".mp4")))
+            (folder / "video.mp4").rename(Path(os.fsdecode(os.fsencode(videos) + b"/" + name + b".mp4")))
         where = ("--data", folder / "data")
         run = partial(workspace.commands.run, "prep", scratch=folder / "tmp")
         ended_well(run(["manifest", "folder", videos, *where]), status=0)
