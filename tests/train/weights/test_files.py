@@ -112,6 +112,15 @@ class TorchScript(torch.nn.Module):
         return x + self.weight
 
 
+def test_a_pipe_or_a_device_is_no_file_of_weights(tmp_path: Path) -> None:
+    """One waits for a writer, the other has no end."""
+    os.mkfifo(tmp_path / "pipe.pt")
+    (tmp_path / "device.pt").symlink_to("/dev/zero")
+    for name in ("pipe.pt", "device.pt"):
+        with pytest.raises(UserError, match=f"{name}: not a regular file"):
+            read_tensors(tmp_path / name)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_program_of_torchscript_is_opened_only_if_openai_published_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
