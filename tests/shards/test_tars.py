@@ -70,9 +70,17 @@ def test_others_are_read_while_one_open_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Callable[..., subprocess.Popen[str]]
 ) -> None:
     dead, alive, late = made(tmp_path, "dead", "alive", "late")
-    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 60.0)
     tars = LocalTars()
     holder = hold(dead, late)
+    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
+    with pytest.raises(TimeoutError, match=r"could not be opened within 0\.2 s"):
+        tars.read(late, 0, 4)
+    # It is not waited for again while its thread is blocked, and one thread is all that it has.
+    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 3600.0)
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            tars.read(late, 0, 4)
+    assert sum(thread.name == "open late" for thread in threading.enumerate()) == 1
     outcomes: list[object] = []
 
     def want(path: Path) -> None:
@@ -84,16 +92,9 @@ def test_others_are_read_while_one_open_hangs(
     waiting = [threading.Thread(target=want, args=(dead,), daemon=True) for _ in range(3)]
     for thread in waiting:
         thread.start()
+    while not any(thread.name == "open dead" for thread in threading.enumerate()):
+        time.sleep(0.01)
     assert tars.read(alive, 0, 5) == b"alive" and not outcomes
-    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
-    with pytest.raises(TimeoutError, match=r"could not be opened within 0\.2 s"):
-        tars.read(late, 0, 4)
-    # It is not waited for again while its thread is blocked, and one thread is all that it has.
-    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 3600.0)
-    for _ in range(5):
-        with pytest.raises(TimeoutError):
-            tars.read(late, 0, 4)
-    assert sum(thread.name == "open late" for thread in threading.enumerate()) == 1
     assert sum(thread.name == "open dead" for thread in threading.enumerate()) == 1
     holder.kill()
     for thread in waiting:
