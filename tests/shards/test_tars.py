@@ -70,26 +70,8 @@ def test_others_are_read_while_one_open_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Callable[..., subprocess.Popen[str]]
 ) -> None:
     dead, alive, late = made(tmp_path, "dead", "alive", "late")
-    monkeypatch.setattr(opening, "OPEN_LIMIT_S", 60.0)
     tars = LocalTars()
     holder = hold(dead, late)
-    outcomes: list[object] = []
-    entered: list[Path] = []
-
-    def want(path: Path) -> None:
-        entered.append(path)
-        try:
-            outcomes.append(tars.read(path, 0, 4))
-        except OSError as error:
-            outcomes.append(error)
-
-    waiting = [threading.Thread(target=want, args=(dead,), daemon=True) for _ in range(3)]
-    for thread in waiting:
-        thread.start()
-    assert tars.read(alive, 0, 5) == b"alive" and not outcomes
-    while len(entered) < 3 or all(thread.name != "open dead" for thread in threading.enumerate()):
-        time.sleep(0.01)
-    time.sleep(0.5)  # until the other two wait for the first, by the limit as it is now
     monkeypatch.setattr(opening, "OPEN_LIMIT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"could not be opened within 0\.2 s"):
         tars.read(late, 0, 4)
@@ -99,6 +81,20 @@ def test_others_are_read_while_one_open_hangs(
         with pytest.raises(TimeoutError):
             tars.read(late, 0, 4)
     assert sum(thread.name == "open late" for thread in threading.enumerate()) == 1
+    outcomes: list[object] = []
+
+    def want(path: Path) -> None:
+        try:
+            outcomes.append(tars.read(path, 0, 4))
+        except OSError as error:
+            outcomes.append(error)
+
+    waiting = [threading.Thread(target=want, args=(dead,), daemon=True) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    while not any(thread.name == "open dead" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert tars.read(alive, 0, 5) == b"alive" and not outcomes
     assert sum(thread.name == "open dead" for thread in threading.enumerate()) == 1
     holder.kill()
     for thread in waiting:

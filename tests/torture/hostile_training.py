@@ -9,7 +9,7 @@ from tests.torture import bases
 from tests.torture.cases import Broken, Case, drawn
 from tests.torture.checks import EXIT_CODES, ended_well
 from tests.torture.commands import Ran
-from tests.torture.hostile_files import CHECKPOINTS, CONFIGS, WEIGHTS, Damage
+from tests.torture.hostile_run_files import CHECKPOINTS, CONFIGS, WEIGHTS, Damage
 from tests.torture.hostile_tars import (
     CANARY_NUMBER,
     CANARY_TEXT,
