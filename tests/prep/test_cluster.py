@@ -156,13 +156,13 @@ def test_nodes_that_cannot_do_the_work_are_named_and_get_none(
     alone.mkdir()
     command = [sys.executable, "-m", "prep.cli", *map(str, ("chunk", "--data", alone, *arguments[3:]))]
     mounted = f"mount -t tmpfs tmpfs {alone} && cp -r {data}/manifest {alone} && exec {shlex.join(command)}"
-    ran = subprocess.run(
+    ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    error, hint = ran.stderr.splitlines()[-2:]
-    assert ran.returncode == 2 and hint.startswith("hint: each node needs "), ran.stderr
+    error, hint = ended.stderr.splitlines()[-2:]
+    assert ended.returncode == 2 and hint.startswith("hint: each node needs "), ended.stderr
     assert error.startswith("error: no worker can be used: node ") and error.count(" on ") >= 3
-    assert "Traceback" not in ran.stderr and list(alone.iterdir()) == []
+    assert "Traceback" not in ended.stderr and list(alone.iterdir()) == []
 
 
 def test_a_cluster_that_is_lost_is_one_line(
@@ -185,7 +185,7 @@ def test_a_cluster_that_is_lost_is_one_line(
     finally:
         for process in processes(mark):
             process.kill()
-        cluster.remove_node(cluster.head_node, allow_graceful=False)
+        cluster.shutdown()
     lines = [line for line in stderr.splitlines() if not line.startswith("chunks ")]
     assert run.returncode == 1 and len(lines) == 1, stderr
     assert lines[0].startswith("failed: the ") and f'"{address}"' in lines[0]

@@ -132,8 +132,10 @@ def with_garbage(workspace: Workspace) -> Path:
         current = max(data.glob("video/*"), key=lambda path: path.stat().st_mtime_ns)
         tar = next(current.glob("000000-*.tar"))
         shutil.copy2(tar, tar.with_name("000007-0123abcd.tar"))
-        for where in (current, current / "commits", data, data / "layout", data / "manifest"):
-            (where / ".tmp-0123456789ab-left.json").write_text("{}")
+        names = ("manifest/{}videos.parquet", "layout/{}500ms-keep.parquet", "{}dataset.json", "{}probes.parquet")
+        of_variant = (f"video/{current.name}/{name}" for name in ("{}shards.txt", "commits/{}000000.json"))
+        for name in (*names, *of_variant):
+            (data / name.format(".tmp-0123456789ab-")).write_text("half of it")
 
     return workspace.made("garbage", make)
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -77,18 +78,20 @@ class Commands:
         words = [str(argument) for argument in arguments]
         mark = f"torture-{os.getpid()}-{number}"
         surroundings = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        surroundings |= {"TMPDIR": str(scratch), "RAY_TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled", MARK: mark}
+        surroundings |= {"TMPDIR": str(scratch), "RAY_AUTH_MODE": "disabled", MARK: mark}
         surroundings |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{INTERPOSER}{os.pathsep}{ROOT}", **(environment or {})}
         outputs = self._folder / f"{number}.out", self._folder / f"{number}.err"
         start = self._start_fresh if is_fresh else self._start_fork
-        status, session = start(program, words, surroundings, outputs)
-        texts = [path.read_text("utf-8", "replace") for path in outputs]
-        for path in outputs:
-            path.unlink()
-        ran = Ran(" ".join([program, *words]), status if status is not None else -9, *texts)
-        if status is None:
-            raise Broken(f"did not end within {_LIMIT_S:.0f} s\n{ran.described()}")
-        _wait_for_all(session, mark, ran)
+        with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
+            surroundings["RAY_TMPDIR"] = short  # its sockets take a path of at most 107 bytes
+            status, session = start(program, words, surroundings, outputs)
+            texts = [path.read_text("utf-8", "replace") for path in outputs]
+            for path in outputs:
+                path.unlink()
+            ran = Ran(" ".join([program, *words]), -signal.SIGKILL if status is None else status, *texts)
+            if status is None:
+                raise Broken(f"did not end within {_LIMIT_S:.0f} s\n{ran.described()}")
+            _wait_for_all(session, mark, ran)
         return ran
 
     def _start_fresh(
@@ -152,8 +155,8 @@ class Commands:
             except ConnectionRefusedError:
                 connection.close()
                 if self._forks.poll() is not None or time.monotonic() > deadline_s:
-                    log = (self._folder / "forks.log").read_text("utf-8", "replace")
-                    raise RuntimeError(f"the process that commands are forked from did not start\n{log}") from None
+                    said = (self._folder / "forks.log").read_text("utf-8", "replace")
+                    raise RuntimeError(f"the process that commands are forked from did not start\n{said}") from None
                 time.sleep(0.05)
 
     def close(self) -> None:

@@ -83,8 +83,8 @@ def _become(request: dict[str, Any]) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        for number, descriptor in ((signal.SIGCHLD, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-            signal.signal(number, descriptor)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for path, descriptor in ((os.devnull, 0), (request["stdout"], 1), (request["stderr"], 2)):
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), descriptor)
         os.chdir(request["folder"])

@@ -11,7 +11,6 @@ from typing import Any
 from tests.prep.running import contents
 from tests.torture import bases
 from tests.torture.checks import ended_well
-from tests.torture.commands import Ran
 from tests.torture.watched import Watched
 from tests.torture.workspace import Workspace, copy
 
@@ -30,7 +29,7 @@ class Subject:
         term: point at which the command is sent SIGTERM as well, which it obeys.
         is_fresh: it runs in new interpreters, and so do its workers; see `Commands.run`.
         kept: what must be equal in the end: by name, what stands for its bytes.
-        again: runs the command after it was disturbed; the same command where it is None.
+        again: arguments of the command after it was disturbed; the same where it is None.
         max_cases: how many of its cases are drawn, where each takes long.
     """
 
@@ -42,7 +41,7 @@ class Subject:
     term: str | None = None
     is_fresh: bool = False
     kept: Callable[[Path], Mapping[str, str]] = lambda folder: contents(folder / "data")
-    again: Callable[[Workspace, Path], Ran] | None = None
+    again: Callable[[Workspace, Path], Sequence[object]] | None = None
     max_cases: int | None = None
 
     def watched(self, workspace: Workspace, folder: Path) -> Watched:
@@ -55,13 +54,10 @@ class Subject:
         if self.base is not None:
             copy(self.base(workspace), folder)
 
-    def run_again(self, workspace: Workspace, folder: Path) -> Ran:
-        """Runs the command once more, undisturbed."""
-        if self.again is not None:
-            return self.again(workspace, folder)
-        scratch = folder / "tmp"
-        arguments = self.arguments(workspace, folder)
-        return workspace.commands.run(self.program, arguments, scratch=scratch, is_fresh=self.is_fresh)
+    def watched_again(self, workspace: Workspace, folder: Path) -> Watched:
+        """The command that goes on after that."""
+        arguments = (self.again or self.arguments)(workspace, folder)
+        return Watched(self.program, arguments, folder, is_fresh=self.is_fresh)
 
 
 def _prep(*arguments: object) -> Callable[[Workspace, Path], Sequence[object]]:
@@ -80,14 +76,9 @@ def _resume(_: Workspace, folder: Path) -> Sequence[object]:
     return ("dual-encoder", "--out", folder / "run", "--resume")
 
 
-def _train_again(workspace: Workspace, folder: Path) -> Ran:
-    """Goes on with the run, or begins it where it had not begun."""
-    scratch = folder / "tmp"
-    ran = workspace.commands.run("train", _resume(workspace, folder), scratch=scratch)
-    if ran.status == 2 and "there is no run in" in ran.stderr:
-        ended_well(ran)
-        ran = workspace.commands.run("train", _train(workspace, folder), scratch=scratch)
-    return ran
+def _train_again(workspace: Workspace, folder: Path) -> Sequence[object]:
+    """Goes on with the run, or begins it where it had not begun, by one command line."""
+    return (*_train(workspace, folder), "--resume", "auto")
 
 
 def _run_contents(folder: Path) -> dict[str, str]:
@@ -135,7 +126,7 @@ def _stopped_run(workspace: Workspace) -> Path:
     return workspace.made("stopped-run", make)
 
 
-_TRAINING: dict[str, Any] = {"program": "train", "kept": _run_contents, "again": _train_again}
+_TRAINING: dict[str, Any] = {"program": "train", "kept": _run_contents}
 SUBJECTS = (
     Subject("manifest-first", partial(_manifest, which="first"), None),
     Subject("manifest-second", partial(_manifest, which="later"), bases.with_manifest),
@@ -146,9 +137,17 @@ SUBJECTS = (
     Subject("latents", _prep(*bases.LATENTS, *bases.ENGINE), bases.with_chunks),
     Subject("text", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest),
     Subject("text-again", _prep(*bases.TEXT, *bases.ENGINE), bases.with_later_manifest),
+    Subject("text-fresh", _prep(*bases.TEXT, *bases.ENGINE), bases.with_manifest, is_fresh=True, max_cases=10),
     Subject("gc", _prep("gc"), bases.with_garbage),
     Subject("retry", _prep("retry", *bases.ENGINE), bases.with_failure),
-    Subject("train", _train, bases.with_columns, **_TRAINING),
-    Subject("train-stopped", _train, bases.with_columns, term="write:run/metrics.jsonl#4", **_TRAINING),
+    Subject("train", _train, bases.with_columns, again=_train_again, **_TRAINING),
+    Subject(
+        "train-stopped",
+        _train,
+        bases.with_columns,
+        term="write:run/metrics.jsonl#4",
+        again=_train_again,
+        **_TRAINING,
+    ),
     Subject("train-resumed", _resume, _stopped_run, **_TRAINING),
 )

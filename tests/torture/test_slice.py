@@ -2,17 +2,27 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.torture.__main__ import PARTS, parts_of, report
 from tests.torture.campaign import run_campaign
+from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
 
 SEED = 1
-NUM_CASES = 45
+# They import torch anew in each process, which takes longer than all else together.
+TOO_LONG = {"text-fresh"}
+NUM_CASES = 48  # of which a third are of each part, so that each command has its turn
 
 
+@pytest.mark.timeout(1200)  # on a machine that others use; alone it takes a minute
 def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path) -> None:
     with Workspace(tmp_path) as workspace:
         parts = parts_of(None, seed=SEED, workspace=workspace)
-        result = run_campaign(parts, workspace, seconds=240, max_cases=NUM_CASES)
+        for name in TOO_LONG:
+            del parts["points"][name]
+        result = run_campaign(parts, workspace, seconds=1100, max_cases=NUM_CASES)
     assert not result.failed, report(result, seed=SEED, commit="here")
-    assert {one.case.part for one in result.outcomes} == set(PARTS)
+    tried = {(one.case.part, one.case.subject) for one in result.outcomes}
+    assert {part for part, _ in tried} == set(PARTS)
+    assert tried >= {("points", subject.name) for subject in SUBJECTS if subject.name not in TOO_LONG}

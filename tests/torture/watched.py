@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.torture.commands import Commands, Ran
 from tests.torture.interposer import watch
 
+SCRATCH = "TMPDIR/"
 _KILLS = ("kill", "kill-after")
 # What can go wrong at an operation. A write of half the bytes may end the process, or be told to the caller.
 _FAULTS = {
@@ -18,7 +19,11 @@ _OTHER_FAULTS = (*_KILLS, "eio", "enospc")
 
 @dataclass(frozen=True)
 class Point:
-    """One operation of a command on one of its files: `operation:path#n`."""
+    """One operation of a command on one of its files: `operation:path#n`.
+
+    Attributes:
+        is_driver: the command's first process comes to it, and not only its workers.
+    """
 
     name: str
     is_driver: bool
@@ -36,8 +41,9 @@ class Point:
 
 def points_of(lines: Sequence[str]) -> list[Point]:
     """The points of a trace in the order in which they came, each once."""
-    words = (line.partition(" < ")[0].partition(" ") for line in lines)
-    return list({name: Point(name, role == "driver") for role, _, name in words}.values())
+    words = [line.partition(" < ")[0].partition(" ") for line in lines]
+    of_driver = {name for role, _, name in words if role == "driver"}
+    return [Point(name, name in of_driver) for name in dict.fromkeys(name for _, _, name in words)]
 
 
 def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
@@ -56,7 +62,7 @@ def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
             unsynced.discard(name)
         elif operation in ("rename", "link"):
             late = {one for one in unsynced if one == source or one.startswith(f"{source}/")}
-            if late:
+            if late and not name.startswith(SCRATCH):  # what is lost with the power is as well as removed
                 early.append(f"{name} (written as {', '.join(sorted(late))})")
             unsynced -= late
     return early
@@ -91,13 +97,18 @@ class Watched:
 
     def disturbed(self, commands: Commands, point: Point, fault: str) -> tuple[Ran, bool]:
         """Runs it with a fault; how it ended, and whether it came to that point."""
+        (self.folder / "flags" / "fault").unlink(missing_ok=True)
         ran = self._run(commands, {watch.POINT: point.name, watch.FAULT: fault})
         return ran, (self.folder / "flags" / "fault").exists()
+
+    def undisturbed(self, commands: Commands) -> Ran:
+        """Runs it as users do; how it ended."""
+        return commands.run(self.program, self.arguments, scratch=self.scratch, is_fresh=self.is_fresh)
 
     def _run(self, commands: Commands, environment: dict[str, str]) -> Ran:
         flags = self.folder / "flags"
         flags.mkdir(exist_ok=True)
-        folders = (("", "data"), ("run/", "run"), ("TMPDIR/", "tmp"))
+        folders = (("", "data"), ("run/", "run"), (SCRATCH, "tmp"))
         environment |= {
             watch.WATCH: "\n".join(f"{label}={self.folder / name}" for label, name in folders),
             watch.FLAGS: str(flags),

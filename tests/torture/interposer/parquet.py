@@ -5,7 +5,7 @@ import importlib.machinery
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 
 class _Sink:
@@ -17,20 +17,20 @@ class _Sink:
     def write(self, content: Any) -> int:
         num_bytes = self._file.write(content)
         self._file.flush()
-        return cast(int, num_bytes)
+        return num_bytes
 
     def flush(self) -> None:
         self._file.flush()
 
     def tell(self) -> int:
-        return cast(int, self._file.tell())
+        return self._file.tell()
 
     def close(self) -> None:
         self._file.close()
 
     @property
     def closed(self) -> bool:
-        return cast(bool, self._file.closed)
+        return self._file.closed
 
     def writable(self) -> bool:
         return True

@@ -41,12 +41,13 @@ ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
 # Temporary names of `manifests.publish`, fingerprints at the end of a name, and names by `tempfile`.
 _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
-    (re.compile(r"(?<=-)[0-9a-f]{8}(?=[./]|$)"), "*"),
+    (re.compile(r"(?<=-)[0-9a-f]{8}([0-9a-f]{8})?(?=[./]|$)"), "*"),
     (re.compile(r"(?<=clipmill-)[a-z0-9_]{8}(?=/|$)"), "*"),
     (re.compile(r"(?<=clipmill-scratch-)\d+(?=/|$)"), "*"),
     (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
 )
+_MIN_DRAWN = 8  # shorter ones stand in names by chance
 # The calls as they are: what keeps the books must not be watched itself.
 _open, _write = os.open, os.write
 
@@ -97,11 +98,11 @@ class Watch:
             point = f"{operation}:{name}#{self.counts[f'{operation}:{name}']}"
         if self.log is not None:
             role = "driver" if os.getpid() == self.driver else "worker"
-            self.append(f"{role} {point}" + (f" < {self.name_of(source)}\n" if source is not None else "\n"))
+            self._append(self.log, f"{role} {point}" + (f" < {self.name_of(source)}\n" if source is not None else "\n"))
         return point
 
-    def append(self, line: str) -> None:
-        log = _open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    def _append(self, path: str, line: str) -> None:
+        log = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         _write(log, line.encode())
         os.close(log)
 
@@ -161,8 +162,10 @@ def _remember_random_names(watch: Watch) -> None:
     """Random parts of names that this process draws are known without a rule for how they look."""
     real_hex = secrets.token_hex
 
-    def token_hex(num_bytes: int | None = None) -> str:
-        watch.drawn.add(drawn := real_hex(num_bytes))
+    def token_hex(nbytes: int | None = None) -> str:
+        drawn = real_hex(nbytes)
+        if len(drawn) >= _MIN_DRAWN:
+            watch.drawn.add(drawn)
         return drawn
 
     secrets.token_hex = token_hex
