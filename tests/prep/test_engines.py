@@ -55,7 +55,9 @@ def test_workers_keep_what_they_loaded_and_outlive_each_other(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     outcomes: list[Outcome[Task, tuple[int, int]]] = [
-        outcome for outcome in engine.run(work, (Task(number, tmp_path) for number in range(NUM_TASKS))) if outcome
+        outcome
+        for outcome in engine.run(work, (Task(number, tmp_path) for number in range(NUM_TASKS)))
+        if isinstance(outcome, Outcome)
     ]
     done = {outcome.task.number: outcome.result for outcome in outcomes}
     assert done.keys() == set(range(NUM_TASKS)) and len(outcomes) == NUM_TASKS
