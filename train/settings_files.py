@@ -117,7 +117,7 @@ def _require_small(values: dict[object, Any], path: Path) -> None:
         if isinstance(value, str) and len(value) > _MAX_LETTERS:
             raise UserError(f"{path} holds a value of {len(value):,} characters", hint="one `key: value` a line")
         if num_seen > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise UserError(f"{path} holds more values, or deeper ones, than there are settings", hint=_FLAGS_HINT)
+            raise UserError(f"{path} has too many or too deeply nested values for a settings file", hint=_FLAGS_HINT)
         if isinstance(value, dict):
             waiting += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list | tuple | set):

@@ -98,9 +98,9 @@ class ProcessEngine:
 def _end(busy: list[_Worker], idle: list[_Worker]) -> None:
     for worker in busy:
         worker.process.kill()
-    # The end of their pipes ends idle ones by themselves, with the temporary files of libraries that they imported.
+    # Idle ones end by themselves, and take along the temporary files of the libraries that they imported.
     for worker in idle:
-        worker.pipe.close()
+        worker.give(None, tries=0)
     for worker in (*busy, *idle):
         worker.process.join(_LEAVE_LIMIT_S)
         worker.process.kill()
@@ -121,6 +121,8 @@ def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection,
         try:
             task = pipe.recv()
         except EOFError:  # the driver has gone
+            return
+        if task is None:
             return
         try:
             pipe.send((None, function(task)))

@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prep.heartbeat import RUNNING_FOLDER, Heartbeat
+from prep.sources import PROBES
 from prep.status import ColumnStatus, Status, VariantStatus
 from prep.status_text import status_text
+from prep.table_file import read_table_file, write_table_file
 from shards.commits import Commit, Failure, commit_path, read_commit, write_commit
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet, rerun
@@ -139,9 +141,9 @@ def test_failures_are_named_by_every_command(prep: Prep, shard_set: ShardSet) ->
 
 def test_lost_sources_are_named(prep: Prep, shard_set: ShardSet) -> None:
     path = shard_set.data / "probes.parquet"
-    rows = pq.read_table(path).to_pylist()
+    rows = read_table_file(path, schema=PROBES).to_pylist()
     lost = [{**row, "code": "source_missing", "message": "gone"} if "long" in row["path"] else row for row in rows]
-    pq.write_table(pa.Table.from_pylist(lost, schema=pq.read_schema(path)), path)
+    write_table_file(path, pa.Table.from_pylist(lost, schema=PROBES))
     assert "long.mp4: gone" in prep("status", "--data", shard_set.data).stdout
 
 

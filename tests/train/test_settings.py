@@ -67,14 +67,17 @@ def test_a_setting_out_of_range_is_named(field: str, value: float, rule: str) ->
         ("steps: [", "is not YAML"),
         ("steps: 2024-13-45", "is not YAML: month"),
         ("steps: " + "9" * 10_000, "is not YAML: Exceeds the limit"),
-        ("steps: " + "[" * 3000 + "]" * 3000, "is not YAML"),
-        ("loss: &a\n  kind: *a", "deeper ones, than there are settings"),
-        ("\n".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9) if n else 1}]" for n in range(9)), "more values"),
+        ("steps: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("loss: &a\n  kind: *a", "too deeply nested values for a settings file"),
+        (
+            "\n".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9) if n else 1}]" for n in range(9)),
+            "too many or too deeply nested values",
+        ),
         ("seed: " + "x" * 100_000, "a value of 100,000 characters"),
         ("steps: 0", "--steps is 0"),
         ("model: huge", "huge"),
         ("a: " + "[" * 1_000, "nested too deeply"),
-        ("towers: " + "{a: " * 120 + "1" + "}" * 120, "towers"),
+        ("towers: " + "{a: " * 120 + "1" + "}" * 120, "too deeply nested values"),
     ],
 )
 def test_a_bad_file_of_settings_is_named(tmp_path: Path, content: str, message: str) -> None:
