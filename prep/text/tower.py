@@ -6,6 +6,7 @@ same bits whatever texts it meets in a batch, and however often a run was interr
 
 import hashlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -285,11 +286,25 @@ def _other_gelu(model: str) -> str:
 
 def _import_open_clip() -> Any:
     try:
-        import open_clip
-        import open_clip.pretrained
+        with _without_wandb():
+            import open_clip
+            import open_clip.pretrained
     except ImportError as error:
         raise UserError(f"the text towers need open_clip: {error}", hint=_INSTALL_HINT) from None
     return open_clip
+
+
+@contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Keeps timm, which open_clip imports, from importing wandb, whose folders in $TMPDIR outlive a killed worker."""
+    modules: dict[str, Any] = sys.modules
+    is_there = "wandb" in modules
+    modules.setdefault("wandb", None)  # an import of it is an ImportError, which timm expects
+    try:
+        yield
+    finally:
+        if not is_there:
+            del modules["wandb"]
 
 
 def _first_line(error: Exception) -> str:
