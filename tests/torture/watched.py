@@ -8,6 +8,8 @@ from tests.torture.commands import Commands, Ran
 from tests.torture.interposer import watch
 
 SCRATCH = "TMPDIR/"
+# What else comes and goes in $TMPDIR is of libraries: tempfile tries whether it can write there, for one.
+_OWN_SCRATCH = f"{SCRATCH}clipmill-scratch-"
 _KILLS = ("kill", "kill-after")
 # What can go wrong at an operation. A write of half the bytes may end the process, or be told to the caller.
 _FAULTS = {
@@ -41,9 +43,15 @@ class Point:
 
 def points_of(lines: Sequence[str]) -> list[Point]:
     """The points of a trace in the order in which they came, each once."""
-    words = [line.partition(" < ")[0].partition(" ") for line in lines]
+    words = [line.partition(" < ")[0].partition(" ") for line in lines if _is_own(line)]
     of_driver = {name for role, _, name in words if role == "driver"}
     return [Point(name, name in of_driver) for name in dict.fromkeys(name for _, _, name in words)]
+
+
+def _is_own(line: str) -> bool:
+    """Whether a line of a trace is of a file of clipmill's."""
+    path = line.partition(" ")[2].partition(":")[2]
+    return not path.startswith(SCRATCH) or path.startswith(_OWN_SCRATCH)
 
 
 def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
