@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.json_text import parse_json
-from manifests.publish import naming, publish_json
+from manifests.publish import publish_json, read_record
 
 CHECKSUM_KEY = "sha256"
 
@@ -29,8 +29,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read; it has the file's name.
         ValueError: it is not a JSON object, or its checksum does not match.
     """
-    with naming(path):
-        record = parse_json(path.read_bytes())
+    record = parse_json(read_record(path))
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     checksum = record.pop(CHECKSUM_KEY, None)

@@ -5,11 +5,13 @@ and renamed. A temporary name is `.tmp-<12 hex>-<name>`: what a killed process l
 is removed by the next one that holds the lock under which that file is written.
 """
 
+import errno
 import fcntl
 import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +59,35 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+def read_record(path: Path) -> bytes:
+    """The content of a small file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: to read a pipe may mean to wait for ever.
+    """
+    with naming(path), open(path, "rb", opener=_open_regular) as file:
+        return file.read()
+
+
+def require_regular(file: Path | int, *, path: Path) -> None:
+    """Raises an OSError where a file or descriptor is a folder, a pipe, a socket or a device; `path` is its name."""
+    mode = os.stat(file).st_mode  # noqa: PTH116 - of a descriptor too
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def _open_regular(name: str, flags: int) -> int:
+    descriptor = os.open(name, flags | os.O_NONBLOCK)
+    try:
+        require_regular(descriptor, path=Path(name))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def temporary_path(path: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from manifests.publish import sync
+from manifests.publish import require_regular, sync
 
 VIDEOS_FILE = "videos.parquet"
 CAPTIONS_FILE = "captions.parquet"
@@ -72,6 +72,7 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)
     try:
+        require_regular(path, path=path)
         size_bytes = path.stat().st_size
         if recorded is not None and size_bytes != recorded["bytes"]:
             raise DamagedManifest(path, f"it has {size_bytes} bytes, manifest.json says {recorded['bytes']}")

@@ -118,7 +118,7 @@ def require_bitrate_unit(_type: object, bitrate: str | None) -> None:
     """
     if bitrate is not None and bitrate.isdecimal() and int(bitrate):
         meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
-        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant} for {meant}bit/s")
+        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant}, in bits per second")
 
 
 def bits_per_second(bitrate: str) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from manifests.json_text import parse_json
-from manifests.publish import publish_bytes, publish_json, sync, temporary_path
+from manifests.publish import publish_bytes, publish_json, read_record, sync, temporary_path
 from prep.admission import worker_ticket
 from prep.data_folder import remove_variant_temporaries
 from prep.engines import Engine, Refused
@@ -131,7 +131,7 @@ def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
 def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     """Publishes recipe.json where it is not there already: a run with nothing to do touches no file."""
     try:
-        is_recorded = parse_json((folder / RECIPE_FILE).read_bytes()) == recipe
+        is_recorded = parse_json(read_record(folder / RECIPE_FILE)) == recipe
     except (OSError, ValueError):
         is_recorded = False
     if not is_recorded:
@@ -192,7 +192,7 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
         *lost,
     ]
     write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
-    if not missing:
+    if not missing and summary.num_chunks:  # one in which everything failed takes the place of none
         set_current_variant(job.data_dir, job.column, job.variant)
 
 
@@ -217,13 +217,17 @@ def _missing_shards(
             continue
         commit, result = commits.get(shard.shard_id), results.get(shard.shard_id)
         is_there = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
-        if is_there and shard.shard_id not in problems:
+        # A worker that was lost may have committed before. One that reports an error may have done so too, but then the
+        # disk has not confirmed it.
+        stop = None if result is None else result.stopped_by
+        has_error = stop is not None and stop.code != FailureCode.WORKER_LOST
+        if is_there and shard.shard_id not in problems and not has_error:
             # The commit of a shard that was to be tried again had been there before.
-            is_made = result is not None and result.stopped_by is None
+            is_made = result is not None and stop is None
             if is_made or shard.state != ShardState.RETRY or (commit is not None and not commit.failures):
                 continue
-        if result is not None and result.stopped_by is not None:
-            yield shard, result.stopped_by
+        if stop is not None:
+            yield shard, stop
         elif result is not None:
             found = problems[shard.shard_id][1] if shard.shard_id in problems else "no commit of it as planned"
             yield shard, Stop(FailureCode.SHARD_MISSING, f"its worker reported it as made; {job.variant_dir}: {found}")

@@ -22,7 +22,7 @@ from prep.planning import look_at
 from prep.recipe import recipe_from_dict
 from prep.run import FAILURES_FILE
 from prep.sources import read_probes
-from prep.wanted import wanted
+from prep.wanted import Wanted, wanted
 from shards.commits import Failure
 from shards.damage import Damaged
 from shards.dataset import current_variant, list_variants, variant_dir
@@ -61,8 +61,8 @@ class ColumnStatus:
     Attributes:
         problems: (shard id, missing or corrupt, why) of the current variant.
         stale_because: why the current variant is not what would be made now, or None.
-        to_make: state -> shards that the column's command would make; empty for `video`, whose sources would have to
-            be looked at.
+        to_make: state -> shards that the column's command would make; of `video` those without a commit alone, since
+            sources would have to be looked at for the others.
         failures_file: list of the failures of the last run, where there were any.
         first_failures: the first few of the current variant, and of `video` also sources that cannot be used.
     """
@@ -147,38 +147,40 @@ def read_status(data_dir: Path) -> Status:
     table = read_videos(data_dir) if has_manifest else None
     probes = read_probes(data_dir)
 
-    def num_wanted_chunks(variant: Variant) -> int | None:
-        return None if table is None else _num_wanted_chunks(data_dir, variant, videos=table, probes=probes)
+    def wanted_chunks(variant: Variant) -> Wanted | None:
+        return None if table is None else _wanted_chunks(data_dir, variant, videos=table, probes=probes)
 
     videos = None if table is None else _videos_status(table, probes)
 
     def column_status(column: str) -> ColumnStatus:
         unusable = videos.first_unusable if videos is not None and column == VIDEO else []
-        return _column_status(data_dir, column, num_wanted_chunks=num_wanted_chunks, unusable=unusable)
+        return _column_status(data_dir, column, wanted_chunks=wanted_chunks, unusable=unusable)
 
     return Status(data_dir, videos=videos, columns={column: column_status(column) for column in COLUMNS})
 
 
 def _column_status(
-    data_dir: Path, column: str, *, num_wanted_chunks: Callable[[Variant], int | None], unusable: list[Named]
+    data_dir: Path, column: str, *, wanted_chunks: Callable[[Variant], Wanted | None], unusable: list[Named]
 ) -> ColumnStatus:
     current = current_variant(data_dir, column)
     variants, status = [], ColumnStatus(column, first_failures=unusable)
     for name in list_variants(data_dir, column):
         opened = Variant(variant_dir(data_dir, column, name))
         outlook = Outlook()
+        chunks = wanted_chunks(opened) if column == VIDEO else None
         if name == current:
             outlook = outlook_of(data_dir, column, opened)
+            missing = 0 if chunks is None else len(chunks.shard_ids - opened.commits.keys())
             listed = opened.directory / FAILURES_FILE
             status = ColumnStatus(
                 column,
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
                 stale_because=outlook.stale_because,
-                to_make=outlook.to_make,
+                to_make={"missing": missing} if missing else outlook.to_make,
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
-        num_wanted = num_wanted_chunks(opened) if column == VIDEO else outlook.num_wanted
+        num_wanted = outlook.num_wanted if chunks is None else chunks.num_chunks
         variants.append(_variant_status(opened, is_current=name == current, num_wanted=num_wanted))
     return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
 
@@ -269,9 +271,9 @@ def _hours(shard: CommittedShard) -> float:
     return float((frames * fps_den / fps_num).sum() / 3600)
 
 
-def _num_wanted_chunks(data_dir: Path, variant: Variant, *, videos: pa.Table, probes: pa.Table) -> int | None:
+def _wanted_chunks(data_dir: Path, variant: Variant, *, videos: pa.Table, probes: pa.Table) -> Wanted | None:
     try:
         settings = recipe_from_dict(variant.recipe).settings()
     except UserError:
         return None
-    return wanted(data_dir, settings, videos=videos, probes=probes).num_chunks
+    return wanted(data_dir, settings, videos=videos, probes=probes)

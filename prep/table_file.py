@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from manifests.publish import naming, published
+from manifests.publish import naming, published, require_regular
 
 _CHECKSUM_KEY = b"clipmill_sha256"
 
@@ -33,6 +33,7 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
         OSError: it cannot be read.
     """
     try:
+        require_regular(path, path=path)
         with naming(path), pq.ParquetFile(path) as file:
             table = file.read()  # one chunk a column, which `read_table` does not give
     except FileNotFoundError:

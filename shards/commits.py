@@ -9,7 +9,7 @@ from typing import NamedTuple
 from manifests.checked_json import record_sha256
 from manifests.errors import UserError
 from manifests.json_text import parse_json
-from manifests.publish import naming, publish_bytes
+from manifests.publish import publish_bytes, read_record
 from shards.contents import listed_shard_ids
 from shards.damage import DamagedCommit
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, FORMAT_VERSION, commit_name, shard_id_of
@@ -88,8 +88,7 @@ def read_commit(path: Path) -> Commit:
         FileNotFoundError: there is no such file.
     """
     try:
-        with naming(path):
-            record = parse_json(path.read_bytes())
+        record = parse_json(read_record(path))
         checksum = record.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCommit(path, f"not a commit record ({error})") from error

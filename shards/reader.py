@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
+from manifests.publish import read_record
 from shards.commits import Commit, ShardFiles, read_commits
 from shards.contents import Contents, file_sha256, read_contents
 from shards.damage import DamagedCommit, DamagedContents, DamagedIndex
@@ -203,7 +204,7 @@ class Variant:
         """
         path = self.directory / RECIPE_FILE
         try:
-            content = path.read_bytes()
+            content = read_record(path)
             recipe = parse_json(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}", hint=_RECIPE_HINT) from error

@@ -17,7 +17,9 @@ from prep.recipe import Recipe, resolve
 from prep.run import Summary, execute
 from prep.shard_result import ShardResult, stopped
 from prep.shard_task import ShardTask, make_shard
+from shards.dataset import current_variant
 from tests.prep.running import Ran, manifest
+from tests.prep.sets import LEN, ShardSet
 
 Prep = Callable[..., Ran]
 
@@ -130,3 +132,10 @@ def test_a_worker_makes_no_folder_of_a_variant(data: Path, monkeypatch: pytest.M
     summary = run(data, unmounted, monkeypatch)
     assert summary.failures_by_code() == {FailureCode.IO_ERROR: 5}
     assert all("no such folder of a variant" in failure.message for failure in summary.failures)
+
+
+def test_a_variant_in_which_everything_failed_takes_the_place_of_none(prep: Prep, shard_set: ShardSet) -> None:
+    before = current_variant(shard_set.data, "video")
+    flags = ("--bitrate", "99999999M", "--engine", "processes", *LEN)
+    prep("chunk", "--data", shard_set.data, *flags, status=1)
+    assert current_variant(shard_set.data, "video") == before

@@ -172,3 +172,10 @@ def test_stale_stands_under_the_variant_that_is(tmp_path: Path) -> None:
     parts = ("new (current)", "stale: ", "to make: ", "old")
     order = [next(row for row, line in enumerate(lines) if part in line) for part in parts]
     assert order == sorted(order)
+
+
+def test_shards_that_no_run_came_to_are_told_with_the_command_that_makes_them(prep: Prep, shard_set: ShardSet) -> None:
+    (shard_set.variant / "contents.json").unlink()  # as if a run had been killed before its first end
+    commit_path(shard_set.variant, 1).unlink()
+    said = prep("status", "--data", shard_set.data).stdout
+    assert "shards to make: 1 missing" in said and f"next      prep chunk --len {LEN[1]}" in said

@@ -81,3 +81,14 @@ def test_a_record_that_is_nested_too_deeply_is_damaged(prep: Prep, shard_set: Sh
     commit = next(shard_set.variant.glob("commits/*.json"))
     commit.write_text(bomb)
     assert "nested too deeply" in prep("status", "--data", shard_set.data, status=1).stdout
+
+
+@pytest.mark.parametrize("record", [*RECORDS[:3], "manifest/manifest.json", "video/*/commits/000000.json"])
+def test_a_pipe_in_the_place_of_a_record_is_named_and_not_waited_for(
+    prep: Prep, shard_set: ShardSet, record: str
+) -> None:
+    path = next(shard_set.data.glob(record))
+    path.unlink()
+    os.mkfifo(path)
+    said = prep("status", "--data", shard_set.data, status=2 if path.name == "manifest.json" else 1).stderr
+    assert str(path) in said and "not a regular file" in said and "Traceback" not in said
