@@ -1,6 +1,6 @@
 """Scratch space of a worker, on the node's own disk, removed when the work is done; also after a kill.
 
-    $TMPDIR/clipmill-scratch-<uid>/      this user's alone (0700), removed once it is empty
+    $TMPDIR/scratch-clipmill-<uid>/      this user's alone (0700), removed once it is empty
         <12 hex>/                        one worker's, locked for as long as the worker lives
             clipmill-scratch.json        the marker: program, format, name of the folder, run
         <12 hex>.json                    a marker on its way into its folder, or out of it
@@ -76,7 +76,8 @@ def remove_abandoned() -> None:
 
 def _root() -> Path:
     # Asked for another place when this one is full, gettempdir() would give it without a word.
-    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"{_PROGRAM}-scratch-{os.geteuid()}"
+    # Older versions remove every `clipmill-*` in $TMPDIR, and may be at work on this machine.
+    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"scratch-{_PROGRAM}-{os.geteuid()}"
 
 
 def _make(root: Path, run: str) -> tuple[Path, int]:

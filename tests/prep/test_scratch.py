@@ -43,7 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def root_of(place: Path) -> Path:
-    return place / f"clipmill-scratch-{os.geteuid()}"
+    return place / f"scratch-clipmill-{os.geteuid()}"
 
 
 @contextmanager
@@ -120,5 +120,5 @@ def test_a_worker_that_is_killed_at_any_moment_leaves_what_the_next_one_removes(
 @pytest.mark.parametrize("make", [lambda root: root.mkdir(mode=0o755), lambda root: root.symlink_to("/")])
 def test_a_folder_that_others_can_reach_is_refused(place: Path, make: Callable[[Path], None]) -> None:
     make(root_of(place))
-    with pytest.raises(OSError, match=r"clipmill-scratch"), scratch_folder():
+    with pytest.raises(OSError, match=r"scratch-clipmill"), scratch_folder():
         pass

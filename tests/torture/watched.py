@@ -9,7 +9,7 @@ from tests.torture.interposer import watch
 
 SCRATCH = "TMPDIR/"
 # What else comes and goes in $TMPDIR is of libraries: tempfile tries whether it can write there, for one.
-_OWN_SCRATCH = f"{SCRATCH}clipmill-scratch-"
+_OWN_SCRATCH = f"{SCRATCH}scratch-clipmill-"
 _KILLS = ("kill", "kill-after")
 # What can go wrong at an operation. A write of half the bytes may end the process, or be told to the caller.
 _FAULTS = {

@@ -43,7 +43,7 @@ _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
     (re.compile(r"(?<=-)[0-9a-f]{8}([0-9a-f]{8})?(?=[./]|$)"), "*"),
     (re.compile(r"(?<=clipmill-)[a-z0-9_]{8}(?=/|$)"), "*"),
-    (re.compile(r"(?<=clipmill-scratch-)\d+(?=/|$)"), "*"),
+    (re.compile(r"(?<=scratch-clipmill-)\d+(?=/|$)"), "*"),
     (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
 )
