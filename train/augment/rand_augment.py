@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from train.augment.draws import OPERATIONS, Draw
+from train.sending import constant
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,7 +46,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
 
     One clip at a time, as bytes from 0 to 255; all others keep their fractions.
     """
-    mean_C, std_C = (torch.tensor(values, device=video.device)[:, None, None] for values in (mean, std))
+    mean_C, std_C = (constant(values, video.device, torch.float32)[:, None, None] for values in (mean, std))
     for number in np.flatnonzero((draw.operation >= 0).any(axis=1)):
         clip_TCHW = video[number].transpose(0, 1)
         clip_TCHW = ((clip_TCHW * std_C + mean_C) * 255).round().clamp(0, 255).to(torch.uint8)
@@ -118,5 +119,5 @@ def _moved(clip_TCHW: torch.Tensor, origin: _Map, *, fill: Triple) -> torch.Tens
         moved_TCHW = torch.nn.functional.grid_sample(
             clip_TCHW.float(), grid_THW2, mode="bilinear", padding_mode="border", align_corners=False
         )
-    fill_C11 = torch.tensor(fill, device=clip_TCHW.device)[:, None, None] * 255
+    fill_C11 = constant(fill, clip_TCHW.device, torch.float32)[:, None, None] * 255
     return torch.where(inside_HW, moved_TCHW, fill_C11).round().to(torch.uint8)
