@@ -13,6 +13,7 @@ from changing what the optimizer has made.
 
 import time
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 
@@ -55,7 +56,7 @@ class LateNumbers:
     """
 
     def __init__(self, numbers: Mapping[str, Number], device: torch.device) -> None:
-        self._numbers = dict(numbers)
+        self._numbers: dict[str, Number] = dict(numbers)
         waiting = {name: one for name, one in numbers.items() if isinstance(one, torch.Tensor)}
         self._names, self._values = list(waiting), torch.empty(0)
         if waiting:
@@ -69,9 +70,11 @@ class LateNumbers:
 
     def read(self) -> dict[str, float]:
         """All of them, in their order, as soon as they are there."""
-        self.end.wait()
-        values = dict(zip(self._names, self._values.tolist(), strict=True))
-        return {name: values.get(name, one) for name, one in self._numbers.items()}  # type: ignore[misc]
+        if self._names:
+            self.end.wait()
+            self._numbers |= dict(zip(self._names, self._values.tolist(), strict=True))
+            self._names = []
+        return cast(dict[str, float], dict(self._numbers))
 
 
 class Soundness:
