@@ -71,9 +71,9 @@ def test_float16_with_its_scale_learns_what_float32_learns(
 def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
     runs: Runs, device: torch.device, is_dry_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "_FIRST_SCALE", 2.0**22 if is_dry_run else 2.0**40)
+    monkeypatch.setattr(precision, "_FIRST_SCALE", 2.0**18 if is_dry_run else 2.0**40)
     monkeypatch.setattr(precision, "_STEPS_TO_DOUBLE", 2)
-    num_steps = 16 if is_dry_run else 50
+    num_steps = 9 if is_dry_run else 50
     run = runs.make("dual-encoder-latents", device, "--steps", str(num_steps), "--precision", "fp16")
     scales, skipped = numbers(run, "loss_scale"), numbers(run, "num_skipped")
     assert 2 < skipped[-1] < num_steps - 5, "float16 ends at 65504, and such a scale is beyond it"
@@ -97,6 +97,8 @@ def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
 def test_what_saves_memory_changes_no_loss(
     flags: tuple[str, ...], chosen: str, runs: Runs, device: torch.device, record_property: Record
 ) -> None:
+    if device.type == "cpu" and "sdpa" in flags:
+        pytest.skip("what a CPU has anyway: not in the dry run")
     found, expected = losses(runs.make(chosen, device, *flags)), losses(runs.make(chosen, device))
     assert_near(found, expected, first=FIRST, every=ALL, record=record_property)
 
