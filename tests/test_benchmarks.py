@@ -55,6 +55,7 @@ NOT_BENCHMARKS = {
     "plain_loops",
     "recipe_trial",
     "report",
+    "timing",
     "tree",
     "vit_steps",
     "way_process",
