@@ -5,18 +5,18 @@
 Each way begins with embeddings of unit length and ends with the gradients of the embeddings and of the loss's own
 parameters, state of samples and numbers for the log included. Ours is `backward` of the objective as the training loop
 calls it, with a model that does nothing; open_clip's is its loss class and autograd. The ways take turns. On a CPU:
-CPU seconds of this process on one thread, as other programs use the machine too; on a GPU: wall time with all work
-waited for. Medians; ratios are medians of the ratios within each round.
+CPU seconds of this process on one thread, as other programs use the machine too; on a GPU: the time between two events
+in its queue. Medians; ratios are medians of the ratios within each round.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from benchmarks.report import parser_for, print_report
+from benchmarks.timing import seconds_of
 from train.data.batch import Batch
 from train.distributed.world import World
 from train.losses.build import build_contrast
@@ -81,19 +81,6 @@ def their_way(name: str, model: Embeddings, device: torch.device) -> Callable[[]
     return once
 
 
-def seconds_of(once: Callable[[], None], device: torch.device) -> float:
-    """CPU seconds on a CPU, wall seconds on a GPU."""
-    if device.type == "cpu":
-        began = time.process_time()
-        once()
-        return time.process_time() - began
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    once()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
 def main() -> None:
     """Runs the benchmark and prints its table."""
     parser = parser_for(__doc__ or "")
@@ -117,7 +104,7 @@ def main() -> None:
         # Each round begins with another way.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
-            seconds = seconds_of(ways[name], device)  # type: ignore[index]
+            seconds = seconds_of(ways[name], device=device)  # type: ignore[index]
             if number >= 0:
                 taken[name].append(seconds)
     rows = [
