@@ -209,8 +209,8 @@ def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
 
 
 def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -177,13 +177,13 @@ def _take(measurement: Measurement, record: Record, setup: Setup) -> None:
     except Exception:  # noqa: BLE001  whatever it is, the others shall still be measured
         record.error = traceback.format_exc()
     record.seconds = time.perf_counter() - began_s
-    gc.collect()
 
 
 def _device_error(setup: Setup) -> str | None:
     """Gives back what the measurement held; why that failed, if so: after an illegal access everything fails."""
     if setup.device.type != "cuda":
         return None
+    gc.collect()
     try:
         torch.cuda.synchronize(setup.device)
         torch.cuda.empty_cache()

@@ -78,6 +78,8 @@ def _target_lines(parts: Mapping[str, Any]) -> list[str]:
     for part in parts.values():
         for measurement in part["measurements"]:
             rows += [_target_row(measurement["name"], target) for target in measurement.get("targets", [])]
+    if any(part["is_dry_run"] for part in parts.values()):
+        rows = [{**row, "outcome": "a dry run"} for row in rows]
     return table(rows) if rows else ["No figure that has a target was measured."]
 
 

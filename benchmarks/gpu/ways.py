@@ -15,7 +15,7 @@ from benchmarks.timing import seconds_of, turns
 from train.peak_flops import peak_flops
 from train.throughput import Throughput
 
-GB = 1024**3
+GIB = 1024**3
 _WARM_STEPS = 2
 
 
@@ -102,7 +102,7 @@ def rows_of(
             "spread": f"{(max(one.seconds) - min(one.seconds)) / seconds:.0%}" if seconds else None,
             f"{unit}/s": seconds and items / seconds,
             **{f"/ {other}": faster_than(taken, name, other) for other in beside},
-            "peak GB": None if one.peak_bytes is None else one.peak_bytes / GB,
+            "peak GiB": None if one.peak_bytes is None else one.peak_bytes / GIB,
             **flops_columns(one.num_flops, seconds, setup, precision=precision),
         }
         if one.error is not None:
@@ -133,9 +133,9 @@ def flops_columns(
 
 
 def release() -> None:
-    """Gives back memory that nothing uses any more."""
-    gc.collect()
+    """Gives back the GPU's memory that nothing uses any more."""
     if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -169,4 +169,6 @@ def _opened(opening: Opening, taken: Taken, setup: Setup) -> Way:
         way.step()
         torch.cuda.synchronize(setup.device)
         taken.peak_bytes = torch.cuda.max_memory_allocated(setup.device) - before
+    if way.model is not None:
+        way.model.zero_grad(set_to_none=True)  # the next way may be of the same model
     return way
