@@ -98,8 +98,8 @@ class HfSteps:
             # Some versions call these biases otherwise in memory than in files.
             other = name.replace("q_bias", "query.bias").replace("v_bias", "value.bias")
             state[other if other in its_names else name] = tensor
-        # Some have a bias of the keys too, which changes no attention.
-        state |= {name: zeros for name, zeros in its_names.items() if name.endswith("key.bias") and name not in state}
+        # Some have a bias of the keys as well, which changes no attention.
+        state |= {name: bias for name, bias in its_names.items() if name.endswith("key.bias") and name not in state}
         self.model.load_state_dict(state)
 
     def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,8 @@ def main() -> None:
 def limit_memory(memory_gb: float, device: torch.device) -> None:
     """Has allocations beyond so many GiB of a GPU fail; all that it has can be used where it has less."""
     share = memory_gb * GB / torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    with torch.cuda.device(device):  # a device without an index is refused
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def largest_batch(way: Way, setup: Setup, *, limit_bytes: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,25 @@ def test_a_process_that_ends_costs_the_measurement_it_took_and_another_one_takes
     first, ended, third, fourth = figures(tmp_path / "f.json")["measurements"]
     assert ended["error"] == "its process was ended by SIGABRT"
     assert first["rows"] != third["rows"] == fourth["rows"]
+
+
+def test_the_measurements_of_speed_are_there_and_fit_into_their_minutes() -> None:
+    from benchmarks.gpu.speed import MEASUREMENTS
+
+    assert sum(one.estimated_s for one in MEASUREMENTS) <= 9 * 60
+    assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
+
+
+def test_only_what_the_training_thread_reads_in_the_steps_that_count_is_a_wait() -> None:
+    from benchmarks.gpu.speed_waits import Waits, counted
+
+    waits, number = Waits(), torch.ones(())
+    with counted(waits, CPU):
+        number.item()
+        waits.is_counting = True
+        float(number), int(number), number.tolist(), number + 1
+        other = threading.Thread(target=number.item)
+        other.start()
+        other.join()
+    assert waits.operations.total() in (2, 3)  # whether tolist of a number is counted is torch's business
+    assert waits.a_step(5)["waits a step"] == waits.operations.total() / 2

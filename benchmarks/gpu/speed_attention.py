@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,8 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+# What the profiler lists beside kernels.
+_NO_KERNELS = ("Activity Buffer", "Lazy Function", "Memcpy", "Memset")
 _MB = 1024**2
 _FORWARD_AND_BACKWARD = 3
 
@@ -185,31 +188,32 @@ class _Calls:
         self._gradient = torch.randn_like(self._q)
 
     def forward(self, attend: Attend) -> torch.Tensor:
-        packing = self._packing and replace(self._packing)  # what a backend prepares from it is not another's
-        return attend(self._q, self._k, self._v, causal=self._causal, packing=packing)
+        return attend(self._q, self._k, self._v, causal=self._causal, packing=self._packing)
 
     def forward_and_backward(self, attend: Attend) -> None:
         torch.autograd.grad(self.forward(attend), (self._q, self._k, self._v), self._gradient)
 
     def what_ran(self, opens: Callable[[], Attend]) -> str:
         """Names of the attention's operators, and of the longest kernel of a forward pass."""
-        attend = opens()
-        with _Operators() as seen:
-            self.forward(attend)
-        operators = ", ".join(dict.fromkeys(seen.names)) or "products of matrices"
-        if self._device.type != "cuda":
-            return operators
+        attend, seen = opens(), _Operators()
         try:
-            kernel = self._longest_kernel(attend)
-        except Exception as error:  # noqa: BLE001  where a profiler is not allowed, the operators' names must do
-            kernel = f"no profile: {one_line(error, most_chars=80)}"
+            with seen:
+                self.forward(attend)
+            kernel = self._longest_kernel(attend) if self._device.type == "cuda" else None
+        except Exception as error:  # noqa: BLE001  names are not worth a row, and a profiler is not allowed everywhere
+            kernel = one_line(error, most_chars=80)
+        operators = ", ".join(dict.fromkeys(seen.names)) or "products of matrices"
         return f"{operators} ({kernel})" if kernel else operators
 
     def _longest_kernel(self, attend: Attend) -> str | None:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             self.forward(attend)
             torch.cuda.synchronize(self._device)
-        found = [one for one in profiled.key_averages() if one.self_device_time_total > 0]
+        found = [
+            one
+            for one in profiled.key_averages()
+            if one.device_type == DeviceType.CUDA and not one.key.startswith(_NO_KERNELS)
+        ]
         if not found:
             return None
         longest = max(found, key=lambda one: one.self_device_time_total)

@@ -34,24 +34,19 @@ def measure_latents(setup: Setup) -> Result:
         made.register_to_config(scaling_factor=_SCALING)
         encoder = Encoder(made, vae=vae, device=kind, precision=precision)  # type: ignore[arg-type]
         plain = deepcopy(made)
-        resized = encoder.resized(pictures, size=size_px)
+        resized = _resized(torch.from_numpy(pictures), size_px=size_px).to(setup.device)
         inputs = resized.to(made.dtype) / 127.5 - 1
         with torch.inference_mode(), FlopCounter() as counter:
             made.encode(inputs)
-        found = encoder.encode(list(resized[:, None].unbind(0)), noise=None), encode_pictures(plain, resized)
+        whole = resized.round().byte()
+        found = encoder.encode([whole], noise=None), encode_pictures(plain, whole)
         furthest = float(np.abs(found[0] - found[1].astype(np.float32)).max())
 
         def by_prep(encoder: Encoder = encoder) -> None:
             encoder.encode([encoder.resized(pictures, size=size_px)], noise=None)
 
         def by_loop(model: torch.nn.Module = plain) -> None:
-            small = torch.nn.functional.interpolate(
-                torch.from_numpy(pictures).to(setup.device).permute(0, 3, 1, 2),
-                size=(size_px, size_px),
-                mode="bilinear",
-                antialias=True,
-            )
-            encode_pictures(model, small)
+            encode_pictures(model, _resized(torch.from_numpy(pictures).to(setup.device), size_px=size_px))
 
         def by_model(model: torch.nn.Module = plain, inputs: torch.Tensor = inputs) -> None:
             with torch.inference_mode():
@@ -78,6 +73,12 @@ def measure_latents(setup: Setup) -> Result:
         ],
         targets=targets,
     )
+
+
+def _resized(pictures: torch.Tensor, *, size_px: int) -> torch.Tensor:
+    """Pictures [N, S, S, 3] to float32 [N, 3, size, size], as a plain loop would resize them."""
+    square = pictures.permute(0, 3, 1, 2).float()
+    return torch.nn.functional.interpolate(square, size=(size_px, size_px), mode="bilinear", antialias=True)
 
 
 def measure_texts(setup: Setup) -> Result:

@@ -88,8 +88,7 @@ def measure_text(setup: Setup) -> Result:
     device = setup.device
     num_captions = 4 if setup.is_dry_run else _CAPTIONS
     door = open_attention("auto", device_type=device.type)
-    with device:
-        towers = text_towers("tiny" if setup.is_dry_run else "b16", attend=door.attend, device=device)
+    towers = text_towers("tiny" if setup.is_dry_run else "b16", attend=door.attend, device=device)
     rows, targets = [], []
     for name, lengths_of in SETS.items():
         if setup.is_dry_run and name != SHORT:

@@ -4,6 +4,7 @@ The steps are those of `benchmarks.vit_steps`: bf16 autocast, forward and backwa
 the GPU already.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -81,7 +82,7 @@ def measure_largest(setup: Setup) -> Result:
             release()
     finally:
         if is_cuda:
-            torch.cuda.set_per_process_memory_fraction(1.0, setup.device)
+            limit_memory(math.inf, setup.device)
     for row in rows:
         if row["way"] in largest and NAIVE in largest:
             row["batch / naive"] = largest[row["way"]] / largest[NAIVE]
