@@ -40,7 +40,7 @@ class DataSize:
 
     num_made: int = 10
     made_s: float = 15
-    num_pieces: int = 6
+    num_pieces: int = 5
     piece_s: float = 15
 
 
@@ -95,26 +95,28 @@ def fetch_clips(folder: Path) -> list[Path]:
 
 
 def cut_pieces(videos: Sequence[Path], folder: Path, *, num_pieces: int, piece_s: float) -> list[Path]:
-    """Pieces of the videos without loss: one of each, then another of each that is long enough, up to `num_pieces`."""
+    """Pieces of the videos, not encoded again: one of each, the longest first, then more of those that have more."""
     folder.mkdir(parents=True)
     lengths_s = {video: _length_s(video) for video in videos}
-    # Pieces lie evenly from the middle on, because films begin with titles.
     begins = sorted(
-        (number, place, lengths_s[video] / 2 + number * 2 * piece_s, video)
-        for place, video in enumerate(videos)
-        for number in range(num_pieces)
+        (number, -length_s, video, begin_s)
+        for video, length_s in lengths_s.items()
+        for number, begin_s in enumerate(piece_begins_s(length_s, piece_s=piece_s))
     )
     pieces = []
-    for number, place, begin_s, video in begins:
-        if number and begin_s + piece_s > lengths_s[video]:
-            continue
-        piece = folder / f"natural-{place:02d}-{number}.mkv"
-        begin_s = begin_s if lengths_s[video] > 2 * piece_s else 0
+    for number, (_, _, video, begin_s) in enumerate(begins[:num_pieces]):
+        piece = folder / f"natural-{number:02d}.mkv"
         _cut(video, piece, begin_s=begin_s, length_s=piece_s)
         pieces.append(piece)
-        if len(pieces) == num_pieces:
-            break
     return pieces
+
+
+def piece_begins_s(length_s: float, *, piece_s: float) -> list[float]:
+    """Where the pieces of a video begin; from a third on, because films begin with titles. A short one is a piece."""
+    if length_s < 3 * piece_s:
+        return [0.0]
+    begin_s = length_s / 3
+    return [begin_s + number * piece_s for number in range(int((length_s - begin_s) // piece_s))]
 
 
 def _length_s(video: Path) -> float:

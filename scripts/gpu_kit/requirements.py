@@ -8,11 +8,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 EXTRAS = ("train", "columns")  # whose packages all parts use
-# Of the other extras: what `import prep`, part A and the peers of part B need.
-FURTHER = ("ffmpeg-python", "pytest", "pytest-timeout", "transformers")
+# Of the other extras: what part A and the peers of part B need.
+FURTHER = ("pytest", "pytest-timeout", "transformers")
 # Import names that do not follow from the name of the distribution.
 IMPORT_NAMES = {
-    "ffmpeg-python": "ffmpeg",
     "open-clip-torch": "open_clip",
     "opencv-python-headless": "cv2",
     "pyyaml": "yaml",
@@ -20,7 +19,6 @@ IMPORT_NAMES = {
 # What fails where a package is missing or does not fit; without the rest, nothing runs.
 LOSSES = {
     "diffusers": "`prep latents` in part A, VAE encoding in part B",
-    "ffmpeg-python": "nothing in these parts",
     "open-clip-torch": "training from text and `prep text` in part A, the rows of open_clip in part B",
     "pytest": "part A",
     "pytest-timeout": "part A",

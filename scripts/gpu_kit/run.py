@@ -18,7 +18,6 @@ from scripts.gpu_kit.machine import MISSING, Devices, Package, bring_missing, co
 from scripts.gpu_kit.parts import GRACE_S, PARTS, Part, Verdict, command_of, run_part
 from scripts.gpu_kit.requirements import EVERYTHING, needs_of
 
-DATA_VARIABLE = "CLIPMILL_GPU_DATA"  # where the tests of part A find the kit's data
 LOG = "run.log"
 SITE = "site"
 _LEAST_MINUTES = 0.1
@@ -96,7 +95,7 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
                     out=out,
                     limit_s=limit_s,
                     folder=checkout,
-                    environment={**environment, DATA_VARIABLE: str(data)},
+                    environment=environment,
                     show=say,
                 )
             )

@@ -5,7 +5,7 @@
 #
 # OUT gets the results. $PYTHON is the interpreter, else the first of the candidates below that has torch.
 set -eu
-here=$(cd -- "$(dirname -- "$0")" && pwd)
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 
 is_right() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 has_torch() { "$1" -c 'import importlib.util as i, sys; sys.exit(i.find_spec("torch") is None)' 2>/dev/null; }
