@@ -133,9 +133,7 @@ def _find(need: Need, *, site: Path) -> Package:
     version = _version(need.name)
     spec = importlib.util.find_spec(need.import_name)
     if spec is None:
-        problem = (
-            f"{need.name} is missing, and the kit has no wheel of it for this Python: without it, {need.loss} fails"
-        )
+        problem = f"{need.name} is missing, and the kit has no wheel of it for this Python; what fails: {need.loss}"
         return Package(need=need, version=None, source=MISSING, problem=problem)
     is_brought = spec.origin is not None and Path(spec.origin).is_relative_to(site)
     problem = None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 GRACE_S = 20.0  # past its minutes, for a measurement that takes longer than was thought
 _INTERRUPTED_S = 8.0  # to write down what there is, after SIGINT
+_KILLED_S = 5.0  # for the operating system to end them
 _SHOW_EVERY_S = 30.0
 _MAX_LOG_BYTES = 8_000_000
 _MAX_LINES = 12  # of failures and of what was skipped
@@ -107,7 +108,7 @@ def run_part(
         if is_late:
             _signal(process, signal.SIGINT)
             _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
-        _signal(process, signal.SIGKILL)
+        _end_group(process)
         code = process.wait()
     _shorten(log)
     seconds = time.monotonic() - began_s
@@ -189,12 +190,21 @@ def _wait(process: subprocess.Popen[bytes], *, limit_s: float, show: Callable[[]
     return False
 
 
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the process and what it started; its group outlives it where a child does."""
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left, and waits until it has given back the GPU's memory, which the next part wants."""
+    ends_s = time.monotonic() + _KILLED_S
+    while _signal(process, signal.SIGKILL) and time.monotonic() < ends_s:
+        process.poll()
+        time.sleep(0.05)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:
+    """To the process and what it started, which can outlive it; whether any of them is left."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
-        pass
+        return False
+    return True
 
 
 def _last_line(log: Path) -> str:
