@@ -136,11 +136,12 @@ def _find(need: Need, *, site: Path) -> Package:
         problem = f"{need.name} is missing, and the kit has no wheel of it for this Python; what fails: {need.loss}"
         return Package(need=need, version=None, source=MISSING, problem=problem)
     is_brought = spec.origin is not None and Path(spec.origin).is_relative_to(site)
-    problem = None
+    source = BROUGHT if is_brought else HERE
     # Of a package without metadata, such as an OpenCV built from source, only its presence is known.
-    if version is not None and not fits(version, need.requirement):
-        problem = f"{need.name} {version} is here, clipmill wants {need.requirement.specifier}; at risk: {need.loss}"
-    return Package(need=need, version=version, source=BROUGHT if is_brought else HERE, problem=problem)
+    if version is None or fits(version, need.requirement):
+        return Package(need=need, version=version, source=source)
+    problem = f"{need.name} {version} is here, clipmill wants {need.requirement.specifier}; at risk: {need.loss}"
+    return Package(need=need, version=version, source=source, problem=problem)
 
 
 def _is_there(name: str, members: Iterable[str]) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,7 @@ def run_part(
             command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=dict(environment), start_new_session=True
         )
         is_late = not _wait(process, limit_s=limit_s, show=lambda: show(f"part {part.letter}: {_last_line(log)}"))
+        last_line = _last_line(log)
         if is_late:
             _signal(process, signal.SIGINT)
             _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
@@ -115,7 +117,8 @@ def run_part(
     verdict = _verdict(part, result, code=code)
     if is_late:
         summary = f"did not end within {limit_s:.0f} s and was killed; {verdict.summary}"
-        verdict = Verdict(letter=part.letter, has_passed=False, summary=summary, details=verdict.details)
+        details = (f"its last output was: {last_line}", *verdict.details)
+        verdict = Verdict(letter=part.letter, has_passed=False, summary=summary, details=details)
     return Verdict(
         letter=part.letter,
         has_passed=verdict.has_passed,
@@ -144,7 +147,8 @@ def _of_tests(path: Path) -> tuple[bool, str, tuple[str, ...]]:
     skipped = [(case, node) for case in cases for node in case if node.tag == "skipped"]
     num_passed = len(cases) - len({id(case) for case, _ in failed + skipped})
     lines = [f"failed: {_name(case)}: {_first_line(node.get('message', ''))}" for case, node in failed]
-    lines += [f"skipped: {_name(case)}: {_first_line(node.get('message', ''))}" for case, node in skipped]
+    reasons = Counter(_first_line(node.get("message", "")) for _, node in skipped)
+    lines += [f"skipped: {number} tests: {reason}" for reason, number in reasons.most_common()]
     summary = f"{num_passed} tests passed, {len(failed)} failed, {len(skipped)} skipped"
     return num_passed > 0 and not failed, summary, _at_most(lines)
 

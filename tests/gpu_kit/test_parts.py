@@ -78,9 +78,10 @@ def test_a_result_that_cannot_be_read_fails_the_part(tmp_path: Path) -> None:
 
 
 def test_a_part_that_hangs_is_interrupted_and_keeps_what_it_has_written(tmp_path: Path) -> None:
-    verdict = run(tmp_path, writing(DONE) + "import time; time.sleep(600)", limit_s=2)
+    verdict = run(tmp_path, writing(DONE) + "import time; print('at the beam', flush=True); time.sleep(600)", limit_s=2)
     assert not verdict.has_passed
     assert verdict.summary.startswith("did not end within 2 s and was killed; 1 measurements taken")
+    assert verdict.details[0] == "its last output was: at the beam"
 
 
 def test_a_part_that_does_not_listen_is_killed_with_what_it_has_started(
@@ -103,13 +104,13 @@ def test_a_part_that_does_not_listen_is_killed_with_what_it_has_started(
 def test_tests_are_counted_and_those_that_failed_or_were_skipped_are_named(tmp_path: Path) -> None:
     case = '<testcase classname="tests.gpu.test_attention" name="{}">{}</testcase>'
     cases = case.format("test_a", "") + case.format("test_b", '<failure message="assert 1 == 2&#10;more"/>')
-    cases += case.format("test_c", '<skipped message="needs CUDA by nature"/>')
+    cases += "".join(case.format(name, '<skipped message="needs CUDA by nature"/>') for name in ("test_c", "test_d"))
     verdict = run(tmp_path, f"open(RESULT, 'w').write({f'<testsuites>{cases}</testsuites>'!r})", part=CORRECTNESS)
     assert not verdict.has_passed
-    assert verdict.summary == "1 tests passed, 1 failed, 1 skipped"
+    assert verdict.summary == "1 tests passed, 1 failed, 2 skipped"
     assert verdict.details == (
         "failed: test_attention::test_b: assert 1 == 2",
-        "skipped: test_attention::test_c: needs CUDA by nature",
+        "skipped: 2 tests: needs CUDA by nature",
     )
 
 
