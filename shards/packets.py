@@ -48,7 +48,7 @@ class PacketTable:
         Raises:
             ValueError: a frame is not in the table, or no key packet comes before it.
         """
-        places = sorted({self._place_of(frame) for frame in frames})
+        places = self._places_of(sorted(set(frames)))
         gops = (np.searchsorted(self.keys, places, side="right") - 1).tolist()
         needed: list[int] = []
         begin = 0
@@ -64,11 +64,14 @@ class PacketTable:
             begin = place + 1
         return needed
 
-    def _place_of(self, frame: int) -> int:
-        places = np.flatnonzero(self.frame == frame)
-        if len(places) != 1:
-            raise ValueError(f"the packet table has frame {frame} {len(places)} times")
-        return int(places[0])
+    def _places_of(self, frames: list[int]) -> list[int]:
+        """Positions of frames, ascending."""
+        order = np.argsort(self.frame, kind="stable")
+        begins, ends = (np.searchsorted(self.frame[order], frames, side=side) for side in ("left", "right"))
+        for frame, num in zip(frames, (ends - begins).tolist(), strict=True):
+            if num != 1:
+                raise ValueError(f"the packet table has frame {frame} {num} times")
+        return np.sort(order[begins]).tolist()
 
 
 class PacketTables:
