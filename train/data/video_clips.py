@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from train.data.decoding.clip import Clip, ClipMaking, ClipShape, frame_places, 
 from train.data.decoding.rgb import rgb_pictures
 from train.data.failures import FailedSample, SampleFailed
 from train.data.loader import Visit
+
+if TYPE_CHECKING:
+    import av
 
 
 @dataclass(frozen=True)
@@ -121,21 +125,23 @@ class VideoClips:
         key = self.key(plan.visit.sample)
         making = ClipMaking(self._shape, num_frames=len(plan.places), rng=plan.rng, key=key)
         for chunk, places in plan.by_chunk.items():
+
+            def add(frame: int, picture: "av.VideoFrame", places: dict[int, list[int]] = places) -> None:
+                making.add(picture, places[frame])
+
             if chunk in shared:
-                for frame, of_frame in places.items():
-                    making.add(shared[chunk][frame], of_frame)
+                for frame in places:
+                    add(frame, shared[chunk][frame])
             else:
-                chunks.decode_each(
-                    chunks.read(chunk, places), lambda frame, picture, places=places: making.add(picture, places[frame])
-                )
+                chunks.decode_each(chunks.read(chunk, places), add)
         return making.clip()
 
     def _decode_shared(self, plans: Sequence[ClipPlan]) -> dict[int, ChunkFrames]:
         """Frames of the chunks that several plans show; a chunk that fails is left to each of them to fail with."""
         wanted: dict[int, set[int]] = {}
         for plan in plans:
-            for chunk, frames in plan.by_chunk.items():
-                wanted.setdefault(chunk, set()).update(frames)
+            for chunk, places in plan.by_chunk.items():
+                wanted.setdefault(chunk, set()).update(places)
         shared: dict[int, ChunkFrames] = {}
         for chunk, frames in wanted.items():
             if sum(chunk in plan.by_chunk for plan in plans) > 1:
