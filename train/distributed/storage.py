@@ -182,7 +182,7 @@ class _Stream(io.RawIOBase):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Has `dcp.save` return where each tensor is: torch 2.11 fills that into a copy of the metadata, which it writes."""
+    """Has `dcp.save` return where each tensor is: torch 2.11 says so only in the file that it writes."""
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
