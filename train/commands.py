@@ -21,6 +21,7 @@ from train.data.latents.records import FrameShape
 from train.distributed.launch import open_world
 from train.distributed.settings import ParallelSettings
 from train.distributed.world import World
+from train.doctor.commands import doctor_facts
 from train.loop import check_batch, train
 from train.mae.settings import MaeSettings, without_effect
 from train.models.attention import AttentionDoor
@@ -228,6 +229,7 @@ def _train(
         **about,
         "machine": machine(device),
         "versions": versions(),
+        "doctor": doctor_facts(device=device.type) if world.is_first else {},
     }
     if world.is_first:
         for name, content in task.files().items():
