@@ -102,8 +102,8 @@ def clip_gradients(
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
     norm = stages.sum(square).sqrt() / loss_scale
-    # As torch.nn.utils.clip_grad_norm_ does.
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+    # As torch.nn.utils.clip_grad_norm_ does. A number divided by a tensor would be its reciprocal, rounded, times that.
+    factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     if parts and not _is_known_to_be_one(factor):
         for dtype in {one.dtype for one in parts}:
             torch._foreach_mul_([one for one in parts if one.dtype == dtype], factor.to(dtype))
