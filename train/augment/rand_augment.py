@@ -67,7 +67,9 @@ def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple)
         return _moved(clip_TCHW, _MOVES[name](strength, clip_TCHW.shape[-1]), fill=fill)
     from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
 
-    return _recoloured(functional, clip_TCHW, name, strength)
+    # Autocast would round the sums of neighbours, of which sharpness is made.
+    with torch.autocast(clip_TCHW.device.type, enabled=False):
+        return _recoloured(functional, clip_TCHW, name, strength)
 
 
 def _recoloured(functional: "ModuleType", clip_TCHW: torch.Tensor, name: str, strength: float) -> torch.Tensor:
