@@ -49,7 +49,7 @@ class FaultyDistance(Distance):
         self.keys[step.number] = list(batch["key"])
         faults = self._faults.get(step.number, ())
         if "loss" in faults:
-            numbers["loss"] = torch.tensor(float("nan"), dtype=torch.float64)
+            numbers["loss"] = torch.as_tensor(numbers["loss"]) * float("nan")
         if "gradient" in faults:
             assert self.slope.grad is not None
             self.slope.grad.fill_(float("nan"))
@@ -76,12 +76,14 @@ class FaultyTask(PlaneTask):
         return {"closeness": 1.0}
 
 
-def train_plane(chosen: TrainingSettings, task: PlaneTask, points: Points | None = None) -> RunFolder:
+def train_plane(
+    chosen: TrainingSettings, task: PlaneTask, points: Points | None = None, *, device: torch.device = CPU
+) -> RunFolder:
     run = RunFolder(chosen.out)
     if not run.settings.exists():
         create_run(chosen)
     samples = LoadedPoints(points or Points(), chosen)
-    train.loop.train(task, samples, chosen, run=run, world=ONE, device=CPU, progress=Progress())
+    train.loop.train(task, samples, chosen, run=run, world=ONE, device=device, progress=Progress())
     return run
 
 
