@@ -1,4 +1,4 @@
-"""In a step the host waits for the GPU once, for the step before; tests/train has the same for a CPU, seen otherwise."""
+"""In a step the host waits for the GPU once, and for the step before; tests/train sees the same on a CPU."""
 
 import warnings
 from collections.abc import Iterator
