@@ -10,6 +10,8 @@ from tests.train.classify.moving import write_moving
 from tests.train.device_reads import DeviceReads, Look, device_reads
 from tests.train.test_cli import train
 from tests.train.test_latents_training import write_columns
+from train.augment.draws import OPERATIONS
+from train.augment.rand_augment import change
 
 __all__ = ["train"]
 
@@ -60,6 +62,18 @@ def test_each_step_looks_once_at_the_device_and_sees_the_step_before(
     # The first step of a process sends what is the same in all others; the last one's numbers are read at once.
     found = [look for look in reads.looks if 2 <= look.step < 4]
     assert [(one.step, one.numbers_of) for one in found] == [(2, 1), (3, 2)], found
+
+
+def test_no_operation_of_rand_augment_looks_at_a_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run draws a few of them only."""
+    clip = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
+    with device_reads(monkeypatch) as reads:
+        reads.take(clip)
+        for name in OPERATIONS:
+            change(clip, name, 0.3, fill=(0.5, 0.5, 0.5))
+            seen = len(reads.looks)
+            change(clip, name, -0.7, fill=(0.5, 0.5, 0.5))
+            assert reads.looks[seen:] == [], name
 
 
 def test_a_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import train.loop
 from manifests.errors import FailedWork, Stopped
+from tests.train.device_reads import as_on_a_gpu
 from tests.train.plane import ONE, Distance, LoadedPoints, PlaneTask, Points, settings
 from train.checkpoint import all_checkpoints, latest_checkpoint, read_weights
 from train.data.batch import Batch, Sample
@@ -103,6 +104,11 @@ def assert_same(run: RunFolder, other: RunFolder) -> None:
     for key in ("step", "loss", "lr", "grad_norm", "worst", "epoch", "num_failed", "loss_scale", "num_skipped"):
         lines, again = ([line.get(key) for line in read_lines(one.metrics)] for one in (run, other))
         assert lines == again, key
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
 
 
 @pytest.fixture(scope="module")
