@@ -20,6 +20,11 @@ import torch
 Number = float | torch.Tensor
 
 
+def is_free_to_read(tensor: torch.Tensor) -> bool:
+    """Whether the host has what a tensor holds without a wait: what a CPU computes is there when it returns."""
+    return tensor.device.type == "cpu"
+
+
 class Moment:
     """A point in the work of a device: the end of all that it has been given until now."""
 

@@ -93,14 +93,18 @@ def _by_mask(name: str, args: Any) -> bool:
     return not is_filled and any(one is not None and one.dtype == torch.bool for one in args[1])
 
 
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Has optimizers go a GPU's way: on a CPU they look at numbers, because nothing waits for them."""
+    patch.setattr("train.optim.optimizer.is_free_to_read", lambda tensor: False)
+
+
 @contextmanager
 def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
     """Follows the runs of train.loop within, as if their device were a GPU."""
     reads = DeviceReads()
     _follow_runs(reads, patch)
     _follow_methods(reads, patch)
-    # A CPU's factor is looked at, because nothing waits for it.
-    patch.setattr("train.optim.optimizer._is_known_to_be_one", lambda factor: False)
+    as_on_a_gpu(patch)
     with reads:
         yield reads
 

@@ -15,8 +15,8 @@ has two directions:
     translate_x, translate_y         by 0.45 s of the side, either way
 
 Operations on colours are torchvision's, which works on whole clips of bytes on any device (open_clip brings it along).
-Those that move pixels are done here, bilinear: torchvision's grid is a matrix product, which TF32 would round to a
-tenth of a pixel. What comes in from outside has the mean colour of the model's inputs.
+Sharpness and those that move pixels are done here, these bilinear: torchvision's grid is a matrix product, which TF32
+would round to a tenth of a pixel. What comes in from outside has the mean colour of the model's inputs.
 
 Shape suffixes: B batch, N operations, C channels, T frames, H and W pixels (equal).
 """
@@ -65,6 +65,8 @@ def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple)
     """
     if name in _MOVES:
         return _moved(clip_TCHW, _MOVES[name](strength, clip_TCHW.shape[-1]), fill=fill)
+    if name == "sharpness":
+        return _sharpened(clip_TCHW, _factor(strength))
     from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
 
     # Autocast would round the sums of neighbours, of which sharpness is made.
@@ -85,10 +87,24 @@ def _recoloured(functional: "ModuleType", clip_TCHW: torch.Tensor, name: str, st
         # Below the half, so that no sum leaves the byte.
         changed = torch.where(clip_TCHW < _HALF, clip_TCHW + int(size * _MAX_ADDED), clip_TCHW)
     else:
-        factor = max(_LEAST_FACTOR, 1 + _MAX_CHANGE * strength)
-        changed = getattr(functional, f"adjust_{name}")(clip_TCHW, factor)
+        changed = getattr(functional, f"adjust_{name}")(clip_TCHW, _factor(strength))
     result: torch.Tensor = changed
     return result
+
+
+def _factor(strength: float) -> float:
+    return max(_LEAST_FACTOR, 1 + _MAX_CHANGE * strength)
+
+
+def _sharpened(clip_TCHW: torch.Tensor, factor: float) -> torch.Tensor:
+    """As torchvision's adjust_sharpness, which makes its kernel anew each time, for which the host waits for a GPU."""
+    pixels_TCHW = clip_TCHW.float()
+    inner = pixels_TCHW[..., 1:-1, 1:-1]
+    # Whole numbers, exact on any device: the pixel five times, each of its neighbours once.
+    rows = pixels_TCHW[..., :-2, :] + pixels_TCHW[..., 1:-1, :] + pixels_TCHW[..., 2:, :]
+    sums = (rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]).add_(inner, alpha=4)
+    inner.add_(sums.div_(13).round_().sub_(inner), alpha=1 - factor)
+    return pixels_TCHW.clamp_(0, 255).to(torch.uint8)
 
 
 # Where a pixel comes from, as ((a, b, c), (d, e, f)): x from a x + b y + c and y from d x + e y + f, with x and y from

@@ -91,6 +91,7 @@ def _at_hand(loaded: LoadedBatch, device: "torch.device") -> LoadedBatch:
         import torch
 
         for value in loaded.batch.values():
-            if isinstance(value, torch.Tensor):
+            # Positions, ids and lengths stay on the CPU, whose tensors know no streams.
+            if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(device))
     return loaded

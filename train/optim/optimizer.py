@@ -8,9 +8,8 @@ from torch import nn
 
 from train.distributed.sharded import local_part, norms
 from train.distributed.world import World
-from train.late import Number
+from train.late import Number, is_free_to_read
 from train.objective import Objective
-from train.optim.foreach import ForeachOptimizer
 from train.optim.groups import parameter_groups
 from train.optim.lamb import Lamb
 from train.optim.lion import Lion
@@ -102,29 +101,27 @@ def clip_gradients(
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
     norm = stages.sum(square).sqrt() / loss_scale
-    # As torch.nn.utils.clip_grad_norm_ does.
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
-    if parts and not _is_known_to_be_one(factor):
+    # As torch.nn.utils.clip_grad_norm_ does. A number divided by a tensor would be its reciprocal, rounded, times that.
+    factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+    # A pass over all gradients is spared where that is known to be possible.
+    is_one = is_free_to_read(factor) and factor.item() == 1
+    if parts and not is_one:
         for dtype in {one.dtype for one in parts}:
             torch._foreach_mul_([one for one in parts if one.dtype == dtype], factor.to(dtype))
     return norm
 
 
-def _is_known_to_be_one(factor: torch.Tensor) -> bool:
-    """Whether it is 1, if that is known without a wait: on a CPU, where a pass over all gradients is then spared."""
-    return factor.device.type == "cpu" and factor.item() == 1
-
-
 def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips: bool) -> None:
-    """Takes a step of `optimizer` if `may_step`, a bool on the device, allows it; the device decides.
+    """Takes a step of `optimizer` if `may_step`, a bool on the device, allows it; a GPU decides by itself.
 
     A step that is not allowed leaves weights and state as they are. Where only an error can forbid one (`skips` is
-    False), optimizers that would have to copy them first do not look: whatever they make of it is never saved.
+    False), optimizers that would have to copy them first do not look on a GPU: whatever they make of it is never saved.
     """
-    is_fused = bool(optimizer.defaults.get("fused"))
-    if is_fused or (skips and isinstance(optimizer, ForeachOptimizer)):
+    if is_free_to_read(may_step):
+        if may_step:
+            optimizer.step()
+        return
+    if skips or optimizer.defaults.get("fused"):
         # As torch.amp.GradScaler tells torch's fused optimizers.
         optimizer.found_inf = (~may_step).float()  # type: ignore[attr-defined]
-    elif skips and not may_step:
-        return
     optimizer.step()

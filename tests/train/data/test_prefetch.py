@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from train.data import prefetch as prefetch_module
 from train.data.batch import Batch
 from train.data.filling import LoadedBatch
 from train.data.place import Place
@@ -63,6 +64,29 @@ def test_closing_ends_the_thread_and_the_source() -> None:
     batches.close()
     assert is_closed.is_set()
     assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+def test_what_stays_on_the_cpu_is_told_of_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the CPU has no `record_stream`; every batch has some."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    loaded = LoadedBatch(Batch(key=["a"], position=torch.tensor([3]), caption_id=torch.tensor([5])), (), Place(1))
+    assert prefetch_module._at_hand(loaded, torch.device("cuda", 0)) is loaded
+
+
+def test_the_lengths_of_captions_are_known_where_they_came_from() -> None:
+    tokens = torch.zeros(3, 77, dtype=torch.int64)
+    for row, length in enumerate((2, 77, 9)):
+        tokens[row, 0], tokens[row, length - 1] = 49406, 49407
+    targets = torch.full((2, 2, 6), -100)
+    targets[0, 0, :3], targets[0, 1, :5], targets[1, 1, :1] = 1, 2, 0
+    batches = [
+        Batch(key=[""], tokens=tokens),
+        Batch(key=[""], targets=targets),
+        Batch(key=[""], text=torch.zeros(1, 4)),
+    ]
+    loaded = prefetch((LoadedBatch(one, (), Place(0)) for one in batches), CPU)
+    lengths = [one.batch.get("length") for one in loaded]
+    assert [None if one is None else one.tolist() for one in lengths] == [[2, 77, 9], [5, 1], None]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

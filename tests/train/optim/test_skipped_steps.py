@@ -1,0 +1,126 @@
+"""Steps that the device leaves out leave no trace; those that it takes, and clipped gradients, are as they were."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.train.device_reads import as_on_a_gpu
+from tests.train.optim.test_optimizers import Net, Temperature, settings
+from train.late import Number
+from train.optim.optimizer import clip_gradients, make_optimizer, take_step
+from train.optim.sgd import Sgd
+
+NAMES = ["adamw", "lion", "lamb", "sgd"]
+
+
+def fill(model: nn.Module, step: int, *, is_good: bool = True) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for one in model.parameters():
+        one.grad = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+        if not is_good:
+            one.grad.flatten()[0] = float("nan")
+
+
+def run(name: Any, good: list[bool], *, leaves_out: bool) -> dict[str, torch.Tensor]:
+    """Weights and state after steps, of which those that are not good are left out by the device, or never come."""
+    model = Net().float()
+    optimizer = make_optimizer(model, Temperature(), settings(name=name))
+    for step, is_good in enumerate(good):
+        fill(model, step, is_good=is_good)
+        if leaves_out:
+            take_step(optimizer, torch.tensor(is_good), skips=True)
+        elif is_good:
+            optimizer.step()
+    found = {key: one.detach().clone() for key, one in model.named_parameters()}
+    for key, one in model.named_parameters():
+        found |= {f"{key}.{kind}": value.clone() for kind, value in optimizer.state.get(one, {}).items()}
+    return found
+
+
+@pytest.mark.parametrize("is_gpus_way", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("good", [[True] * 5, [True, True, False, True, True], [False, False, True, True]])
+def test_a_step_that_is_left_out_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, name: str, good: list[bool], is_gpus_way: bool
+) -> None:
+    if is_gpus_way:
+        as_on_a_gpu(monkeypatch)
+    found, expected = (run(name, good, leaves_out=leaves_out) for leaves_out in (True, False))
+    assert found.keys() == expected.keys() and len(found) > len(list(Net().parameters()))
+    for key, value in found.items():
+        # LAMB's corrections are the device's there, in float64 all the same.
+        assert torch.equal(value, expected[key]) or (name == "lamb" and is_gpus_way), key
+        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_errors_alone_forbid_a_step_good_ones_are_the_optimizers_own(
+    monkeypatch: pytest.MonkeyPatch, name: Any
+) -> None:
+    as_on_a_gpu(monkeypatch)
+    model, other = Net(), Net()
+    optimizers = [make_optimizer(one, Temperature(), settings(name=name)) for one in (model, other)]
+    for step in range(4):
+        fill(model, step)
+        fill(other, step)
+        take_step(optimizers[0], torch.tensor(True), skips=False)
+        optimizers[1].step()
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_sgd_is_torchs_to_the_bit_and_goes_on_with_its_state(momentum: float, decay: float) -> None:
+    ours, theirs = Net().float(), Net().float()
+    optimizer = Sgd(ours.parameters(), lr=0.1, momentum=momentum, weight_decay=decay)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum, weight_decay=decay, foreach=True)
+    for step in range(6):
+        fill(ours, step)
+        fill(theirs, step)
+        if step == 3:
+            state = deepcopy(other.state_dict())["state"]
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        optimizer.step()
+        other.step()
+        assert all(torch.equal(one, two) for one, two in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_learning_rate_that_the_device_decides_is_a_learning_rate(name: Any) -> None:
+    found = []
+    for lr in (0.02, torch.tensor(0.02, dtype=torch.float64)):
+        model = Net().float()
+        optimizer = make_optimizer(model, Temperature(), settings(name=name))
+        for group in optimizer.param_groups:
+            # Only the objective's group has such a rate.
+            group["lr"], group["weight_decay"], group["adapts"] = lr, 0.0, False
+        for step in range(3):
+            fill(model, step)
+            optimizer.step()
+        found.append(list(model.parameters()))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss_scale", [1.0, torch.tensor(1024.0, dtype=torch.float64)])
+@pytest.mark.parametrize("max_norm", [0.3, 1e6])
+def test_gradients_are_clipped_to_the_bit_as_with_pythons_numbers(
+    dtype: torch.dtype, loss_scale: Number, max_norm: float
+) -> None:
+    for step in range(20):
+        model, other = Net().to(dtype), Net().to(dtype)
+        fill(model, step)
+        fill(other, step)
+        norm = clip_gradients(model.parameters(), max_norm=max_norm, loss_scale=loss_scale)
+        gradients = [one.grad for one in other.parameters() if one.grad is not None]
+        squares = torch.stack([one.double() for one in torch._foreach_norm(gradients)]).square()
+        expected = squares.sqrt().square().sum().sqrt().item() / float(loss_scale)
+        assert norm.item() == expected
+        factor = min(1.0, max_norm / (expected + 1e-6)) / float(loss_scale)
+        torch._foreach_mul_(gradients, factor)
+        for one, gradient in zip(model.parameters(), gradients, strict=True):
+            assert one.grad is not None and torch.equal(one.grad, gradient)

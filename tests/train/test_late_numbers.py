@@ -1,0 +1,261 @@
+"""Numbers that are read a step late: a run ends as if they had been read at once, and nothing later is kept."""
+
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+import train.loop
+from manifests.errors import FailedWork, Stopped
+from tests.train.device_reads import as_on_a_gpu
+from tests.train.plane import ONE, Distance, LoadedPoints, PlaneTask, Points, settings
+from train.checkpoint import all_checkpoints, latest_checkpoint, read_weights
+from train.data.batch import Batch, Sample
+from train.data.failures import FailedSample
+from train.data.loader import TrainingSet, Visit
+from train.distributed.world import World
+from train.evaluation.settings import EvaluationSettings
+from train.late import LateNumbers, Number, Soundness
+from train.objective import Objective
+from train.optim.settings import OptimizerSettings
+from train.progress import Progress
+from train.run_folder import RunFolder, create_run, read_lines
+from train.settings import TrainingSettings
+from train.state import State
+from train.step import Step
+
+CPU = torch.device("cpu")
+Fault = Literal["loss", "gradient", "order to stop", "bug"]
+Faults = Mapping[int, Sequence[Fault]]
+SAID = {"loss": "the loss is nan at step {}", "gradient": "the norm of the gradients is nan at step {}"}
+
+
+class FaultyDistance(Distance):
+    """Something happens in one of its steps."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self._faults = faults
+        self.keys: dict[int, list[str]] = {}
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+        numbers = super().backward(model, batch, step)
+        self.keys[step.number] = list(batch["key"])
+        faults = self._faults.get(step.number, ())
+        if "loss" in faults:
+            numbers["loss"] = torch.as_tensor(numbers["loss"]) * float("nan")
+        if "gradient" in faults:
+            assert self.slope.grad is not None
+            self.slope.grad.fill_(float("nan"))
+        if "order to stop" in faults:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if "bug" in faults:
+            raise ZeroDivisionError
+        return numbers
+
+
+class FaultyTask(PlaneTask):
+    """A plane, some of whose steps go wrong; it writes down when it is evaluated."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        super().__init__()
+        self.objective = FaultyDistance(faults or {})
+        self.num_evaluations = 0
+
+    def build_objective(self, samples: TrainingSet, world: World) -> Objective:
+        return self.objective
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        self.num_evaluations += 1
+        return {"closeness": 1.0}
+
+
+def train_plane(
+    chosen: TrainingSettings, task: PlaneTask, points: Points | None = None, *, device: torch.device = CPU
+) -> RunFolder:
+    run = RunFolder(chosen.out)
+    if not run.settings.exists():
+        create_run(chosen)
+    samples = LoadedPoints(points or Points(), chosen)
+    train.loop.train(task, samples, chosen, run=run, world=ONE, device=device, progress=Progress())
+    return run
+
+
+def steps(run: RunFolder) -> list[int]:
+    return [line["step"] for line in read_lines(run.metrics)]
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(run.checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def assert_same(run: RunFolder, other: RunFolder) -> None:
+    expected = weights(other)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
+    for key in ("step", "loss", "lr", "grad_norm", "worst", "epoch", "num_failed", "loss_scale", "num_skipped"):
+        lines, again = ([line.get(key) for line in read_lines(one.metrics)] for one in (run, other))
+        assert lines == again, key
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """An undisturbed run."""
+    return train_plane(settings(tmp_path_factory.mktemp("whole") / "run"), FaultyTask())
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+@pytest.mark.parametrize("at", [1, 3, 4, 12])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_number_that_is_not_finite_ends_the_run_at_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: RunFolder, fault: Fault, at: int, every: int
+) -> None:
+    states: list[State] = []
+    before: dict[str, torch.Tensor] = {}
+    take = train.loop._take
+
+    def watched(step: Step, state: State, *args: Any, **kwargs: Any) -> Any:
+        states.append(state)
+        if step.number == at:
+            before.update({name: one.clone() for name, one in state.tensors().items()})
+        return take(step, state, *args, **kwargs)
+
+    monkeypatch.setattr(train.loop, "_take", watched)
+    chosen = settings(tmp_path / "run", checkpoint_every=every, keep_checkpoints=20)
+    task = FaultyTask({at: [fault]})
+    with pytest.raises(FailedWork, match=SAID[fault].format(at)):
+        train_plane(chosen, task)
+    run = RunFolder(chosen.out)
+    bad = json.loads((run.path / "bad_batch.json").read_text())
+    assert bad["step"] == at and bad["ranks"][0]["keys"] == task.objective.keys[at]
+    assert len(task.objective.keys) == at + (at % every != 0), "a step more is begun where nothing depends on this one"
+    assert steps(run) == list(range(1, at))
+    assert list(all_checkpoints(run.checkpoints)) == [step for step in range(1, at) if step % every == 0]
+    # What the optimizer made is as it was before the bad step, though another one was begun.
+    for name, value in states[-1].tensors().items():
+        if name != "objective.num_seen" and (at > 1 or not name.startswith("optimizer.")):
+            assert torch.equal(value, before[name]), name
+    train_plane(chosen, FaultyTask())
+    assert_same(run, whole)
+
+
+@pytest.mark.parametrize("name", ["lion", "lamb", "sgd"])
+def test_no_checkpoint_is_made_of_weights_that_another_optimizer_has_spoilt(tmp_path: Path, name: Any) -> None:
+    chosen = settings(tmp_path / "run", checkpoint_every=1, optimizer=OptimizerSettings(name=name), lr=0.01)
+    with pytest.raises(FailedWork, match=SAID["gradient"].format(3)):
+        train_plane(chosen, FaultyTask({3: ["gradient"]}))
+    run = RunFolder(chosen.out)
+    assert max(all_checkpoints(run.checkpoints)) == 2
+    assert train_plane(chosen, FaultyTask()) and steps(run) == list(range(1, 13))
+
+
+def test_a_step_whose_numbers_are_bad_is_not_evaluated(tmp_path: Path) -> None:
+    chosen = replace(settings(tmp_path / "run"), evaluate=EvaluationSettings(every=2), best="closeness")
+    task = FaultyTask({6: ["loss"]})
+    with pytest.raises(FailedWork, match=SAID["loss"].format(6)):
+        train_plane(chosen, task)
+    assert task.num_evaluations == 2
+    lines = read_lines(RunFolder(chosen.out).metrics)
+    assert [line["step"] for line in lines if "closeness" in line] == [2, 4] and len(lines) == 5
+
+
+def test_an_order_to_stop_loses_no_line_and_the_run_goes_on_to_the_bit(tmp_path: Path, whole: RunFolder) -> None:
+    chosen = settings(tmp_path / "run")
+    with pytest.raises(Stopped, match="step 5 is saved"):
+        train_plane(chosen, FaultyTask({5: ["order to stop"]}))
+    run = RunFolder(chosen.out)
+    assert steps(run) == [1, 2, 3, 4, 5] and max(all_checkpoints(run.checkpoints)) == 5
+    train_plane(chosen, FaultyTask())
+    assert_same(run, whole)
+
+
+def test_an_order_to_stop_saves_nothing_after_a_bad_number(tmp_path: Path) -> None:
+    chosen = settings(tmp_path / "run")
+    with pytest.raises(FailedWork, match=SAID["loss"].format(6)):
+        train_plane(chosen, FaultyTask({6: ["loss", "order to stop"]}))
+    run = RunFolder(chosen.out)
+    assert steps(run) == [1, 2, 3, 4, 5] and list(all_checkpoints(run.checkpoints)) == [4]
+
+
+class FailingFrom(Points):
+    """Points that all fail from a position on."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self._position = position
+
+    def _load(self, visit: Visit) -> Sample | FailedSample:
+        if visit.position >= self._position:
+            return FailedSample(visit.position, self.key(visit.sample), "undecodable", "as told")
+        return super()._load(visit)
+
+
+@pytest.mark.parametrize(
+    ("faults", "said", "num_lines"), [({3: ["loss"]}, SAID["loss"].format(3), 2), ({}, "failed", 3)]
+)
+def test_too_many_failures_in_the_next_step_hide_no_bad_number_and_lose_no_line(
+    tmp_path: Path, faults: Faults, said: str, num_lines: int
+) -> None:
+    chosen = settings(tmp_path / "run", max_failures=0)
+    with pytest.raises(FailedWork, match=said):
+        train_plane(chosen, FaultyTask(faults), FailingFrom(3 * chosen.batch))
+    assert steps(RunFolder(chosen.out)) == list(range(1, num_lines + 1))
+
+
+@pytest.mark.parametrize(("faults", "last"), [({6: ["bug"]}, 5), ({5: ["loss"], 6: ["bug"]}, 4)])
+def test_a_bug_in_the_next_step_loses_no_line_of_a_good_one(tmp_path: Path, faults: Faults, last: int) -> None:
+    chosen = settings(tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        train_plane(chosen, FaultyTask(faults))
+    assert steps(RunFolder(chosen.out)) == list(range(1, last + 1))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd"])
+def test_fp16_leaves_a_step_out_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
+    """Stopped right after the step that was left out, and right before it, it is the undisturbed run."""
+    monkeypatch.setattr("train.precision._FIRST_SCALE", 1024.0)
+    faults: dict[int, list[Fault]] = {2: ["gradient"], 6: ["gradient"]}
+    changes: dict[str, Any] = {"precision": "fp16", "optimizer": OptimizerSettings(name=name, ema=0.8), "lr": 0.01}
+    run = train_plane(settings(tmp_path / "run", **changes), FaultyTask(faults))
+    lines = read_lines(run.metrics)
+    assert [line["num_skipped"] for line in lines] == [0, *[1] * 4, *[2] * 7]
+    assert all(isinstance(line["num_skipped"], int) and isinstance(line["loss_scale"], float) for line in lines)
+    assert [line["step"] for line in lines if line["grad_norm"] is None] == [2, 6]
+    assert [line["loss_scale"] for line in lines] == [1024.0] * 2 + [512.0] * 4 + [256.0] * 6
+    for stop in (5, 6):
+        chosen = settings(tmp_path / f"stopped-{stop}", **changes)
+        with pytest.raises(Stopped):
+            train_plane(chosen, FaultyTask({**faults, stop: [*faults.get(stop, []), "order to stop"]}))
+        train_plane(chosen, FaultyTask(faults))
+        assert_same(RunFolder(chosen.out), run)
+
+
+def test_a_step_after_a_bad_one_is_not_taken_though_its_own_numbers_are_good() -> None:
+    nan, one = torch.tensor(float("nan")), torch.tensor(1.0)
+    for skips in (True, False):
+        soundness = Soundness(CPU)
+        assert soundness.after(one, one, skips=skips)
+        assert not soundness.after(one, nan, skips=skips)
+        assert bool(soundness.after(one, one, skips=skips)) == skips
+        assert not soundness.after(nan, one, skips=skips)
+        assert not soundness.after(one, one, skips=skips)
+
+
+def test_numbers_come_in_their_order_with_those_that_the_host_knew() -> None:
+    late = LateNumbers({"step": 3, "loss": torch.tensor(0.1), "lr": 0.3, "norm": torch.tensor(float("inf"))}, CPU)
+    assert list(late.read()) == ["step", "loss", "lr", "norm"]
+    assert late.read() == {"step": 3, "loss": torch.tensor(0.1).item(), "lr": 0.3, "norm": torch.inf}
+    assert LateNumbers({"lr": 0.3}, CPU).read() == {"lr": 0.3}
