@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(
     chosen: str, runs: Runs, device: torch.device, is_dry_run: bool, tmp_path: Path, record_property: Record
 ) -> None:
-    flags = ("--steps", "10" if is_dry_run else "40", "--checkpoint-every", "2" if is_dry_run else "5")
+    flags = ("--steps", "8" if is_dry_run else "40", "--checkpoint-every", "2" if is_dry_run else "5")
     out = tmp_path / "killed"
     killed = start(train_alone, runs.command(chosen, device, *flags, out=out), said=tmp_path / "said.txt")
     until = time.monotonic() + 100
