@@ -32,7 +32,7 @@ SHOWN = ("greedy", "beam")
 def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
     """The captioner of a run, on a device of our own choice."""
     run = open_run(run_path)
-    settings = replace(read_settings(run, CaptionerSettings), device=device.type)
+    settings = replace(read_settings(run, CaptionerSettings), device="cuda" if device.type == "cuda" else "cpu")
     trained = open_trained_run(run, settings)
     assert trained.device.type == device.type and trained.precision.name == "fp32"
     make = partial(CaptionTask, door=trained.door, device=trained.device, decoder=read_decoder_parts(run))

@@ -63,18 +63,3 @@ def test_closing_ends_the_thread_and_the_source() -> None:
     batches.close()
     assert is_closed.is_set()
     assert not any(thread.name == "prefetch" for thread in threading.enumerate())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_batches_are_whole_though_their_buffers_go_round() -> None:
-    device = torch.device("cuda")
-    buffers = [torch.empty(64, 1 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-
-    def turning() -> Iterator[LoadedBatch]:
-        for number in range(50):
-            buffers.reverse()
-            yield LoadedBatch(Batch(video=buffers[0].fill_(number)), (), Place(number))
-
-    for number, loaded in enumerate(prefetch(turning(), device)):
-        assert loaded.batch["video"].device.type == "cuda"
-        assert bool((loaded.batch["video"] == number).all())
