@@ -65,7 +65,7 @@ def drawn(
 def both_passes(
     attend: Callable[..., torch.Tensor], qkv: list[torch.Tensor], *, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Output, and gradients by queries, keys and values from one by the output, which is of numbers that `dtype` has."""
+    """Output, and gradients by queries, keys and values; the one by the output is of numbers that `dtype` has."""
     given = [one.detach().requires_grad_() for one in qkv]
     out = attend(*given)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out)
