@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from manifests.errors import UserError
 from tests.gpu.kernels import kernels_of, xformers_operators
 from tests.train.models.test_attention import formula, masks, own_past
-from train.models.attention import Attend, attend_naively, attend_with_sdpa, attend_with_xformers, open_attention
+from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
 from train.models.packing import Packing, pack
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +43,10 @@ def way(name: str) -> tuple[Attend, AbstractContextManager[Any]]:
     if name == "naive":
         return attend_naively, nullcontext()
     if name == "xformers":
-        return attend_with_xformers, nullcontext()
+        try:
+            return open_attention("xformers", device_type="cuda").attend, nullcontext()
+        except UserError as error:
+            pytest.skip(str(error))
     return attend_with_sdpa, sdpa_kernel(SDPA[name]) if name in SDPA else nullcontext()
 
 
@@ -61,7 +65,7 @@ def drawn(
 def both_passes(
     attend: Callable[..., torch.Tensor], qkv: list[torch.Tensor], *, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Output, and gradients by queries, keys and values from one by the output, which is of numbers that `dtype` has."""
+    """Output, and gradients by queries, keys and values; the one by the output is of numbers that `dtype` has."""
     given = [one.detach().requires_grad_() for one in qkv]
     out = attend(*given)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out)
@@ -79,8 +83,6 @@ def run_or_skip(name: str, attend: Callable[..., torch.Tensor], qkv: list[torch.
     """Both passes; skipped where torch or xformers says that this machine has no such kernel."""
     try:
         return both_passes(attend, qkv, dtype=qkv[0].dtype)
-    except ImportError as error:
-        pytest.skip(f"xformers cannot be imported: {error}")
     except NotImplementedError as error:
         if name != "xformers":
             raise
