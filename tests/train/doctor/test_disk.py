@@ -10,9 +10,9 @@ from train.doctor.disk import examine_disk, file_system_of
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 22 0:25 / /dev/shm rw,nosuid - tmpfs tmpfs rw
-31 22 0:50 / /mnt/team rw,relatime shared:5 - nfs4 server:/export rw
-32 31 8:1 / /mnt/team/scratch rw - xfs /dev/sdb1 rw
-33 22 0:51 / /mnt/with\\040space rw - fuse.sshfs me@host: rw
+31 22 0:50 / /nets/team rw,relatime shared:5 - nfs4 server:/export rw
+32 31 8:1 / /nets/team/scratch rw - xfs /dev/sdb1 rw
+33 22 0:51 / /nets/with\\040space rw - fuse.sshfs me@host: rw
 34 22 0:52 / /host rw - virtiofs host rw
 35 22 0:53 / /odd rw - fuse.something x rw
 a line that is cut
@@ -22,12 +22,12 @@ a line that is cut
 @pytest.mark.parametrize(
     ("folder", "expected"),
     [
-        ("/home/me/data", ("local", "ext4")),
-        ("/mnt/team/data", ("network", "nfs4")),
-        ("/mnt/team", ("network", "nfs4")),
-        ("/mnt/teams", ("local", "ext4")),
-        ("/mnt/team/scratch/data", ("local", "xfs")),
-        ("/mnt/with space/data", ("network", "fuse.sshfs")),
+        ("/srv/data", ("local", "ext4")),
+        ("/nets/team/data", ("network", "nfs4")),
+        ("/nets/team", ("network", "nfs4")),
+        ("/nets/teams", ("local", "ext4")),
+        ("/nets/team/scratch/data", ("local", "xfs")),
+        ("/nets/with space/data", ("network", "fuse.sshfs")),
         ("/dev/shm/data", ("memory", "tmpfs")),
         ("/host/data", ("host", "virtiofs")),
         ("/odd/data", ("unknown", "fuse.something")),
