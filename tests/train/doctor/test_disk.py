@@ -10,8 +10,8 @@ from train.doctor.disk import examine_disk, file_system_of
 MOUNTS = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 22 0:25 / /dev/shm rw,nosuid - tmpfs tmpfs rw
-31 22 0:50 / /nets/team rw,relatime shared:5 - nfs4 server:/export rw
 32 31 8:1 / /nets/team/scratch rw - xfs /dev/sdb1 rw
+31 22 0:50 / /nets/team rw,relatime shared:5 - nfs4 server:/export rw
 33 22 0:51 / /nets/with\\040space rw - fuse.sshfs me@host: rw
 34 22 0:52 / /host rw - virtiofs host rw
 35 22 0:53 / /odd rw - fuse.something x rw

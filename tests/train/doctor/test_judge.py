@@ -53,8 +53,20 @@ def machine(*, asked: str = "auto", **changes: dict[str, Any]) -> Examined:
     return replace(GOOD, asked_device=asked, **parts)
 
 
-NO_GPU = {"gpus": [], "driver": None, "driver_cuda": None, "cuda_error": "Found no NVIDIA driver", "tried": []}
-OLD_DRIVER = {"gpus": [], "driver": "535.104.05", "driver_cuda": (12, 2), "cuda_error": "too old", "tried": []}
+NO_GPU: dict[str, Any] = {
+    "gpus": [],
+    "driver": None,
+    "driver_cuda": None,
+    "cuda_error": "Found no NVIDIA driver",
+    "tried": [],
+}
+OLD_DRIVER: dict[str, Any] = {
+    "gpus": [],
+    "driver": "535.104.05",
+    "driver_cuda": (12, 2),
+    "cuda_error": "too old",
+    "tried": [],
+}
 
 
 def test_nothing_is_said_of_a_good_machine() -> None:

@@ -89,6 +89,21 @@ def test_the_kernel_is_the_one_that_runs() -> None:
 
 
 @pytest.mark.parametrize("kernel", PREFERRED)
+def test_a_preferred_kernel_comes_first_when_torch_is_asked(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[int]] = []
+    ask = torch._fused_sdp_choice
+
+    def asked(*args: torch.Tensor, **flags: bool) -> int:
+        orders.append(torch._C._get_sdp_priority_order())
+        return ask(*args, **flags)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", asked)
+    kernels_of(kernel, *qkv_of(torch.float32))
+    expected = [backend.value for backend in PREFERRED[kernel]]
+    assert orders[0][: len(expected)] == expected
+
+
+@pytest.mark.parametrize("kernel", PREFERRED)
 def test_a_preferred_kernel_changes_nothing_but_speed(kernel: str) -> None:
     torch.manual_seed(0)
     qkv = [torch.randn(2, 17, 3, 16) for _ in range(3)]
