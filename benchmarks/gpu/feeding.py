@@ -14,7 +14,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.feeding_latents import measure_latents
+from benchmarks.gpu.feeding_nvjpeg import measure_nvjpeg
 from benchmarks.gpu.feeding_server import LoaderServer
+from benchmarks.gpu.feeding_steps import measure_augmentation, measure_waits
+from benchmarks.gpu.feeding_text import measure_text
 from benchmarks.gpu.feeding_threads import measure_lock, measure_threads, repeated_folder
 from benchmarks.gpu.parts import Measurement, Setup, run_part
 
@@ -30,6 +34,8 @@ def main() -> None:
     if not arguments.dry_run and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device: measure on a machine with a GPU, or give --dry-run")
     with tempfile.TemporaryDirectory(prefix="feeding-") as scratch:
+        if arguments.dry_run:
+            torch.set_num_threads(1)  # more cost more than such small tensors take
         # Forked now, while this process has no threads and no CUDA context.
         server = LoaderServer(repeated_folder(Path(scratch)))
         try:
@@ -51,6 +57,11 @@ def _measurements(server: LoaderServer) -> list[Measurement]:
     return [
         Measurement(name="loader threads", measure=partial(measure_threads, server=server), estimated_s=100),
         Measurement(name="interpreter lock", measure=partial(measure_lock, server=server), estimated_s=20),
+        Measurement(name="waiting for data", measure=measure_waits, estimated_s=150),
+        Measurement(name="augmentation pass", measure=measure_augmentation, estimated_s=60),
+        Measurement(name="latents to the device", measure=measure_latents, estimated_s=60),
+        Measurement(name="packing captions", measure=measure_text, estimated_s=30),
+        Measurement(name="MJPEG by nvJPEG", measure=measure_nvjpeg, estimated_s=60),
     ]
 
 

@@ -35,37 +35,41 @@ def num_copies_for(data: Path, *, num_clips: int) -> int:
     return max(1, min(wanted, _MAX_TAR_BYTES // max(tars, 1)))
 
 
-def repeat_chunks(data: Path, target: Path, *, num_copies: int) -> Path:
+def repeat_chunks(data: Path, target: Path, *, num_copies: int, variant: str | None = None) -> Path:
     """Writes the `video` column of `data`, `num_copies` times, all of one split; gives `target`.
+
+    Args:
+        variant: which one of the column; the current one when left out.
 
     Raises:
         UserError: `data` has no chunks.
     """
-    variant = Variant.open(data)
+    opened = Variant.open(data, variant=variant)
+    name = opened.directory.name
     videos, captions = read_videos(data), read_captions(data)
-    names = [[_renamed(name, copy) for name in videos["video_id"].to_pylist()] for copy in range(num_copies)]
-    every = pa.array([name for of_copy in names for name in of_copy])
+    names = [[_renamed(one, copy) for one in videos["video_id"].to_pylist()] for copy in range(num_copies)]
+    every = pa.array([one for of_copy in names for one in of_copy])
     splits = pa.array([SPLIT] * len(every))
     video_table = pa.table({"video_id": every, "source_id": every, "path": every, "split": splits})
     fields = [field for field in CAPTIONS if field.name in captions.column_names and field.name != "caption_id"]
     parts = []
     for copy in range(num_copies):
         columns = {field.name: captions[field.name] for field in fields}
-        renamed = [_renamed(name, copy) for name in captions["video_id"].to_pylist()]
+        renamed = [_renamed(one, copy) for one in captions["video_id"].to_pylist()]
         columns["video_id"] = pa.chunked_array([pa.array(renamed)])
         parts.append(pa.table([columns[field.name].cast(field.type) for field in fields], schema=pa.schema(fields)))
     target.mkdir(parents=True, exist_ok=True)
     write_manifest(target, "repeated", video_table, pa.concat_tables(parts).combine_chunks())
-    folder = variant_dir(target, COLUMN, variant.directory.name)
+    folder = variant_dir(target, COLUMN, name)
     folder.mkdir(parents=True)
-    publish_json(folder / RECIPE_FILE, variant.recipe)
-    shards = variant.shards()
+    publish_json(folder / RECIPE_FILE, opened.recipe)
+    shards = opened.shards()
     for copy in range(num_copies):
         for number, shard in enumerate(shards):
             shard_id = copy * len(shards) + number
             files = _copied(folder, shard, shard_id=shard_id, copy=copy)
-            write_commit(folder, _commit(shard_id, files))
-    set_current_variant(target, COLUMN, variant.directory.name)
+            commit_shard(folder, shard_id, files)
+    set_current_variant(target, COLUMN, name)
     return target
 
 
@@ -93,7 +97,9 @@ def _copied(folder: Path, shard: CommittedShard, *, shard_id: int, copy: int) ->
     )
 
 
-def _commit(shard_id: int, files: ShardFiles) -> Commit:
-    return Commit(
+def commit_shard(folder: Path, shard_id: int, files: ShardFiles) -> None:
+    """Writes the commit of a shard of `SPLIT`."""
+    commit = Commit(
         column=COLUMN, shard_id=shard_id, split=SPLIT, plan_fingerprint=_FINGERPRINT, files=files, failures=()
     )
+    write_commit(folder, commit)
