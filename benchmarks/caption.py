@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from benchmarks.allocated import peak_bytes
-from benchmarks.caption_steps import Shape, captioners, generate, take, timed, write
+from benchmarks.caption_steps import Shape, captioners, generate, take, write
 from benchmarks.report import Rows, parser_for, print_report
+from benchmarks.timing import seconds_of
 from train.caption.decoding.settings import DecodingSettings, max_tokens_of
 from train.models.captioner import Captioner
 from train.models.transformer import Stack
@@ -96,25 +97,10 @@ def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_round
         RuntimeError: their losses differ.
     """
     device = clips.device
-    tower = ours.video.train()
-    theirs.encoder.train()
-
-    def pass_of_ours(*, checkpoints: bool) -> float:
-        assert isinstance(tower.transformer, Stack)
-        tower.transformer.checkpointing = checkpoints
-        return take(tower, tower, clips)
-
-    ways: dict[str, Callable[[], float]] = {
-        OURS: lambda: pass_of_ours(checkpoints=False),
-        CHECKPOINTED: lambda: pass_of_ours(checkpoints=True),
-        HF: lambda: take(lambda x: theirs.encoder(x.transpose(1, 2)).last_hidden_state, theirs.encoder, clips),
-    }
-    losses = {way: work() for way, work in ways.items()}
-    if any(abs(loss - losses[HF]) > _CLOSE * losses[HF] for loss in losses.values()):
-        raise RuntimeError(f"the same weights give other losses: {losses}")
+    ways = encoder_ways(ours, theirs, clips)
     memory = {}
     for way, work in ways.items():
-        tower.zero_grad(set_to_none=True)
+        ours.zero_grad(set_to_none=True)
         theirs.zero_grad(set_to_none=True)
         memory[way] = peak_bytes(work, device=device)
     times = in_turn(ways, device=device, num_rounds=num_rounds, title=ENCODER)
@@ -132,20 +118,50 @@ def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_round
     ]
 
 
+def encoder_ways(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[str, Callable[[], float]]:
+    """The passes that are compared; each gives its loss.
+
+    Raises:
+        RuntimeError: their losses differ.
+    """
+    tower = ours.video.train()
+    theirs.encoder.train()
+
+    def pass_of_ours(*, checkpoints: bool) -> float:
+        assert isinstance(tower.transformer, Stack)
+        tower.transformer.checkpointing = checkpoints
+        return take(tower, tower, clips)
+
+    ways: dict[str, Callable[[], float]] = {
+        OURS: lambda: pass_of_ours(checkpoints=False),
+        CHECKPOINTED: lambda: pass_of_ours(checkpoints=True),
+        HF: lambda: take(lambda x: theirs.encoder(x.transpose(1, 2)).last_hidden_state, theirs.encoder, clips),
+    }
+    losses = {way: work() for way, work in ways.items()}
+    if any(abs(loss - losses[HF]) > _CLOSE * losses[HF] for loss in losses.values()):
+        raise RuntimeError(f"the same weights give other losses: {losses}")
+    return ways
+
+
+def check_logits(ours: Captioner, theirs: Any, states: torch.Tensor) -> None:
+    """Puts both into evaluation mode, and raises a RuntimeError where their logits differ."""
+    ours.eval()
+    theirs.eval()
+    tokens = torch.arange(len(states) * 5, device=states.device).view(len(states), 5)
+    with torch.no_grad():
+        expected = theirs.decoder(input_ids=tokens, encoder_hidden_states=states).logits
+        if (ours.decoder(tokens, states) - expected).abs().max() > _CLOSE * expected.abs().max():
+            raise RuntimeError("the same weights give other logits")
+
+
 def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
     """A row of each method and way.
 
     Raises:
         RuntimeError: their logits differ.
     """
-    ours.eval()
-    theirs.eval()
     device = states.device
-    tokens = torch.arange(len(states) * 5, device=device).view(len(states), 5)
-    with torch.no_grad():
-        expected = theirs.decoder(input_ids=tokens, encoder_hidden_states=states).logits
-        if (ours.decoder(tokens, states) - expected).abs().max() > _CLOSE * expected.abs().max():
-            raise RuntimeError("the same weights give other logits")
+    check_logits(ours, theirs, states)
     rows = []
     for method, settings in METHODS.items():
         ways: dict[str, Callable[[], torch.Tensor]] = {
@@ -181,7 +197,7 @@ def in_turn(
     for number in range(num_rounds):
         turn = number % len(names)
         for way in names[turn:] + names[:turn]:
-            times[way].append(timed(ways[way], device=device))
+            times[way].append(seconds_of(ways[way], device=device))
             print(f"{title}, round {number + 1}, {way}: {times[way][-1]:.3f} s", file=sys.stderr, flush=True)
     return times
 

@@ -1,6 +1,5 @@
 """Captioners, ours and transformers', with the same weights: passes of the encoder, captions token by token."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.vit_steps import wait_for
 from train.caption.decoding.decode import write_captions
 from train.caption.decoding.settings import DecodingSettings, max_tokens_of
 from train.models.attention import open_attention
@@ -75,16 +73,6 @@ def take(encode: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, clips
     loss = tokens.float().square().mean()
     loss.backward()
     return loss.item()
-
-
-def timed(work: Callable[[], object], *, device: torch.device) -> float:
-    """Seconds; CPU time on a CPU."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    wait_for(device)
-    began = clock()
-    work()
-    wait_for(device)
-    return clock() - began
 
 
 class FromStates:

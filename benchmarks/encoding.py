@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,19 +41,23 @@ TEXTS = {"short": ("5 to 20 words", (5, 20), 600), "long": ("90 words", (90, 90)
 _WORDS = ("a", "the", "person", "dog", "opens", "cuts", "onion", "door", "red", "small", "slowly", "kitchen", "onto")
 
 
-def save_vae(folder: Path) -> Path:
+def make_vae() -> Any:
     """A VAE of Stable Diffusion's shape with random weights."""
     import torch
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
-    model = AutoencoderKL(
+    return AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=[128, 256, 512, 512],
         layers_per_block=2,
     )
-    model.save_pretrained(folder / "sd-shaped")  # type: ignore[attr-defined]
+
+
+def save_vae(folder: Path) -> Path:
+    """The same, as files."""
+    make_vae().save_pretrained(folder / "sd-shaped")
     return folder / "sd-shaped"
 
 
@@ -68,6 +73,11 @@ def save_clip(folder: Path) -> Path:
     return path
 
 
+def words_of(rng: np.random.Generator, lengths: tuple[int, int]) -> str:
+    """A text of so many words, from fewest to most."""
+    return " ".join(rng.choice(_WORDS, rng.integers(lengths[0], lengths[1] + 1)))
+
+
 def write_captions(folder: Path, *, name: str, lengths: tuple[int, int], count: int) -> Path:
     """A data folder whose manifest has `count` captions of so many words, all different."""
     rng = np.random.default_rng(0)
@@ -75,8 +85,7 @@ def write_captions(folder: Path, *, name: str, lengths: tuple[int, int], count: 
     videos.mkdir()
     lines = ["video,text,begin_s,end_s"]
     for number in range(count):
-        words = rng.choice(_WORDS, rng.integers(lengths[0], lengths[1] + 1))
-        lines.append(f"v{number % 10},{' '.join(words)} {number},0,1")
+        lines.append(f"v{number % 10},{words_of(rng, lengths)} {number},0,1")
     for number in range(10):
         (videos / f"v{number}.mp4").write_bytes(b"no chunk is made of it")
     captions = folder / f"{name}.csv"

@@ -5,18 +5,19 @@
 Each way begins with embeddings of unit length and ends with the gradients of the embeddings and of the loss's own
 parameters, state of samples and numbers for the log included. Ours is `backward` of the objective as the training loop
 calls it, with a model that does nothing; open_clip's is its loss class and autograd. The ways take turns. On a CPU:
-CPU seconds of this process on one thread, as other programs use the machine too; on a GPU: wall time with all work
-waited for. Medians; ratios are medians of the ratios within each round.
+CPU seconds of this process on one thread, as other programs use the machine too; on a GPU: the time between two events
+in its queue. Medians; ratios are medians of the ratios within each round.
 """
 
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from benchmarks.report import parser_for, print_report
+from benchmarks.timing import seconds_of
 from train.data.batch import Batch
 from train.distributed.world import World
 from train.losses.build import build_contrast
@@ -81,17 +82,17 @@ def their_way(name: str, model: Embeddings, device: torch.device) -> Callable[[]
     return once
 
 
-def seconds_of(once: Callable[[], None], device: torch.device) -> float:
-    """CPU seconds on a CPU, wall seconds on a GPU."""
-    if device.type == "cpu":
-        began = time.process_time()
-        once()
-        return time.process_time() - began
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    once()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+def openings_of(num_pairs: int, width: int, device: torch.device) -> dict[str, Callable[[], Callable[[], None]]]:
+    """What opens each way, ours first, all on the same embeddings."""
+    torch.manual_seed(0)
+    model = Embeddings(num_pairs, width).to(device)
+    ids = torch.randperm(NUM_SAMPLES)[:num_pairs]
+    batch = Batch(input="latents", clip_id=ids, caption_id=ids)
+    kinds: list[Kind] = list(PUBLISHED)  # type: ignore[arg-type]
+    ways: dict[str, Callable[[], Callable[[], None]]] = {
+        kind: partial(our_way, kind, model, batch, device) for kind in kinds
+    }
+    return ways | {name: partial(their_way, name, model, device) for name in (OPEN_CLIP, SIGLIP_OPEN_CLIP)}
 
 
 def main() -> None:
@@ -103,21 +104,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     device = torch.device(arguments.device)
-    model = Embeddings(arguments.pairs, arguments.width).to(device)
-    ids = torch.randperm(NUM_SAMPLES)[: arguments.pairs]
-    batch = Batch(input="latents", clip_id=ids, caption_id=ids)
-    kinds: list[Kind] = list(PUBLISHED)  # type: ignore[arg-type]
-    ways = {kind: our_way(kind, model, batch, device) for kind in kinds}
-    ways |= {name: their_way(name, model, device) for name in (OPEN_CLIP, SIGLIP_OPEN_CLIP)}  # type: ignore[misc]
+    openings = openings_of(arguments.pairs, arguments.width, device)
+    ways = {name: opening() for name, opening in openings.items()}
     names = list(ways)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, arguments.rounds):
         # Each round begins with another way.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
-            seconds = seconds_of(ways[name], device)  # type: ignore[index]
+            seconds = seconds_of(ways[name], device=device)
             if number >= 0:
                 taken[name].append(seconds)
     rows = [

@@ -1,13 +1,12 @@
 """Steps of a masked autoencoder, ours and Hugging Face's: the same weights, the same clips, the same masks."""
 
-import time
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from benchmarks.allocated import peak_bytes
-from benchmarks.vit_steps import wait_for
+from benchmarks.timing import seconds_of
 from train.mae.masks import tube_masks
 from train.mae.targets import normalised_cubes, reconstruction_loss
 from train.models.attention import open_attention
@@ -99,6 +98,8 @@ class HfSteps:
             # Some versions call these biases otherwise in memory than in files.
             other = name.replace("q_bias", "query.bias").replace("v_bias", "value.bias")
             state[other if other in its_names else name] = tensor
+        # Some have a bias of the keys as well, which changes no attention.
+        state |= {name: bias for name, bias in its_names.items() if name.endswith("key.bias") and name not in state}
         self.model.load_state_dict(state)
 
     def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
@@ -118,14 +119,7 @@ def take(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> fl
 
 def seconds(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor, *, count: int) -> float:
     """Mean seconds of `count` passes; CPU time on a CPU."""
-    device = clips_BCTHW.device
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    wait_for(device)
-    began = clock()
-    for _ in range(count):
-        take(steps, clips_BCTHW, masked_BN)
-    wait_for(device)
-    return (clock() - began) / count
+    return seconds_of(lambda: take(steps, clips_BCTHW, masked_BN), device=clips_BCTHW.device, count=count)
 
 
 def peak_bytes_of_pass(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> int:

@@ -8,11 +8,15 @@ import sys
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from manifests.store import read_captions
 from shards.reader import Variant
+
+if TYPE_CHECKING:
+    import torch
 
 
 def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: Path) -> None:
@@ -26,9 +30,7 @@ def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: 
     waiting, found = [], []
 
     def encode(pictures: list[torch.Tensor]) -> None:
-        with torch.inference_mode():
-            latents = model.encode(torch.stack(pictures).float() / 127.5 - 1).latent_dist.mean
-        found.append((latents * model.config.scaling_factor).half().numpy())
+        found.append(encode_pictures(model, torch.stack(pictures)))
 
     for sample in Variant.open(data).iterate():
         with av.open(BytesIO(sample["mp4"]), "r") as container:
@@ -53,6 +55,25 @@ def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: 
     np.save(out, np.concatenate(found))
 
 
+def encode_pictures(model: Any, pictures: "torch.Tensor") -> np.ndarray:
+    """Latents of uint8 pictures [N, 3, H, W], where the model is and in its precision."""
+    import torch
+
+    with torch.inference_mode():
+        latents = model.encode(pictures.to(model.device, model.dtype) / 127.5 - 1).latent_dist.mean
+    scaled: np.ndarray = (latents * model.config.scaling_factor).half().cpu().numpy()
+    return scaled
+
+
+def encode_texts(model: Any, tokenize: Any, texts: list[str], *, device: str = "cpu") -> np.ndarray:
+    """Embeddings of one batch of texts."""
+    import torch
+
+    with torch.inference_mode():
+        rows = model.encode_text(tokenize(texts).to(device), normalize=True)
+    return np.asarray(rows.half().cpu().numpy())
+
+
 def text(data: Path, weights: Path, *, batch: int, out: Path) -> None:
     """Tokenises and encodes every caption, a batch at a time."""
     import open_clip
@@ -64,9 +85,7 @@ def text(data: Path, weights: Path, *, batch: int, out: Path) -> None:
     texts = read_captions(data)["text"].to_pylist()
     found = []
     for begin in range(0, len(texts), batch):
-        with torch.inference_mode():
-            rows = model.encode_text(tokenize(texts[begin : begin + batch]), normalize=True)
-        found.append(rows.half().numpy())
+        found.append(encode_texts(model, tokenize, texts[begin : begin + batch]))
     np.save(out, np.concatenate(found))
 
 

@@ -16,7 +16,6 @@ of the ratios within each round. Target: at 12 tokens each, padded takes at leas
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.report import parser_for, print_report
+from benchmarks.timing import seconds_of
 from train.models.attention import Attend, open_attention
 from train.models.dual_encoder import SIZES
 from train.models.text import CONTEXT_LENGTH, VOCABULARY_SIZE, TextTower
@@ -128,19 +128,16 @@ def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: 
 
 
 def seconds_of_pass(tower: nn.Module, tokens: torch.Tensor) -> float:
-    """Seconds of one forward and backward pass: CPU time on a CPU, which other programs do not lengthen much."""
-    is_cuda = tokens.is_cuda
+    """Seconds of one forward and backward pass; CPU time on a CPU."""
+    return seconds_of(lambda: take(tower, tokens), device=tokens.device)
+
+
+def take(tower: nn.Module, tokens: torch.Tensor) -> None:
+    """One forward and backward pass."""
     tower.zero_grad(set_to_none=True)
-    clock = time.perf_counter if is_cuda else time.process_time
-    if is_cuda:
-        torch.cuda.synchronize()
-    began = clock()
-    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=is_cuda):
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
         embedded = tower(tokens)
     embedded.float().square().sum().backward()
-    if is_cuda:
-        torch.cuda.synchronize()
-    return clock() - began
 
 
 def rows_of(name: str, tokens: torch.Tensor, times: dict[str, list[float]]) -> list[dict[str, Any]]:

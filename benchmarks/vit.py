@@ -14,12 +14,12 @@ clips that are on the GPU already. A way is an attention, and what is kept for t
     open_clip               open_clip's ViT-B-16 on the frames as pictures, four times as many of them
     open_clip, checkpointed  the same with its own checkpointing
 
-Memory is limited to --memory-gb (24: the GPUs of AVION's paper; or all there is). The largest batch is found by
-doubling and halving, to 5 %. `frames/s` are medians at three quarters of the largest batch that every way can take; `at
-its largest` are those at three quarters of the way's own largest. `/ naive` compares frames/s, `batch / naive` the
-largest batches. Targets: fused 1.7 times naive's frames/s and 3 times its batch, checkpointed 13.8 times its batch
-(AVION, section 4.2), and 1.0 times open_clip's frames/s. `kept MB a clip` is what a forward pass leaves for the
-backward pass, parameters and repeated tensors not counted.
+Memory is limited to --memory-gb (24: the GPUs of AVION's paper; or all there is). The largest batch is found to 5 %,
+beginning with what the memory of two small ones says. `frames/s` are medians at three quarters of the largest batch
+that every way can take; `at its largest` are those at three quarters of the way's own largest. `/ naive` compares
+frames/s, `batch / naive` the largest batches. Targets: fused 1.7 times naive's frames/s and 3 times its batch,
+checkpointed 13.8 times its batch (AVION, section 4.2), and 1.0 times open_clip's frames/s. `kept MB a clip` is what a
+forward pass leaves for the backward pass, parameters and repeated tensors not counted.
 
 On a CPU the same ways run on a tiny tower, without a search for the largest batch: that shows that the program works,
 and its figures are none of the targets'. Times there are CPU times.
@@ -27,10 +27,13 @@ and its figures are none of the targets'. Times there are CPU times.
 
 import gc
 import statistics
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.allocated import peak_bytes
 from benchmarks.report import parser_for, print_report
 from benchmarks.vit_steps import NAIVE, OPEN_CLIP, WAYS, Setup, Steps, Way, wait_for
 from train.models.attention import open_attention
@@ -56,9 +59,9 @@ def main() -> None:
     is_cuda = device.type == "cuda"
     setup = Setup(**(GPU_SETUP if is_cuda else CPU_SETUP), device=device)  # type: ignore[arg-type]
     if is_cuda:
-        share = arguments.memory_gb * GB / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
-    largest = {name: largest_batch(WAYS[name], setup) for name in arguments.ways} if is_cuda else {}
+        limit_memory(arguments.memory_gb, device)
+    limit_bytes = int(arguments.memory_gb * GB)
+    largest = {name: largest_batch(WAYS[name], setup, limit_bytes=limit_bytes) for name in arguments.ways if is_cuda}
     shared = max(1, min(largest.values()) * 3 // 4) if largest else CPU_CLIPS
     at_shared = seconds_in_turn(arguments.ways, setup, dict.fromkeys(arguments.ways, shared), arguments.rounds)
     own = {name: max(1, batch * 3 // 4) for name, batch in largest.items()}
@@ -77,22 +80,54 @@ def main() -> None:
     )
 
 
-def largest_batch(way: Way, setup: Setup) -> int:
-    """The largest number of clips whose step fits into memory, to 5 %."""
+def limit_memory(memory_gb: float, device: torch.device) -> None:
+    """Has allocations beyond so many GiB of a GPU fail; all that it has can be used where it has less."""
+    share = memory_gb * GB / torch.cuda.get_device_properties(device).total_memory
+    with torch.cuda.device(device):  # a device without an index is refused
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+
+
+def largest_batch(way: Way, setup: Setup, *, limit_bytes: int) -> int:
+    """The largest number of clips whose step fits into memory, which `limit_memory` has limited, to 5 %."""
     steps = Steps(way, setup)
-    fits, too_many = 0, None
-    batch = 4
-    while too_many is None or too_many - fits > max(1, fits // 20):
-        if _fits(steps, batch):
-            fits = batch
-        else:
-            too_many = batch
-        batch = fits * 2 if too_many is None else (fits + too_many) // 2
-        if batch == fits:
-            break
+    guess = largest_by_line({count: _peak_bytes(steps, count) for count in (2, 8)}, limit_bytes=limit_bytes)
+    found = largest_fitting(partial(_fits, steps), guess=guess)
     del steps
     _release()
-    return fits
+    return found
+
+
+def largest_by_line(peaks: dict[int, int], *, limit_bytes: int) -> int:
+    """The batch that just fits where memory grows with the batch as between two that were measured."""
+    (small, small_bytes), (large, large_bytes) = sorted(peaks.items())
+    bytes_each = max(1, (large_bytes - small_bytes) // (large - small))
+    return max(1, (limit_bytes - small_bytes) // bytes_each + small)
+
+
+def largest_fitting(fits: Callable[[int], bool], *, guess: int, tolerance: float = 0.05) -> int:
+    """The largest number that `fits`, to a tolerance, in few tries where the guess is near; 0 where 1 does not."""
+    fitting, too_many, stride = 0, None, max(1, int(guess * tolerance))
+    tried = guess
+    while too_many is None or too_many - fitting > max(1, int(fitting * tolerance)):
+        if fits(tried):
+            fitting = tried
+        else:
+            too_many = tried
+        if too_many is None:
+            tried, stride = fitting + stride, stride * 2
+        elif not fitting:
+            tried, stride = max(1, too_many - stride), stride * 2
+        else:
+            tried = (fitting + too_many) // 2
+    return fitting
+
+
+def _peak_bytes(steps: Steps, num_clips: int) -> int:
+    clips = steps.clips(num_clips)
+    steps.take(clips)  # the optimizer's state comes with the first
+    steps.model.zero_grad(set_to_none=True)
+    resident = torch.cuda.memory_allocated(steps.setup.device)
+    return resident + peak_bytes(lambda: steps.take(clips), device=steps.setup.device)
 
 
 def _fits(steps: Steps, num_clips: int) -> bool:
@@ -175,8 +210,8 @@ def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
 
 
 def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

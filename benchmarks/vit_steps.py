@@ -1,12 +1,12 @@
 """Training steps of the video tower by the ways that `benchmarks.vit` compares."""
 
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from train.models.attention import AttentionChoice, open_attention
+from benchmarks.timing import seconds_of
+from train.models.attention import Attend, AttentionChoice, open_attention
 from train.models.dual_encoder import SIZES
 from train.models.transformer import checkpoint_blocks, compile_blocks
 from train.models.video_vit import VideoViT
@@ -17,9 +17,14 @@ TIMED_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A tower and how it is trained."""
+    """A tower and how it is trained.
+
+    Attributes:
+        attend: instead of what `attention` names.
+    """
 
     attention: AttentionChoice = "auto"
+    attend: Attend | None = None
     checkpoints: bool = False
     compiles: bool = False
     patch_dropout: float = 0.0
@@ -60,7 +65,8 @@ class Steps:
     def __init__(self, way: Way, setup: Setup) -> None:
         self._way, self.setup = way, setup
         torch.manual_seed(0)
-        self.model = _tower(way, setup).to(setup.device).train()
+        with setup.device:  # where it is also drawn: a CPU takes longer for the weights than a GPU for the steps
+            self.model = _tower(way, setup).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def clips(self, num_clips: int) -> torch.Tensor:
@@ -87,13 +93,7 @@ class Steps:
 
     def seconds(self, clips: torch.Tensor) -> float:
         """Mean seconds of some steps; CPU time on a CPU."""
-        clock = time.perf_counter if self.setup.is_cuda else time.process_time
-        wait_for(self.setup.device)
-        began = clock()
-        for _ in range(TIMED_STEPS):
-            self.take(clips)
-        wait_for(self.setup.device)
-        return (clock() - began) / TIMED_STEPS
+        return seconds_of(lambda: self.take(clips), device=self.setup.device, count=TIMED_STEPS)
 
     def kept_bytes(self, num_clips: int) -> int:
         """Bytes that a forward pass leaves for the backward pass."""
@@ -116,14 +116,16 @@ class Steps:
 def _tower(way: Way, setup: Setup) -> nn.Module:
     if way.is_open_clip:
         return _open_clips_tower(way, setup)
-    door = open_attention(way.attention, device_type=setup.device.type, compiles=way.compiles)
+    attend = way.attend
+    if attend is None:
+        attend = open_attention(way.attention, device_type=setup.device.type, compiles=way.compiles).attend
     size = SIZES[setup.model]
     tower = VideoViT(
         size.video,
         image_px=setup.image_px,
         num_frames=1 if way.takes_frames else setup.num_frames,
         embedding_width=size.embedding_width,
-        attend=door.attend,
+        attend=attend,
         patch_dropout=way.patch_dropout,
     )
     if way.checkpoints:

@@ -55,6 +55,7 @@ NOT_BENCHMARKS = {
     "plain_loops",
     "recipe_trial",
     "report",
+    "timing",
     "tree",
     "vit_steps",
     "way_process",
@@ -230,3 +231,26 @@ def test_peak_memory_is_that_of_the_command_and_not_of_who_measures() -> None:
     held[::4096] = bytes(len(held[::4096]))
     assert run_measured([sys.executable, "-S", "-c", "pass"]).peak_bytes < 100_000_000
     assert run_measured([sys.executable, "-S", "-c", "b = b'x' * 200_000_000"]).peak_bytes > 200_000_000
+
+
+@pytest.mark.parametrize("largest", [0, 1, 7, 60, 997])
+@pytest.mark.parametrize("guess", [1, 8, 60, 1000])
+def test_the_largest_batch_is_found_to_five_percent_from_any_guess(largest: int, guess: int) -> None:
+    from benchmarks.vit import largest_fitting
+
+    tried = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= largest
+
+    found = largest_fitting(fits, guess=guess)
+    assert found <= largest <= found + max(1, found // 20)
+    assert len(tried) <= (3 if abs(guess - largest) * 50 <= largest else 20)
+
+
+def test_the_batch_that_memory_of_two_smaller_ones_promises() -> None:
+    from benchmarks.vit import largest_by_line
+
+    assert largest_by_line({2: 1200, 8: 1800}, limit_bytes=24_000) == 230
+    assert largest_by_line({2: 1200, 8: 1200}, limit_bytes=1000) == 1

@@ -37,7 +37,7 @@ class Throughput:
         MFU wants it. The step itself is not touched: it draws what it would have drawn, and a compiled model is
         counted as it was written. Later steps are taken to cost the same.
         """
-        counter = _Counter()
+        counter = FlopCounter()
         devices = [self._device] if self._device.type == "cuda" else []
         is_counting = False
 
@@ -78,16 +78,25 @@ class Throughput:
         return found
 
 
-class _Counter(TorchDispatchMode):
-    """Sums torch's own formulas of operations: products of matrices, convolutions, attention."""
+class FlopCounter(TorchDispatchMode):
+    """Sums torch's own formulas of the operations within: products of matrices, convolutions, attention.
+
+    Attributes:
+        num_flops: so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
+        if packet not in flop_registry:
+            with self:  # in inference mode even a linear layer comes whole
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        out = func(*args, **(kwargs or {}))
         if packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":

@@ -3,11 +3,13 @@
 The JSON file of a part:
 
     {"part": "speed", "environment": {machine, gpu, torch, commit, ...}, "is_dry_run": false,
-     "measurements": [{"name", "seconds", "rows": [{column: value}], "notes": [text], "error": text or null,
-                       "skipped": text or null}]}
+     "measurements": [{"name", "seconds", "rows": [{column: value}], "notes": [text],
+                       "targets": [{"what", "figure", "goal", "is_at_most"}],
+                       "error": text or null, "skipped": text or null}],
+     "running": name of the measurement that has begun, or null}
 
 A measurement that fails is recorded with its traceback and the next one begins: a GPU that is lent for half an hour is
-not given back because of one exception.
+not given back because of one exception. `benchmarks.gpu.supervised` does the same for a process that ends.
 """
 
 import gc
@@ -24,6 +26,12 @@ import torch
 
 from benchmarks.environment import surroundings
 from manifests.publish import published
+
+PACKAGES = ("torchvision", "transformers", "xformers", "open_clip_torch", "diffusers", "triton", "numpy")
+
+
+class DeviceLost(Exception):
+    """An error after which this process can compute nothing more on its GPU; it is written down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +52,31 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Target:
+    """A figure beside what it should be.
+
+    Attributes:
+        figure: None where it could not be measured.
+        goal: the least that it should be, or the most.
+    """
+
+    what: str
+    figure: float | None
+    goal: float
+    is_at_most: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """The figures of one measurement: a table whose columns are the keys of the rows, and notes below it."""
+    """The figures of one measurement: a table whose columns are the keys of the rows, and notes below it.
+
+    Attributes:
+        rows: one that could not be measured has an `error` of one line.
+    """
 
     rows: Sequence[dict[str, Any]]
     notes: Sequence[str] = ()
+    targets: Sequence[Target] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,57 +93,108 @@ class Measurement:
 
 
 @dataclass(kw_only=True)
-class _Record:
+class Record:
+    """What the file says of one measurement."""
+
     name: str
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    targets: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     skipped: str | None = None
 
 
-def run_part(part: str, measurements: Sequence[Measurement], *, setup: Setup, minutes: float, path: Path) -> bool:
+def run_part(
+    part: str,
+    measurements: Sequence[Measurement],
+    *,
+    setup: Setup,
+    minutes: float,
+    path: Path,
+    taken: Sequence[Record] = (),
+) -> bool:
     """Takes the measurements in order and writes `path` anew after each.
+
+    Args:
+        taken: what another process of the same run has written already; those are not taken again.
 
     Returns:
         Whether all that were taken succeeded.
+
+    Raises:
+        DeviceLost: an error has left the GPU unusable in this process.
     """
     ends_s = time.monotonic() + 60 * minutes
     content: dict[str, Any] = {"part": part, "environment": _environment(setup), "is_dry_run": setup.is_dry_run}
-    records: list[_Record] = []
+    records = list(taken)
+    done = {record.name for record in records}
     for measurement in measurements:
+        if measurement.name in done:
+            continue
         left_s = ends_s - time.monotonic()
-        record = _Record(name=measurement.name)
+        record = Record(name=measurement.name)
         if not setup.is_dry_run and left_s < measurement.estimated_s:
             record.skipped = f"takes about {measurement.estimated_s:.0f} s, and {max(0, left_s):.0f} s were left"
         else:
+            write(path, content, records, running=measurement.name)
             _take(measurement, record, setup)
-        outcome = record.skipped or (record.error or "done").strip().splitlines()[-1]
-        print(f"{part}: {record.name}: {outcome} ({record.seconds:.1f} s)", file=sys.stderr, flush=True)
         records.append(record)
-        with published(path) as temporary:
-            temporary.write_text(
-                json.dumps({**content, "measurements": [asdict(one) for one in records]}, indent=1) + "\n"
-            )
+        write(path, content, records)
+        say(part, record)
+        if lost := _device_error(setup):
+            raise DeviceLost(lost)
     return not any(one.error for one in records)
 
 
-def _take(measurement: Measurement, record: _Record, setup: Setup) -> None:
+def write(path: Path, content: dict[str, Any], records: Sequence[Record], *, running: str | None = None) -> None:
+    """Replaces the file."""
+    whole = {**content, "measurements": [asdict(one) for one in records], "running": running}
+    with published(path) as temporary:
+        temporary.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def say(part: str, record: Record) -> None:
+    """Tells on stderr how a measurement has ended."""
+    outcome = record.skipped or (record.error or "done").strip().splitlines()[-1]
+    print(f"{part}: {record.name}: {outcome} ({record.seconds:.1f} s)", file=sys.stderr, flush=True)
+
+
+def one_line(error: BaseException, *, most_chars: int = 300) -> str:
+    """An error's type and message in one line."""
+    text = " ".join(str(error).split())
+    if len(text) > most_chars:
+        text = f"{text[: most_chars - 4]} ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _take(measurement: Measurement, record: Record, setup: Setup) -> None:
     began_s = time.perf_counter()
     try:
         result = measurement.measure(setup)
         record.rows, record.notes = [dict(row) for row in result.rows], list(result.notes)
+        record.targets = [asdict(target) for target in result.targets]
     except Exception:  # noqa: BLE001  whatever it is, the others shall still be measured
         record.error = traceback.format_exc()
     record.seconds = time.perf_counter() - began_s
+
+
+def _device_error(setup: Setup) -> str | None:
+    """Gives back what the measurement held; why that failed, if so: after an illegal access everything fails."""
+    if setup.device.type != "cuda":
+        return None
     gc.collect()
-    if setup.device.type == "cuda":
+    try:
+        torch.cuda.synchronize(setup.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(setup.device)
+    except Exception as error:  # noqa: BLE001  of several types, by the version of torch
+        return one_line(error)
+    return None
 
 
 def _environment(setup: Setup) -> dict[str, str]:
-    found = {**surroundings(), "torch": torch.__version__}
+    found = {**surroundings(), "torch": torch.__version__, **versions(PACKAGES)}
     if setup.device.type == "cuda":
         properties = torch.cuda.get_device_properties(setup.device)
         found |= {
@@ -123,5 +202,19 @@ def _environment(setup: Setup) -> dict[str, str]:
             "gpu_memory": f"{properties.total_memory / 1024**3:.0f} GiB",
             "compute_capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda or "none",
+            "cudnn": str(torch.backends.cudnn.version()),
         }
+    return found
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions by distribution; `none` where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
     return found

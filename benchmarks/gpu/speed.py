@@ -1,0 +1,77 @@
+"""What the benchmarks promise for a GPU, each way beside its peer, within some minutes.
+
+    python -m benchmarks.gpu.speed --json FILE [--minutes 9] [--data DIR] [--dry-run]
+
+The most important figures come first. How they come about is in benchmarks/gpu/README.md; `python -m
+benchmarks.gpu.tables` makes a page of FILE. --data is a data folder with chunks and captions, which the count of waits
+trains on. --dry-run takes the same ways at tiny sizes on a CPU: its figures mean nothing.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.parts import Measurement, Result, Setup
+from benchmarks.gpu.supervised import run_supervised
+
+
+def _measurement(name: str, module: str, function: str, *, estimated_s: float) -> Measurement:
+    """One whose file is imported when its turn comes: what is not installed costs that measurement only."""
+
+    def measure(setup: Setup) -> Result:
+        found: Result = getattr(import_module(f"benchmarks.gpu.{module}"), function)(setup)
+        return found
+
+    return Measurement(name=name, measure=measure, estimated_s=estimated_s)
+
+
+# Estimated from FLOPs and from how long imports and compiling take: not measured.
+MEASUREMENTS = (
+    _measurement("ViT-B/16, 4 frames, training step", "speed_vit", "measure_steps", estimated_s=60),
+    _measurement("Attention by shape", "speed_attention", "measure_attention", estimated_s=70),
+    _measurement("ViT-B/16, 4 frames, largest batch in 24 GB", "speed_vit", "measure_largest", estimated_s=50),
+    _measurement("Waits of the host", "speed_waits", "measure_waits", estimated_s=50),
+    _measurement("VideoMAE-B", "speed_towers", "measure_videomae", estimated_s=30),
+    _measurement("TimeSformer-B", "speed_towers", "measure_timesformer", estimated_s=35),
+    _measurement("Text tower", "speed_towers", "measure_text", estimated_s=30),
+    _measurement("Losses", "speed_outputs", "measure_losses", estimated_s=15),
+    _measurement("Decoding", "speed_outputs", "measure_decoding", estimated_s=40),
+    _measurement("Encoding latents", "speed_columns", "measure_latents", estimated_s=35),
+    _measurement("ViT-B/16, 4 frames, compiled", "speed_vit", "measure_compiled", estimated_s=60),
+    _measurement("Encoding text", "speed_columns", "measure_texts", estimated_s=25),
+)
+
+
+def main() -> int:
+    """Measures; 1 where something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all measurements (default 9)")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="data folder to train on")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
+    arguments = parser.parse_args()
+    is_dry_run: bool = arguments.dry_run
+    logging.getLogger("xformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def setup() -> Setup:
+            device = torch.device("cpu") if is_dry_run else torch.device("cuda", 0)
+            return Setup(device=device, is_dry_run=is_dry_run, data=arguments.data, scratch=Path(scratch))
+
+        if is_dry_run:
+            torch.set_num_threads(1)
+        is_whole = run_supervised(
+            "speed", MEASUREMENTS, setup=setup, is_dry_run=is_dry_run, minutes=arguments.minutes, path=arguments.json
+        )
+    return 0 if is_whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

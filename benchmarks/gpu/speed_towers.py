@@ -1,0 +1,129 @@
+"""VideoMAE-B, TimeSformer-B and the text tower: forward and backward passes beside transformers' and open_clip's."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from benchmarks.caption import CHECKPOINTED, encoder_ways
+from benchmarks.caption import HF as CAPTION_HF
+from benchmarks.caption import OURS as CAPTION_OURS
+from benchmarks.caption_steps import Shape
+from benchmarks.gpu.captioners import opened_captioners, shape_of
+from benchmarks.gpu.parts import Result, Setup, Target
+from benchmarks.gpu.ways import Opening, Taken, Way, faster_than, rows_of, take_turns
+from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, take
+from benchmarks.text_tower import SETS, captions, check_equal, text_towers
+from benchmarks.text_tower import take as take_text
+from train.models.attention import open_attention
+
+_CLOSE = 1e-3  # of losses, in bfloat16
+_CLIPS, _TIMESFORMER_CLIPS, _CAPTIONS = 32, 16, 256
+PACKED, PADDED, OPEN_CLIP, SHORT = "packed", "padded", "open_clip", "12 tokens"
+
+
+def measure_videomae(setup: Setup) -> Result:
+    """VideoMAE's pre-training beside VideoMAEForPreTraining with SDPA: the same weights, clips and masks."""
+    device = setup.device
+    image_px, batch = (32, 1) if setup.is_dry_run else (224, _CLIPS)
+    ours = OurSteps(
+        "tiny" if setup.is_dry_run else "b16",
+        image_px=image_px,
+        decoder_depth=1 if setup.is_dry_run else 4,
+        device=device,
+    )
+    ways: dict[str, Steps] = {OURS: ours, HF: HfSteps(ours.model, device=device)}
+    clips = torch.randn(batch, 3, NUM_FRAMES, image_px, image_px, device=device)
+    masks = ours.masks(batch, device=device)
+    losses = {name: take(steps, clips, masks) for name, steps in ways.items()}
+    if abs(losses[OURS] - losses[HF]) > _CLOSE * losses[HF]:
+        raise RuntimeError(f"the same weights give other losses: {losses}")
+    _forget_gradients(*(steps.model for steps in ways.values()))
+    openings: dict[str, Opening] = {
+        name: lambda steps=steps: Way(step=partial(take, steps, clips, masks), model=steps.model)  # type: ignore[misc]
+        for name, steps in ways.items()
+    }
+    taken = take_turns(openings, setup)
+    return Result(
+        rows=rows_of(taken, setup, items=batch, unit="clips", beside=[HF]),
+        notes=[
+            f"{batch} clips of {NUM_FRAMES} frames of {image_px} px, 90 % of the cubes hidden, targets included, no "
+            "optimizer. Both wait for each loss. Weights and clips are not in `peak GiB`.",
+        ],
+        targets=_targets(taken, OURS, HF, speed=1.0, memory=1.0),
+    )
+
+
+def measure_timesformer(setup: Setup) -> Result:
+    """TimeSformer beside TimesformerModel: the same weights and clips."""
+    shape: Shape = shape_of(setup)
+    batch = 1 if setup.is_dry_run else _TIMESFORMER_CLIPS
+    ours, theirs = opened_captioners(setup)
+    clips = torch.randn(batch, 3, shape.num_frames, shape.image_px, shape.image_px, device=setup.device)
+    models: dict[str, nn.Module] = {
+        CAPTION_OURS: ours.video,
+        CHECKPOINTED: ours.video,
+        CAPTION_HF: theirs.encoder,
+    }
+    ways = encoder_ways(ours, theirs, clips)
+    _forget_gradients(*models.values())
+    openings: dict[str, Opening] = {
+        name: lambda name=name, work=work: Way(step=work, model=models[name])  # type: ignore[misc]
+        for name, work in ways.items()
+    }
+    taken = take_turns(openings, setup)
+    _forget_gradients(*models.values())
+    return Result(
+        rows=rows_of(taken, setup, items=batch, unit="clips", beside=[CAPTION_HF]),
+        notes=[
+            f"{batch} clips of {shape.num_frames} frames of {shape.image_px} px, no optimizer. transformers computes "
+            "attention eagerly here: its TimesformerModel has no SDPA. Weights and clips are not in `peak GiB`.",
+        ],
+        targets=_targets(taken, CAPTION_OURS, CAPTION_HF, speed=1.5, memory=0.7),
+    )
+
+
+def measure_text(setup: Setup) -> Result:
+    """The text tower on captions of different lengths: packed, padded, open_clip's."""
+    device = setup.device
+    num_captions = 4 if setup.is_dry_run else _CAPTIONS
+    door = open_attention("auto", device_type=device.type)
+    towers = text_towers("tiny" if setup.is_dry_run else "b16", attend=door.attend, device=device)
+    rows, targets = [], []
+    for name, lengths_of in SETS.items():
+        if setup.is_dry_run and name != SHORT:
+            continue
+        tokens = captions(lengths_of(num_captions)).to(device)
+        check_equal(towers, tokens)
+        taken = take_turns({way: partial(_text_way, tower, tokens) for way, tower in towers.items()}, setup)
+        of_set = rows_of(taken, setup, items=num_captions, unit="captions", beside=[PADDED, OPEN_CLIP])
+        rows += [{"captions": name, **row} for row in of_set]
+        if name == SHORT:
+            figure = faster_than(taken, PACKED, PADDED)
+            targets.append(Target(what="packed over padded, captions of 12 tokens, speed", figure=figure, goal=3.0))
+    notes = [
+        f"{num_captions} captions a pass, no optimizer; attention: {door.name}. FLOPs are those of the tokens that a "
+        "way computes, padding among them.",
+    ]
+    if setup.is_dry_run:
+        notes.append("open_clip has no text tower of the tiny size: not in a dry run.")
+    return Result(rows=rows, notes=notes, targets=targets)
+
+
+def _text_way(tower: nn.Module, tokens: torch.Tensor) -> Way:
+    return Way(step=partial(take_text, tower, tokens), model=tower)
+
+
+def _forget_gradients(*models: nn.Module) -> None:
+    """So that they count for the way that makes them."""
+    for model in models:
+        model.zero_grad(set_to_none=True)
+
+
+def _targets(taken: dict[str, Taken], ours: str, theirs: str, *, speed: float, memory: float) -> list[Target]:
+    peaks = [taken[name].peak_bytes for name in (ours, theirs)]
+    ratio = peaks[0] / peaks[1] if peaks[0] is not None and peaks[1] else None
+    return [
+        Target(what=f"over {theirs}, speed", figure=faster_than(taken, ours, theirs), goal=speed),
+        Target(what=f"over {theirs}, memory", figure=ratio, goal=memory, is_at_most=True),
+    ]

@@ -1,0 +1,142 @@
+"""ViT-B/16 on clips of 4 frames: training steps by attention, checkpointed, compiled, beside open_clip's ViT-B-16.
+
+The steps are those of `benchmarks.vit_steps`: bf16 autocast, forward and backward pass, fused AdamW, clips that are on
+the GPU already.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.parts import Result, Setup, Target, one_line
+from benchmarks.gpu.speed_attention import attentions
+from benchmarks.gpu.ways import GIB, Opening, Way, faster_than, release, rows_of, take_turns
+from benchmarks.vit import CPU_SETUP, GPU_SETUP, largest_batch, limit_memory
+from benchmarks.vit_steps import NAIVE, OPEN_CLIP, Steps
+from benchmarks.vit_steps import Setup as Tower
+from benchmarks.vit_steps import Way as TowerWay
+from train.models.attention import open_attention
+
+AUTO, CHECKPOINTED, OPEN_CLIP_CHECKPOINTED = "auto", "auto, checkpointed", "open_clip, checkpointed"
+_MEMORY_GB = 24.0  # of the GPUs of AVION's paper
+_CLIPS, _FEW_CLIPS, _ROOMY_GB = 32, 8, 64
+_OTHERS = {
+    CHECKPOINTED: TowerWay(checkpoints=True),
+    OPEN_CLIP: TowerWay(is_open_clip=True, takes_frames=True),
+    OPEN_CLIP_CHECKPOINTED: TowerWay(is_open_clip=True, takes_frames=True, checkpoints=True),
+}
+
+
+def measure_steps(setup: Setup) -> Result:
+    """Every attention, and open_clip, at one batch."""
+    tower, num_clips = _tower(setup), _num_clips(setup)
+    openings: dict[str, Opening] = {
+        name: partial(_opened_with, opens, tower, num_clips) for name, opens in attentions(setup).items()
+    }
+    openings |= {name: partial(_opened, way, tower, num_clips) for name, way in _OTHERS.items()}
+    taken = take_turns(openings, setup)
+    frames = num_clips * tower.num_frames
+    return Result(
+        rows=rows_of(taken, setup, items=frames, unit="frames", beside=[NAIVE, OPEN_CLIP]),
+        notes=[
+            f"{num_clips} clips of {tower.num_frames} frames a step; open_clip takes the same frames as pictures.",
+            f"auto opened {open_attention('auto', device_type=setup.device.type).name}.",
+        ],
+        targets=[
+            Target(what="auto over naive, throughput", figure=faster_than(taken, AUTO, NAIVE), goal=1.7),
+            Target(what="auto over open_clip, throughput", figure=faster_than(taken, AUTO, OPEN_CLIP), goal=1.0),
+        ],
+    )
+
+
+def measure_compiled(setup: Setup) -> Result:
+    """Compiled or not."""
+    tower, num_clips = _tower(setup), _num_clips(setup)
+    ways = {
+        "sdpa, compiled": TowerWay(compiles=True),
+        "sdpa": TowerWay(attention="sdpa"),
+        OPEN_CLIP: _OTHERS[OPEN_CLIP],
+    }
+    taken = take_turns({name: partial(_opened, way, tower, num_clips) for name, way in ways.items()}, setup)
+    return Result(
+        rows=rows_of(taken, setup, items=num_clips * tower.num_frames, unit="frames", beside=["sdpa", OPEN_CLIP]),
+        notes=["As --compile does it: block by block. What compiling takes is not counted."],
+    )
+
+
+def measure_largest(setup: Setup) -> Result:
+    """The largest batch in 24 GB, and the throughput at three quarters of it, each way alone in memory."""
+    tower = _tower(setup)
+    ways = {NAIVE: TowerWay(attention="naive"), AUTO: TowerWay(), **_OTHERS}
+    largest: dict[str, int] = {}
+    rows = []
+    is_cuda = setup.device.type == "cuda"
+    if is_cuda:
+        limit_memory(_MEMORY_GB, setup.device)
+    try:
+        for name, way in ways.items():
+            rows.append(_row_of_largest(name, way, tower, setup, largest=largest))
+            release()
+    finally:
+        if is_cuda:
+            limit_memory(math.inf, setup.device)
+    for row in rows:
+        if row["way"] in largest and NAIVE in largest:
+            row["batch / naive"] = largest[row["way"]] / largest[NAIVE]
+    notes = [f"Clips of {tower.num_frames} frames; a batch is the largest to 5 %, within {_MEMORY_GB:g} GiB."]
+    if not is_cuda:
+        notes.append("A CPU has no limit to search by: one batch for all.")
+
+    def ratio(name: str) -> float | None:
+        return largest[name] / largest[NAIVE] if is_cuda and name in largest and NAIVE in largest else None
+
+    return Result(
+        rows=rows,
+        notes=notes,
+        targets=[
+            Target(what="auto over naive, batch in 24 GB", figure=ratio(AUTO), goal=3.0),
+            Target(what="auto, checkpointed over naive, batch in 24 GB", figure=ratio(CHECKPOINTED), goal=13.8),
+        ],
+    )
+
+
+def _row_of_largest(name: str, way: TowerWay, tower: Tower, setup: Setup, *, largest: dict[str, int]) -> dict[str, Any]:
+    try:
+        batch = 2
+        if setup.device.type == "cuda":
+            batch = largest_batch(way, tower, limit_bytes=int(_MEMORY_GB * GIB))
+        if not batch:
+            raise MemoryError("not one clip fits")
+        largest[name] = batch
+        own = max(1, batch * 3 // 4)
+        taken = take_turns({name: partial(_opened, way, tower, own)}, setup, num_rounds=3, num_steps=3)
+        (row,) = rows_of(taken, setup, items=own * tower.num_frames, unit="frames", beside=[])
+    except Exception as error:  # noqa: BLE001  the other ways are measured all the same
+        return {"way": name, "error": one_line(error)}
+    return {"way": name, "largest batch": batch, "batch / naive": None, "measured with": own, **row}
+
+
+def _opened(way: TowerWay, tower: Tower, num_clips: int) -> Way:
+    steps = Steps(way, tower)
+    clips = steps.clips(num_clips)
+    return Way(step=lambda: steps.take(clips), model=steps.model)
+
+
+def _opened_with(opens: Callable[[], Any], tower: Tower, num_clips: int) -> Way:
+    return _opened(TowerWay(attend=opens()), tower, num_clips)
+
+
+def _tower(setup: Setup) -> Tower:
+    if setup.is_dry_run:
+        return Tower(**{**CPU_SETUP, "image_px": 32}, device=setup.device)  # type: ignore[arg-type]
+    return Tower(**GPU_SETUP, device=setup.device)  # type: ignore[arg-type]
+
+
+def _num_clips(setup: Setup) -> int:
+    if setup.device.type != "cuda":
+        return 1
+    total = torch.cuda.get_device_properties(setup.device).total_memory
+    return _CLIPS if total >= _ROOMY_GB * GIB else _FEW_CLIPS

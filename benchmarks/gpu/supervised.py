@@ -1,0 +1,119 @@
+"""Runs a part in a process of its own, and begins another for the rest when that one ends or does not go on.
+
+An illegal memory access leaves a process without its GPU, a kernel that was built for another torch may end it, and a
+compiler may hang. The measurement during which that happened is recorded as failed, and those after it are taken.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import DeviceLost, Measurement, Record, Setup, run_part, say, write
+
+# Of the process that measures: when the part's time is over, in seconds since the epoch.
+_ENDS = "CLIPMILL_PART_ENDS"
+_LOST_STATUS = 3
+_LOOKS_EVERY_S = 0.5
+_SLOWER = 3.0  # times as long as estimated, and a measurement is given up
+_LEAST_S = 90.0
+_GRACE_S = 30.0  # after the part's time is over
+
+
+def run_supervised(
+    part: str,
+    measurements: Sequence[Measurement],
+    *,
+    setup: Callable[[], Setup],
+    is_dry_run: bool,
+    minutes: float,
+    path: Path,
+) -> bool:
+    """`run_part`, by this program started once more with the same arguments; in this process where it is a dry run.
+
+    Args:
+        setup: called in the process that measures, so that no other one holds the GPU.
+
+    Returns:
+        Whether all that were taken succeeded.
+    """
+    if is_dry_run:
+        return run_part(part, measurements, setup=setup(), minutes=minutes, path=path)
+    if _ENDS in os.environ:
+        minutes_left = (float(os.environ[_ENDS]) - time.time()) / 60
+        taken = [Record(**one) for one in _read(path).get("measurements", [])]
+        try:
+            return run_part(part, measurements, setup=setup(), minutes=minutes_left, path=path, taken=taken)
+        except DeviceLost as lost:
+            print(f"{part}: the GPU is lost for this process: {lost}", file=sys.stderr, flush=True)
+            os._exit(_LOST_STATUS)  # destructors would ask the GPU for something
+    path.unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, _end)
+    return _supervise(part, measurements, path=path, ends_s=time.time() + 60 * minutes)
+
+
+def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, ends_s: float) -> bool:
+    limits_s = {one.name: max(_LEAST_S, _SLOWER * one.estimated_s) for one in measurements}
+    environment = {**os.environ, _ENDS: str(ends_s)}
+    # At most one process for each measurement, whatever ends them.
+    for _ in measurements:
+        why, status = _watched(environment, path, limits_s=limits_s, ends_s=ends_s)
+        content = _read(path)
+        if why is None and status != _LOST_STATUS:
+            return status == 0
+        records = [Record(**one) for one in content.pop("measurements", [])]
+        running = content.pop("running", None)
+        if running is not None:
+            record = Record(name=running, error=why)
+            records.append(record)
+            write(path, content, records)
+            say(part, record)
+        elif not records:
+            print(f"{part}: {why} before anything was measured", file=sys.stderr, flush=True)
+            return False
+        if time.time() >= ends_s or len(records) == len(measurements):
+            break
+    return False
+
+
+def _watched(
+    environment: dict[str, str], path: Path, *, limits_s: dict[str, float], ends_s: float
+) -> tuple[str | None, int]:
+    """Runs this program once more; why it ended before its work was done, if so, and its status."""
+    process = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment, start_new_session=True)
+    since_s, running = time.monotonic(), None
+    try:
+        while process.poll() is None:
+            time.sleep(_LOOKS_EVERY_S)
+            now = _read(path).get("running")
+            if now != running:
+                since_s, running = time.monotonic(), now
+            taken_s = time.monotonic() - since_s
+            if taken_s > limits_s.get(running or "", _LEAST_S) or time.time() > ends_s + _GRACE_S:
+                return f"it was ended after {taken_s:.0f} s", -signal.SIGKILL
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    status = process.returncode
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}", status
+    is_whole = _read(path).get("running", "") is None
+    return (None if is_whole else f"its process ended with {status}"), status
+
+
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found

@@ -1,0 +1,174 @@
+"""Ways to do the same work side by side: times in turns, peak memory, FLOPs. A way that fails costs its row alone."""
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.parts import Setup, one_line
+from benchmarks.timing import seconds_of, turns
+from train.peak_flops import peak_flops
+from train.throughput import Throughput
+
+GIB = 1024**3
+_WARM_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way, ready to be taken.
+
+    Attributes:
+        step: one unit of the work.
+        model: whose forward passes with gradients are the FLOPs of a step, three times over (train.throughput).
+        num_flops: those of a step, where no model's training is measured.
+    """
+
+    step: Callable[[], object]
+    model: nn.Module | None = None
+    num_flops: int | None = None
+
+
+Opening = Callable[[], Way]
+
+
+@dataclass(kw_only=True)
+class Taken:
+    """What came out for one way.
+
+    Attributes:
+        seconds: of a step, one a round.
+        peak_bytes: the most that it held, weights and optimizer among it; None on a CPU.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    num_flops: int | None = None
+    error: str | None = None
+
+    @property
+    def median_s(self) -> float | None:
+        """Of the rounds; None where the way failed."""
+        return statistics.median(self.seconds) if self.seconds and self.error is None else None
+
+
+def take_turns(
+    openings: Mapping[str, Opening], setup: Setup, *, num_rounds: int = 5, num_steps: int = 5
+) -> dict[str, Taken]:
+    """Opens all ways, which stay in memory side by side, then times each once a round, `num_steps` steps at a time."""
+    if setup.is_dry_run:
+        num_rounds = num_steps = 1
+    taken = {name: Taken() for name in openings}
+    ways: dict[str, Way] = {}
+    for name, opening in openings.items():
+        with _surviving(taken[name], setup.device):
+            ways[name] = _opened(opening, taken[name], setup)
+    for _, name in turns(list(ways), num_rounds) if ways else ():
+        if name in ways:
+            with _surviving(taken[name], setup.device):
+                taken[name].seconds.append(seconds_of(ways[name].step, device=setup.device, count=num_steps))
+            if taken[name].error is not None:
+                del ways[name]
+    return taken
+
+
+def rows_of(
+    taken: Mapping[str, Taken],
+    setup: Setup,
+    *,
+    items: int,
+    unit: str,
+    beside: Sequence[str],
+    precision: str = "bf16",
+) -> list[dict[str, Any]]:
+    """A row for each way.
+
+    Args:
+        items: how many of `unit` a step has.
+        beside: ways whose speed the others' is divided by.
+        precision: of the products, for the share of the chip's peak.
+    """
+    rows = []
+    for name, one in taken.items():
+        seconds = one.median_s
+        row: dict[str, Any] = {
+            "way": name,
+            "ms a step": seconds and 1000 * seconds,
+            "spread": f"{(max(one.seconds) - min(one.seconds)) / seconds:.0%}" if seconds else None,
+            f"{unit}/s": seconds and items / seconds,
+            **{f"/ {other}": faster_than(taken, name, other) for other in beside},
+            "peak GiB": None if one.peak_bytes is None else one.peak_bytes / GIB,
+            **flops_columns(one.num_flops, seconds, setup, precision=precision),
+        }
+        if one.error is not None:
+            row["error"] = one.error
+        rows.append(row)
+    return rows
+
+
+def faster_than(taken: Mapping[str, Taken], name: str, other: str) -> float | None:
+    """How many times as fast one way is as another, as the median over the rounds; None where one of them failed."""
+    if other not in taken or taken[name].median_s is None or taken[other].median_s is None:
+        return None
+    pairs = zip(taken[other].seconds, taken[name].seconds, strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def flops_columns(
+    num_flops: int | None, seconds: float | None, setup: Setup, *, precision: str
+) -> dict[str, float | str | None]:
+    """TFLOP/s of a model and their share of what the chip is made for, where that is known."""
+    if not num_flops or not seconds:
+        return {"TFLOP/s": None, "MFU": None}
+    rate = num_flops / seconds
+    peak = None
+    if setup.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(setup.device), precision)
+    return {"TFLOP/s": rate / 1e12, "MFU": None if peak is None else f"{rate / peak:.1%}"}
+
+
+def release() -> None:
+    """Gives back the GPU's memory that nothing uses any more."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _surviving(taken: Taken, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  a kernel that is missing fails in its own way
+        taken.error = one_line(error)
+    if taken.error is not None:
+        release()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises where the device is lost for the other ways too
+
+
+def _opened(opening: Opening, taken: Taken, setup: Setup) -> Way:
+    is_cuda = setup.device.type == "cuda"
+    before = torch.cuda.memory_allocated(setup.device) if is_cuda else 0
+    way = opening()
+    throughput = Throughput(device=setup.device, precision="bf16")
+    with nullcontext() if way.model is None else throughput.counting(way.model):
+        way.step()
+    taken.num_flops = throughput.flops_per_step if way.model is not None else way.num_flops
+    if setup.is_dry_run:
+        return way
+    for _ in range(_WARM_STEPS):
+        way.step()
+    if is_cuda:
+        torch.cuda.synchronize(setup.device)
+        torch.cuda.reset_peak_memory_stats(setup.device)
+        way.step()
+        torch.cuda.synchronize(setup.device)
+        taken.peak_bytes = torch.cuda.max_memory_allocated(setup.device) - before
+    if way.model is not None:
+        way.model.zero_grad(set_to_none=True)  # the next way may be of the same model
+    return way
