@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from benchmarks.gpu.parts import Setup
 from manifests.publish import publish_json
 from manifests.schema import CAPTIONS
 from manifests.store import read_captions, read_videos, write_manifest
@@ -25,6 +26,24 @@ SPLIT = "train"
 COLUMN = "video"
 _FINGERPRINT = "0" * 64
 _MAX_TAR_BYTES = 1 << 30
+_NUM_CLIPS, _NUM_CLIPS_OF_DRY_RUN = 4000, 64
+
+
+def repeated_folder(scratch: Path) -> Path:
+    """Where the repeated chunks lie, once `require_repeated` has made them."""
+    return scratch / "repeated"
+
+
+def require_repeated(setup: Setup) -> Path:
+    """The chunks of the data folder, repeated to a few thousand clips."""
+    folder = repeated_folder(setup.scratch)
+    if not folder.exists():
+        num_clips = _NUM_CLIPS_OF_DRY_RUN if setup.is_dry_run else _NUM_CLIPS
+        unfinished = folder.with_name("repeated-unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        repeat_chunks(setup.data, unfinished, num_copies=num_copies_for(setup.data, num_clips=num_clips))
+        unfinished.rename(folder)
+    return folder
 
 
 def num_copies_for(data: Path, *, num_clips: int) -> int:

@@ -79,7 +79,9 @@ class ProcessRing:
             if len(waiting) >= self._batch:
                 yield self._ring.collate(waiting[: self._batch])
                 # Clips that are left over are still in the ring: copied, so that all places can be given back.
-                waiting = [cast(Sample, {**sample, "video": sample["video"].copy()}) for sample in waiting[self._batch :]]
+                waiting = [
+                    cast(Sample, {**sample, "video": sample["video"].copy()}) for sample in waiting[self._batch :]
+                ]
                 for each in taken:
                     os.write(each.free, b"x")
                 taken = []

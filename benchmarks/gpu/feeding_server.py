@@ -57,7 +57,7 @@ class LoaderServer:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         # Not a daemon: those may have no children.
-        self._process = context.Process(target=_serve, args=(theirs, data))
+        self._process = context.Process(target=_serve, args=(theirs, self._pipe, data))
         self._process.start()
         theirs.close()
 
@@ -84,7 +84,8 @@ class LoaderServer:
             self._process.kill()
 
 
-def _serve(pipe: Connection, data: Path) -> None:
+def _serve(pipe: Connection, others: Connection, data: Path) -> None:
+    others.close()  # or the end of the one that measures would not be noticed
     torch.set_num_threads(1)  # of the one that copies samples into batches
     loading = _Loading(data)
     while True:

@@ -7,6 +7,7 @@ something that takes `busy ms`: whatever is left of it is what the host could no
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,7 @@ from train.models.text import TextTower, TextTowerSize, load_tokenizer
 from train.models.transformer import TransformerSize
 from train.precision import open_precision
 
-_WORDS = "a person cuts the onion with a sharp knife and puts it into the large pan on the left burner".split()
+_TEXT = "a person cuts the onion with a sharp knife and puts it into the large pan on the left burner"
 _BUSY_SIDE = 4096
 
 
@@ -45,7 +46,7 @@ def measure_text(setup: Setup) -> Result:
             "tokens": sum(lengths),
             "of padded": round(sum(lengths) / tokens_BL.numel(), 3),
             "tokenize us each": round(tokenize_us, 1),
-            "pack ms": round(_host_ms(lambda: pack(lengths, device=device), device=device, rounds=rounds), 3),
+            "pack ms": round(_host_ms(partial(pack, lengths, device=device), device=device, rounds=rounds), 3),
         }
         if device.type == "cuda":
             row |= _wait_row(there_BL, rounds=rounds)
@@ -62,7 +63,9 @@ def measure_text(setup: Setup) -> Result:
         rows.append(row)
     return Result(
         rows=rows,
-        notes=["a step is the text tower forward and backward; `tokenize` runs in the loader's threads, under the lock"],
+        notes=[
+            "a step is the text tower forward and backward; `tokenize` runs in the loader's threads, under the lock"
+        ],
     )
 
 
@@ -76,7 +79,7 @@ def _tower(setup: Setup, *, is_packed: bool) -> TextTower:
 
 def _texts(count: int) -> list[str]:
     random = np.random.default_rng(0)
-    return [" ".join(random.choice(_WORDS, random.integers(4, 25))) for _ in range(count)]
+    return [" ".join(random.choice(_TEXT.split(), random.integers(4, 25))) for _ in range(count)]
 
 
 def _host_ms(work: Callable[[], object], *, device: torch.device, rounds: int) -> float:
@@ -100,7 +103,7 @@ def _wait_row(tokens_BL: torch.Tensor, *, rounds: int) -> dict[str, Any]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(4):
-            square @ square  # noqa: B018
+            square @ square
         end.record()
         begin_s = time.perf_counter()
         (tokens_BL.argmax(dim=1) + 1).tolist()

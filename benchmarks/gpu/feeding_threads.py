@@ -3,35 +3,17 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.feeding_data import num_copies_for, repeat_chunks
+from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.feeding_server import LoaderServer, Shown
-from benchmarks.gpu.parts import Result, Setup
+from benchmarks.gpu.parts import Result, Setup, Target
 
-_NUM_CLIPS = 4000
 _NUMBERS = (1, 2, 4, 8, 16)
 _ENOUGH = 0.9  # of what as many processes reach
 _FOUR = Shown(num_frames=4, sampling="uniform", size_px=224, batch=64)
 _SIXTEEN = Shown(num_frames=16, sampling="stride", size_px=224, batch=32)
-
-
-def repeated_folder(scratch: Path) -> Path:
-    """Where the repeated chunks lie, once `require_repeated` has made them."""
-    return scratch / "repeated"
-
-
-def require_repeated(setup: Setup) -> Path:
-    """The chunks of the data folder, repeated to a few thousand clips."""
-    folder = repeated_folder(setup.scratch)
-    if not folder.exists():
-        num_clips = 64 if setup.is_dry_run else _NUM_CLIPS
-        unfinished = folder.with_name("repeated-unfinished")
-        repeat_chunks(setup.data, unfinished, num_copies=num_copies_for(setup.data, num_clips=num_clips))
-        unfinished.rename(folder)
-    return folder
 
 
 def contestants(cores: int, *, is_dry_run: bool) -> list[int]:
@@ -53,6 +35,7 @@ def measure_threads(setup: Setup, server: LoaderServer) -> Result:
     numbers = contestants(_cores(), is_dry_run=setup.is_dry_run)
     num_rounds, seconds = (1, 0.02) if setup.is_dry_run else (3, 1.0)
     rows: list[dict[str, Any]] = []
+    targets = []
     notes = [_CACHE_NOTE, f"{_cores()} cores; medians of {num_rounds} rounds in turns, {seconds:g} s a turn"]
     for name, shown in shapes(is_dry_run=setup.is_dry_run).items():
         ways = [(way, number) for number in numbers for way in ("threads", "processes")]
@@ -68,9 +51,14 @@ def measure_threads(setup: Setup, server: LoaderServer) -> Result:
             rows.append(_row(name, way, rates, cpu_ms))
         is_same = server.ask("same", shown, number=min(2, numbers[-1]))["is_same"]
         notes.append(f"{name}: the ring's batches are {'' if is_same else 'NOT '}those of the threads")
+        most = numbers[-1]
+        reached = ratio(rates["threads", most], rates["processes", most])
+        targets.append(Target(what=f"{name}: {most} threads / {most} processes", figure=reached, goal=_ENOUGH))
         if not setup.is_dry_run:
-            notes.append(_decision(name, rates, numbers[-1]))
-    return Result(rows=rows, notes=notes)
+            notes.append(
+                decision(name, most, threads=reached, ring=ratio(rates["ring", most], rates["processes", most]))
+            )
+    return Result(rows=rows, notes=notes, targets=targets)
 
 
 def measure_lock(setup: Setup, server: LoaderServer) -> Result:
@@ -88,8 +76,9 @@ def measure_lock(setup: Setup, server: LoaderServer) -> Result:
         rows=rows,
         notes=[
             "measured: the share of time that the lock is held, by a thread that reads its state and takes a core",
+            f"load of the machine: {os.getloadavg()[0]:.1f}; on a busy one a thread may hold the lock without running",
             "arithmetic: held us a clip = share / (clips/s); threads at most = 1 / share of one thread: beyond, the "
-            "lock is held all the time. Handing the lock over costs time that is in neither, so the real limit is lower",
+            "lock is held all the time. Handing it over costs time that is in neither, so the real limit is lower",
         ],
     )
 
@@ -131,13 +120,13 @@ def ratio(own: Sequence[float], others: Sequence[float]) -> float:
     return median(one / other for one, other in zip(own, others, strict=True))
 
 
-def _decision(name: str, rates: dict[tuple[str, int], list[float]], most: int) -> str:
-    threads = ratio(rates["threads", most], rates["processes", most])
-    ring = ratio(rates["ring", most], rates["processes", most])
+def decision(name: str, most: int, *, threads: float, ring: float) -> str:
+    """What follows from what `most` threads, and the ring, reach of as many independent processes."""
     if threads >= _ENOUGH:
         return f"{name}: {most} threads reach {threads:.2f} of {most} processes, at least {_ENOUGH}: threads suffice"
-    better = "worker processes are to be built" if ring > threads else "worker processes would not help"
-    return f"{name}: {most} threads reach {threads:.2f} of {most} processes, less than {_ENOUGH}; the ring {ring:.2f}: {better}"
+    better = "worker processes are worth building" if ring > threads else "this ring would not help"
+    reached = f"{most} threads reach {threads:.2f} of {most} processes, less than {_ENOUGH}"
+    return f"{name}: {reached}; the ring {ring:.2f}: {better}"
 
 
 def _cores() -> int:

@@ -88,7 +88,10 @@ def load_tokenizer() -> Tokenize:
     def ids_of(word: str) -> list[int]:
         ids = ids_of_word.get(word)
         if ids is None:
-            tokens = ("".join(map(tokenizer.byte_encoder.__getitem__, found.encode())) for found in tokenizer.pat.findall(word))
+            tokens = (
+                "".join(map(tokenizer.byte_encoder.__getitem__, found.encode()))
+                for found in tokenizer.pat.findall(word)
+            )
             ids = [tokenizer.encoder[part] for token in tokens for part in tokenizer.bpe(token).split(" ")]
             if len(ids_of_word) >= _MAX_WORDS:
                 ids_of_word.clear()
