@@ -4,6 +4,7 @@
 #   make demo VIDEOS=DIR             shards and a contact sheet from your own videos
 #   make test PYTHON=python3.13 VENV=.venv-313
 #   make torture MINUTES=60 SEED=1   faults on purpose: see tests/torture
+#   make gpu-kit                     what a GPU is needed for, in build/gpu-kit/: see docs/gpu_kit.md (VIDEOS=DIR: with yours)
 #   make peers                       what the benchmarks `decode` and `latents` compare with, in .venv-peers
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +24,7 @@ MINUTES ?= 60
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test torture demo peers benchmarks lock clean
+.PHONY: help setup lint test torture demo gpu-kit peers benchmarks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -84,6 +85,9 @@ demo: setup
 	$(BIN)/train overview demo/run demo/run-latents demo/run-mae demo/run-caption --out demo/index.html
 	@echo "The chunks: demo/chunks.html    The results: demo/index.html"
 endif
+
+gpu-kit: setup
+	$(BIN)/python -m scripts.gpu_kit.build $(if $(VIDEOS),--videos "$(VIDEOS)")
 
 # Other libraries need other versions than the lock has, hence an environment of their own.
 peers: $(PEERS_VENV)/.ready

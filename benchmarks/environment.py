@@ -9,6 +9,8 @@ from pathlib import Path
 from manifests.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# In a copy without a history, such as the GPU kit: the name that the commit had where the copy was made.
+COMMIT_FILE = "COMMIT"
 
 
 def machine() -> str:
@@ -20,7 +22,11 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; `-dirty` when files differ from it, `unknown` in a copy without a history."""
+    """The commit that is measured; `-dirty` when files differ from it, `unknown` in a copy that does not say."""
+    # First, because git would find the history of a repository that the copy happens to lie in.
+    written = REPOSITORY / COMMIT_FILE
+    if written.is_file():
+        return written.read_text().strip()
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
     described = subprocess.run(command, capture_output=True, text=True)
     return described.stdout.strip() if described.returncode == 0 else "unknown"

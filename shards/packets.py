@@ -1,5 +1,6 @@
 """The packet tables of a shard as arrays: which bytes of a chunk must be fed to a decoder to get some of its frames."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,31 +49,31 @@ class PacketTable:
         Raises:
             ValueError: a frame is not in the table, or no key packet comes before it.
         """
-        places = sorted({self._place_of(frame) for frame in frames})
-        gops = (np.searchsorted(self.keys, places, side="right") - 1).tolist()
+        # Plain lists: NumPy's calls cost more than running through a table of a few hundred packets.
+        frame_of = self.frame.tolist()
+        place_of = dict(zip(frame_of, range(len(frame_of)), strict=True))
+        wanted = sorted(set(frames))
+        for frame in wanted:
+            if frame not in place_of or (len(place_of) < len(frame_of) and frame_of.count(frame) > 1):
+                raise ValueError(f"the packet table has frame {frame} {frame_of.count(frame)} times")
+        places = sorted([place_of[frame] for frame in wanted])
+        keys, flags = self.keys.tolist(), self.flags.tobytes()
         needed: list[int] = []
         begin = 0
-        for place, gop in zip(places, gops, strict=True):
+        for place in places:
+            gop = bisect_right(keys, place) - 1
             if gop < 0:
                 raise ValueError(f"no key packet before that of frame {self.frame[place]}")
-            begin = max(begin, int(self.keys[gop]))
+            begin = max(begin, keys[gop])
             # Within a GOP the references up to the last place are there already.
-            needed += [
-                begin + at for at, flags in enumerate(self.flags[begin:place].tolist()) if flags & PACKET_REFERENCE
-            ]
+            needed += [at for at in range(begin, place) if flags[at] & PACKET_REFERENCE]
             needed.append(place)
             begin = place + 1
         return needed
 
-    def _place_of(self, frame: int) -> int:
-        places = np.flatnonzero(self.frame == frame)
-        if len(places) != 1:
-            raise ValueError(f"the packet table has frame {frame} {len(places)} times")
-        return int(places[0])
-
 
 class PacketTables:
-    """The packet tables of all chunks of one index, as views of it."""
+    """The packet tables of all chunks of one index, as views of it, and what else decoding needs to know of a chunk."""
 
     def __init__(self, index: pa.Table) -> None:
         offset = index["packet_offset"].chunk(0)
@@ -83,8 +84,41 @@ class PacketTables:
         for name in names[1:]:
             if not np.array_equal(index[name].chunk(0).offsets.to_numpy(), self._first):
                 raise ValueError(f"{name} and packet_offset differ in length")
+        self._payload_offset, self._payload_size = (index[f"mp4_{name}"].to_numpy() for name in ("offset", "size"))
+        streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
+        self._streams = list(dict.fromkeys(streams))  # one or two: a shard's chunks come from one recipe
+        number_of = {stream: number for number, stream in enumerate(self._streams)}
+        self._stream = np.array([number_of[stream] for stream in streams], np.int32)
+        self._has_closed_gops = self._closed_rows()
 
     def of_row(self, row: int) -> PacketTable:
         """The table of one chunk."""
         packets = slice(int(self._first[row]), int(self._first[row + 1]))
         return PacketTable(*(values[packets] for values in self._values))
+
+    def has_closed_gops(self, row: int) -> bool:
+        """As `PacketTable.has_closed_gops` of one chunk."""
+        return bool(self._has_closed_gops[row])
+
+    def payload(self, row: int) -> tuple[int, int]:
+        """(offset, size) in bytes of a chunk's file in the tar."""
+        return int(self._payload_offset[row]), int(self._payload_size[row])
+
+    def stream(self, row: int) -> tuple[str, bytes]:
+        """Codec and extradata of a chunk."""
+        return self._streams[self._stream[row]]
+
+    def _closed_rows(self) -> NDArray[np.bool_]:
+        """`PacketTable.has_closed_gops` of every chunk at once: asked of each alone, it costs as much as reading it."""
+        _, _, frame, flags, _ = self._values
+        has_packets = self._first[1:] > self._first[:-1]
+        row_begins = self._first[:-1][has_packets]
+        begins = np.union1d(np.flatnonzero(flags & PACKET_KEY), row_begins)
+        begins = begins[(begins >= self._first[0]) & (begins < self._first[-1])]
+        closed = np.zeros(len(has_packets), np.bool_)
+        if len(row_begins):
+            is_whole = (flags[begins] & PACKET_KEY != 0) & (
+                np.minimum.reduceat(frame[: self._first[-1]], begins) == frame[begins]
+            )
+            closed[has_packets] = np.logical_and.reduceat(is_whole, np.searchsorted(begins, row_begins))
+        return closed

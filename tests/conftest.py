@@ -10,6 +10,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Here, because pytest asks the conftest.py of tests/gpu too late for options."""
+    parser.addoption(
+        "--gpu-device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="Device of tests/gpu: auto skips them where there is no GPU, cuda fails there, cpu is a dry run.",
+    )
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """Root folder of the checkout."""

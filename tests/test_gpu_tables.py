@@ -34,7 +34,7 @@ def test_a_page_has_every_part_and_says_what_was_not_measured(tmp_path: Path) ->
         {"way": "sdpa", "clips/s": 1234.5, "MFU": "41.0%", "/ naive": None},
         {"way": "xformers", "clips/s": None, "MFU": None, "/ naive": None, "error": "ImportError: no xformers"},
     ]
-    measurements = [
+    measurements: list[dict[str, Any]] = [
         {"name": "ViT-B/16", "rows": rows, "notes": ["batch 32"]},
         {"name": "losses", "error": "Traceback ...\nRuntimeError: out of luck"},
         {"name": "decoding", "skipped": "takes about 40 s, and 12 s were left"},

@@ -50,7 +50,9 @@ DOORS = {
 }
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/model_engine.py"}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
-MAY_START_PROGRAMS = {"prep/ffmpeg.py", "prep/probe_processes.py", "train/caption/metrics/java.py"}
+MAY_START_PROGRAMS = {
+    *("prep/ffmpeg.py", "prep/probe_processes.py", "train/caption/metrics/java.py", "train/doctor/child.py"),
+}
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
 MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/evaluation/array_pickle.py"}
 

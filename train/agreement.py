@@ -5,17 +5,17 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 
 from manifests.errors import ClipmillError, FailedWork
 from manifests.publish import publish_json
 from train.checkpoint import latest_checkpoint
-from train.data.batch import Batch
 from train.data.failures import FailedSample, TooManyFailures
 from train.data.filling import LoadedBatch
 from train.data.place import Place
@@ -106,7 +106,20 @@ class FailureLog:
             )
 
 
-def require_finite(what: str, value: float, batch: Batch, *, step: Step, world: World, run: RunFolder) -> None:
+@dataclass(frozen=True)
+class Shown:
+    """What a rank saw in a step, for the error that its numbers may become: not the pictures, which fill a GPU.
+
+    Attributes:
+        keys: of chunks, as the batch has them.
+        caption_id: int64 [B] on the CPU; None where there are no captions.
+    """
+
+    keys: Sequence[str]
+    caption_id: torch.Tensor | None
+
+
+def require_finite(what: str, value: float, shown: Shown, *, step: Step, world: World, run: RunFolder) -> None:
     """Stops all ranks where a number that they share is none, and names the samples of all in bad_batch.json.
 
     Raises:
@@ -115,9 +128,9 @@ def require_finite(what: str, value: float, batch: Batch, *, step: Step, world: 
     if math.isfinite(value):
         return
     path = run.path / "bad_batch.json"
-    own = {"keys": list(batch["key"])}
-    if "caption_id" in batch:
-        own["caption_ids"] = batch["caption_id"].tolist()
+    own: dict[str, list[Any]] = {"keys": list(shown.keys)}
+    if shown.caption_id is not None:
+        own["caption_ids"] = shown.caption_id.tolist()
     ranks = step.world.gather_objects(own)
     if world.is_first:
         publish_json(path, {"step": step.number, what: str(value), "ranks": ranks})

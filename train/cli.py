@@ -227,6 +227,36 @@ def bench(
 
 
 @app.command
+def doctor(
+    *,
+    shards: Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Reports what this machine has, what training will use of it, and what is wrong.
+
+    Exit codes: 0, also with warnings; 1 if something would stop training; 2 for invalid usage.
+
+    Examples:
+
+        train doctor
+        train doctor --shards data --json
+
+    Parameters
+    ----------
+    shards
+        Data folder whose disk to measure; it is only read. The current folder when left out, with a temporary file.
+    device
+        Device that training is to run on, as in a training command.
+    as_json
+        Print one JSON object.
+    """
+    from train.doctor.commands import run_doctor
+
+    run_doctor(shards=shards, device=device, is_json=as_json)
+
+
+@app.command
 def export(
     run: Path,
     *,

@@ -9,6 +9,7 @@ import torch
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
+from train.attention_choice import choose_attention, kernels_fact
 from train.caption.runs import read_decoder_parts, start_lines
 from train.caption.settings import CaptionerSettings
 from train.checkpoint import latest_checkpoint
@@ -20,9 +21,10 @@ from train.data.latents.records import FrameShape
 from train.distributed.launch import open_world
 from train.distributed.settings import ParallelSettings
 from train.distributed.world import World
+from train.doctor.commands import doctor_facts
 from train.loop import check_batch, train
 from train.mae.settings import MaeSettings, without_effect
-from train.models.attention import AttentionDoor, open_attention
+from train.models.attention import AttentionDoor
 from train.precision import open_precision
 from train.progress import Progress
 from train.report import write_page
@@ -180,8 +182,11 @@ def _train(
 ) -> None:
     world = world.cut(settings.parallel.stages)
     share = world.replicas.share(settings.batch)
-    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     precision = open_precision(settings.precision, device_type=device.type)
+    old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
+    door, how_chosen = choose_attention(
+        settings, device=device, products=precision.products, world=world, facts=old_facts
+    )
     progress = Progress(is_quiet=not world.is_first)
     progress.say(f"attention: {door.name} ({door.reason}); precision: {precision.name} ({precision.reason})")
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
@@ -214,14 +219,17 @@ def _train(
         "task": task.name,
         "processes": _processes(settings.parallel, world),
         "attention": f"{door.name} ({door.reason})",
+        "attention_kernels": kernels_fact(door, settings, device=device, products=precision.products),
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,
         **_latents_facts(samples),
-        **_weights_facts(start, old_run),
+        **_weights_facts(start, old_facts),
+        **how_chosen,
         **about,
         "machine": machine(device),
         "versions": versions(),
+        "doctor": doctor_facts(device=device.type) if world.is_first else {},
     }
     if world.is_first:
         for name, content in task.files().items():
@@ -262,9 +270,8 @@ def _latents_facts(samples: object) -> dict[str, Any]:
     return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
 
 
-def _weights_facts(start: Loaded | None, old_run: RunFolder | None) -> dict[str, Any]:
+def _weights_facts(start: Loaded | None, old: dict[str, Any]) -> dict[str, Any]:
     """What the run began with: also of one that is resumed, which does not read it again."""
-    old = {} if old_run is None else old_run.read_facts()
     kept: dict[str, Any] = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
     return kept if start is None else {**kept, "weights": start.as_json()}
 

@@ -2,31 +2,33 @@
 
 All ranks run it in step. Before each step they agree that everyone has a batch and nobody is to stop, and then take it
 together: whatever ends one of them ends all (train.agreement).
+
+A step's numbers are read when the next step has been begun (train.late), and at once where something depends on them.
+A number that is not finite ends the run before anything is made of the steps from its own on.
 """
 
-import math
 import shlex
-import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from manifests.errors import Stopped, UserError
-from train.agreement import FailureLog, StopSignal, going_on_said, require_finite, require_finite_state
+from manifests.errors import ClipmillError, Stopped, UserError
+from train.agreement import FailureLog, Shown, StopSignal, going_on_said, require_finite_state
 from train.checkpoint import latest_checkpoint
 from train.checkpoint_writer import CheckpointWriter
-from train.data.batch import to_device
+from train.data.batch import PICTURES, TENSORS, to_device
 from train.data.filling import LoadedBatch
 from train.data.loader import TrainingSet
 from train.data.prefetch import prefetch
 from train.distributed.parallel import average_gradients, synced
 from train.distributed.world import World
+from train.journal import Journal, Taken
+from train.late import LateNumbers, Moment, Number, Soundness
 from train.memory import explained
-from train.optim.optimizer import clip_gradients, set_learning_rates
+from train.optim.optimizer import clip_gradients, set_learning_rates, take_step
 from train.progress import Progress
 from train.run_folder import RunFolder
 from train.settings import TrainingSettings
@@ -73,8 +75,13 @@ def train(
     trackers = Trackers([])
     if world.is_first:
         trackers = open_trackers(settings, run=run, progress=progress, step=state.step)
-    batches = prefetch(samples.batches(max_failures=failures.num_left), device)
+    # What a pipeline's stages tell one another must not come from a device; there, only pictures go ahead of the step.
+    batches = prefetch(
+        samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
+    )
     throughput = Throughput(device=device, precision=state.precision.name)
+    journal = Journal(trackers, throughput, run=run, world=world, num_samples=settings.batch)
+    soundness = Soundness(device)
 
     def save(numbers: dict[str, float]) -> None:
         nonlocal saved_step
@@ -88,11 +95,23 @@ def train(
 
     state.trained.train()
     # However it ends, the threads of loader and writer end, and the numbers are kept.
-    with going_on_said(run), closing(trackers), closing(writer), closing(batches), StopSignal().heard() as stop:
+    with (
+        going_on_said(run),
+        closing(trackers),
+        closing(journal),
+        closing(writer),
+        closing(batches),
+        StopSignal().heard() as stop,
+    ):
         while state.step < settings.steps:
-            began_s = time.perf_counter()
-            agreed = failures.next_batch(batches, stops=stop.has_come)
+            began = journal.end or Moment(device)
+            try:
+                agreed = failures.next_batch(batches, stops=stop.has_come)
+            except ClipmillError:
+                journal.settle()  # all ranks are here: a bad number came before what ends them now
+                raise
             if agreed.stops:
+                journal.settle()
                 save({})
                 writer.wait()
                 raise Stopped(f"step {state.step} is saved, go on with --resume --out {shlex.quote(str(run.path))}")
@@ -107,20 +126,31 @@ def train(
                 synced=partial(synced, state.trained),
             )
             loaded = agreed.loaded
-            if not world.stages.is_first:
-                # What the first stage handed over, and its loader had put on a device there.
+            if world.stages.size > 1:
                 loaded = replace(loaded, batch=to_device(loaded.batch, device))
             with explained(settings, world.replicas, device=device):
-                line = _take(step, state, loaded, settings, run=run, world=world, throughput=throughput)
-            speed = throughput.numbers(
-                step_s=time.perf_counter() - began_s, waited_s=agreed.waited_s, num_samples=settings.batch
-            )
+                numbers = _take(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
             if samples.num_samples:
-                line["epoch"] = _epoch(state, samples)
-            found = _evaluate(task, state, settings, world=world)
-            trackers.log({**line, **speed, **found, "num_failed": failures.num_failed})
-            if writer.is_best(found) or state.step % settings.checkpoint_every == 0 or state.step == settings.steps:
-                save(found)
+                numbers["epoch"] = _epoch(state, samples)
+            taken = Taken(
+                step=step,
+                numbers=LateNumbers(numbers, device),
+                began=began,
+                waited_s=agreed.waited_s,
+                num_failed=failures.num_failed,
+                shown=Shown(loaded.batch["key"], loaded.batch.get("caption_id")),
+                skips=state.precision.skips_steps,
+            )
+            journal.settle()
+            journal.add(taken)
+            is_saved = state.step % settings.checkpoint_every == 0 or state.step == settings.steps
+            is_evaluated = _is_evaluated(state.step, settings)
+            if is_saved or is_evaluated:
+                journal.check()
+                found = _evaluate(task, state, settings, world=world) if is_evaluated else {}
+                journal.settle(found)
+                if is_saved or writer.is_best(found):
+                    save(found)
         writer.wait()
     return state.model
 
@@ -140,17 +170,16 @@ def _take(
     loaded: LoadedBatch,
     settings: TrainingSettings,
     *,
-    run: RunFolder,
     world: World,
     throughput: Throughput,
-) -> dict[str, Any]:
-    """One step of the optimizer: from a batch to new weights; the step's numbers."""
+    soundness: Soundness,
+) -> dict[str, Number]:
+    """One step of the optimizer: from a batch to new weights; the step's numbers, which the device may not have yet."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.model.zero_grad(set_to_none=True)
     state.objective.zero_grad(set_to_none=True)
     with throughput.counting(state.counted) if throughput.flops_per_step is None else nullcontext():
         numbers = state.objective.backward(state.trained, loaded.batch, step)
-    require_finite("loss", numbers["loss"], loaded.batch, step=step, world=world, run=run)
     average_gradients(list(state.objective.parameters()), step.world)
     loss_scale = state.precision.loss_scale
     grad_norm = clip_gradients(
@@ -160,32 +189,29 @@ def _take(
         stages=world.stages,
         repeated=state.repeated(),
     )
-    if state.precision.accepts(grad_norm):
-        require_finite("norm of the gradients", grad_norm, loaded.batch, step=step, world=world, run=run)
-        state.optimizer.step()
-        if state.zero is not None:
-            state.zero.exchange()
+    skips = state.precision.skips_steps
+    state.precision.accepts(grad_norm)
+    take_step(state.optimizer, soundness.after(numbers["loss"], grad_norm, skips=skips), skips=skips)
+    if state.zero is not None:
+        state.zero.exchange()
     if state.ema is not None:
         state.ema.update(state.model, step=step.number)
     state.objective.after_step(step)
     state.step, state.place = step.number, loaded.place
-    line = {
-        "step": step.number,
-        "loss": numbers["loss"],
-        "lr": lr,
-        "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
-        **numbers,
-    }
-    if state.precision.name == "fp16":
-        line |= {"loss_scale": loss_scale, "num_skipped": state.precision.num_skipped}
-    return line
+    found = {"step": step.number, "loss": numbers["loss"], "lr": lr, "grad_norm": grad_norm, **numbers}
+    if skips:
+        found |= {"loss_scale": loss_scale, "num_skipped": state.precision.num_skipped}
+    return found
+
+
+def _is_evaluated(step: int, settings: TrainingSettings) -> bool:
+    every = settings.evaluate.every
+    return bool(every) and (step % every == 0 or step == settings.steps)
 
 
 def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: World) -> dict[str, float]:
-    """The numbers of the evaluation that this step has, if it has one."""
-    every, best = settings.evaluate.every, settings.best
-    if not every or (state.step % every and state.step < settings.steps):
-        return {}
+    """The numbers of an evaluation of the model as it is."""
+    best = settings.best
     with state.evaluated() as model, state.precision.autocast():
         found = task.evaluate(model, world.replicas)
     if best is not None and best not in found:

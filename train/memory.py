@@ -35,7 +35,6 @@ def explained(settings: TrainingSettings, world: World, *, device: torch.device)
     try:
         yield
     except torch.OutOfMemoryError as error:
-        _, total_bytes = torch.cuda.mem_get_info(device)
         share = settings.batch // world.size
         raise too_large(
             batch=settings.batch,
@@ -43,14 +42,21 @@ def explained(settings: TrainingSettings, world: World, *, device: torch.device)
             at_once=min(settings.microbatch or share, share),
             before_bytes=before_bytes,
             peak_bytes=torch.cuda.max_memory_allocated(device),
-            total_bytes=total_bytes,
+            total_bytes=available_bytes(device),
         ) from error
+
+
+def available_bytes(device: torch.device) -> int:
+    """What this process may have of a GPU's memory: all that nobody else has, or the share that was set as its limit."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
 
 
 def too_large(
     *, batch: int, share: int, at_once: int, before_bytes: int, peak_bytes: int, total_bytes: int
 ) -> UserError:
-    """The error for a step that wanted more than `total_bytes`.
+    """The error for a step that wanted more than `total_bytes`, what this process may have.
 
     Args:
         batch: samples of a step on all ranks; `share` of this one, `at_once` of them in memory together.

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from train.data.batch import Batch
+from train.late import Number
 from train.step import Step
 
 
@@ -16,13 +17,15 @@ class Objective(nn.Module):
     a DTensor there.
     """
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Number]:
         """Adds this rank's gradients to those of the model's and its own parameters.
 
-        Averaged over the ranks they are the gradients of the whole batch's loss.
+        Averaged over the ranks they are the gradients of the whole batch's loss. Nothing here waits for the device:
+        what a task must know of a batch on the host, the batch has there.
 
         Returns:
-            Numbers for the log, equal on all ranks; `loss` is the whole batch's.
+            Numbers for the log, equal on all ranks; `loss` is the whole batch's. What the device computes stays there,
+            as tensors without dimensions that nobody writes into.
         """
         raise NotImplementedError
 
@@ -33,8 +36,11 @@ class Objective(nn.Module):
             sizes: of the tensors that the checkpoint `where` has of the objective, by the names of `state_dict`.
         """
 
-    def learning_rate(self, scheduled: float) -> float:
-        """Learning rate of its own parameters in a step for which the model's schedule gives `scheduled`."""
+    def learning_rate(self, scheduled: float) -> Number:
+        """Learning rate of its own parameters in a step for which the model's schedule gives `scheduled`.
+
+        A tensor without dimensions where the device decides: float32 on a GPU, which torch's fused optimizers ask for.
+        """
         return scheduled
 
     def after_step(self, step: Step) -> None:

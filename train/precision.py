@@ -1,6 +1,5 @@
 """In which precision a model computes. Weights, optimizer and losses are float32 in all of them."""
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -8,6 +7,7 @@ from typing import Literal
 import torch
 
 from manifests.errors import UserError
+from train.late import Number
 
 PrecisionChoice = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
@@ -23,20 +23,23 @@ class Precision:
 
     The scale follows torch.amp.GradScaler: a step whose gradients are not finite is left out and halves it, 2000 good
     steps in a row double it. It asks for the norm of all gradients, on all ranks, which clipping knows anyway: so all
-    ranks decide alike, whatever part of the gradients each of them has.
+    ranks decide alike, whatever part of the gradients each of them has. What is decided stays on the device; the host
+    does not wait for it.
 
     Attributes:
         reason: why this one, for the log.
-        loss_scale: what losses are multiplied by before their backward pass.
+        loss_scale: what losses are multiplied by before their backward pass; a tensor of the device once the first norm
+            of an fp16 run has been seen, float64 without dimensions, and so the two below.
         num_skipped: steps that were left out so far.
+        num_good: steps that were taken since the last one that was not, or since the scale was doubled.
     """
 
     name: str
     reason: str
     device_type: str
-    loss_scale: float = 1.0
-    num_skipped: int = 0
-    num_good: int = 0
+    loss_scale: Number = 1.0
+    num_skipped: Number = 0
+    num_good: Number = 0
 
     @property
     def products(self) -> torch.dtype | None:
@@ -51,24 +54,46 @@ class Precision:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss whose backward pass may be taken; `clip_gradients` divides by `loss_scale` again."""
-        return loss * self.loss_scale if self.name == "fp16" else loss
-
-    def accepts(self, grad_norm: float) -> bool:
-        """Whether the optimizer may step with gradients of this norm; called once a step, it moves the scale."""
         if self.name != "fp16":
-            return True
-        if not math.isfinite(grad_norm):
-            self.loss_scale, self.num_good = self.loss_scale / 2, 0
-            self.num_skipped += 1
-            return False
-        self.num_good += 1
-        if self.num_good == _STEPS_TO_DOUBLE:
-            self.loss_scale, self.num_good = self.loss_scale * 2, 0
-        return True
+            return loss
+        scale = self.loss_scale
+        return loss * (scale.to(loss.dtype) if isinstance(scale, torch.Tensor) else scale)
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether gradients that are not finite are left out, and the run goes on."""
+        return self.name == "fp16"
+
+    def accepts(self, grad_norm: Number) -> torch.Tensor:
+        """Whether the optimizer may step with gradients of this norm; called once a step, it moves the scale.
+
+        Returns:
+            A bool where the norm is.
+        """
+        norm = torch.as_tensor(grad_norm)
+        if not self.skips_steps:
+            return torch.ones_like(norm, dtype=torch.bool)
+        is_good = norm.isfinite()
+        if not isinstance(self.loss_scale, torch.Tensor):
+            self.loss_scale, self.num_skipped, self.num_good = (
+                torch.full((), float(one), dtype=torch.float64, device=norm.device)
+                for one in (self.loss_scale, self.num_skipped, self.num_good)
+            )
+        num_good = self.num_good + 1
+        is_doubled = is_good & (num_good == _STEPS_TO_DOUBLE)
+        # Never in place: what was logged of the step before may still be on its way.
+        self.loss_scale = self.loss_scale * torch.where(is_good, torch.where(is_doubled, 2.0, 1.0), 0.5)
+        self.num_skipped = self.num_skipped + ~is_good
+        self.num_good = torch.where(is_good & ~is_doubled, num_good, 0.0)
+        return is_good
 
     def state_dict(self) -> dict[str, float]:
-        """What a run that is resumed goes on with."""
-        return {"loss_scale": self.loss_scale, "num_skipped": self.num_skipped, "num_good": self.num_good}
+        """What a run that is resumed goes on with; the device is waited for."""
+        return {
+            "loss_scale": float(self.loss_scale),
+            "num_skipped": int(self.num_skipped),
+            "num_good": int(self.num_good),
+        }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Takes over what `state_dict` gave."""

@@ -123,8 +123,9 @@ class TrainingSettings:
     """Where the model runs."""
     precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], _MACHINE] = "auto"
     """Of the model's products; auto: bf16 where the GPU has it, else fp32. Weights and losses are float32."""
-    attention: Annotated[Literal["auto", "xformers", "sdpa", "naive"], _MACHINE] = "auto"
-    """Implementation of attention; naive keeps all its scores in memory, to compare."""
+    attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], _MACHINE] = "auto"
+    """Implementation of attention. auto: the fastest, measured when a run begins on a GPU; flash, cudnn: torch's kernel
+    of that name, where it supports the shape; naive: keeps all scores in memory, to compare."""
     compile: Annotated[bool, _MACHINE] = False
     """Compile each block of the model with torch.compile: slower to start, then faster."""
     workers: Annotated[int, _MACHINE] = 4

@@ -1,19 +1,23 @@
-"""What a run ran on: machine and versions, for the results page."""
+"""What a run runs on: machine and versions, for the results page and for `train doctor`."""
 
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pyarrow", "numpy")
 
 
-def machine(device: torch.device) -> str:
+def machine(device: "torch.device") -> str:
     """The processor, its cores, and the GPU where there is one."""
+    import torch
+
     cores = len(os.sched_getaffinity(0))
-    text = f"{_processor()}, {cores} cores, {torch.get_num_threads()} torch threads"
+    text = f"{processor()}, {cores} cores, {torch.get_num_threads()} torch threads"
     return f"{text}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else text
 
 
@@ -28,7 +32,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

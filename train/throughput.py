@@ -91,6 +91,8 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
+        if packet == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu and packet not in flop_registry:
+            packet = torch.ops.aten._scaled_dot_product_flash_attention  # the same formula, which torch 2.11 lacks
         if packet not in flop_registry:
             with self:  # in inference mode even a linear layer comes whole
                 parts = func.decompose(*args, **(kwargs or {}))

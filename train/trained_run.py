@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
+from train.attention_choice import as_before
 from train.checkpoint import read_facts, read_table, read_weights
 from train.commands import choose_device
 from train.models.attention import AttentionDoor, open_attention
@@ -86,7 +87,10 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
         hint=f"was {run.settings} changed by hand? put back what the run was trained with",
     )
     device = choose_device(settings.device)
-    door = open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    # What the run was trained with, where it was trained on a GPU too.
+    is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
+    before = as_before(run.read_facts(), device_type=device.type) if is_measured else None
+    door = before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     precision = open_precision(settings.precision, device_type=device.type)
     has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
     which = "moving average of the weights" if has_averages else "the weights themselves"

@@ -2,8 +2,8 @@
 
     {"do": "costs", "set": "own", "kind": "..."}     {"the clip path": 5400.0, "libavcodec": 4900.0, ...}
 
-The clip path is timed as it is used, the steps beside it on the same clip; what they do not explain is
-its own. Figures are means over the clips.
+The clip path is timed as it is used, the steps beside it on the same clip, cropping and resizing between the steps of
+a decoder, as in the clip path; what they do not explain is its own. Figures are means over the clips.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from benchmarks.decode_peers.clip_set import SIZE_PX, Clip, read_clips
 from benchmarks.decode_peers.libavcodec_floor import ReadyClips
-from benchmarks.decode_peers.packet_clips import PacketReader, chunks_of, rectangle_of
+from benchmarks.decode_peers.packet_clips import FrameReader, PacketReader, rectangle_of
 from benchmarks.way_process import answer_requests
-from train.data.decoding.planes import crop_clip
+from train.data.decoding.planes import CroppedPlanes, places_of
 from train.data.decoding.reading import read_packets
 
 WHOLE, DECODE, RESIZE = "the clip path", "libavcodec", "crop and resize"
@@ -30,7 +30,7 @@ class Costs:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._reader, self._ready = PacketReader(folder, name, rgb=False), ReadyClips(folder, name)
-        self._chunks = chunks_of(folder, name)
+        self._frames = FrameReader(folder, name)
 
     def of(self, clips: list[Clip]) -> dict[str, float]:
         """Mean CPU microseconds a clip, by step."""
@@ -53,14 +53,18 @@ class Costs:
             spent_s[step] += time.process_time() - begin_s
             return result
 
-        shard, row = self._chunks[clip.chunk]
+        shard, row = self._frames.chunks[clip.chunk]
         table = shard.packet_tables.of_row(row)
         timed(WHOLE, lambda: self._reader.read(clip))
-        found = timed(DECODE, lambda: self._ready.read(clip))
-        frames = [found[number] for number in clip.frames]
-        timed(RESIZE, lambda: crop_clip(frames, rectangle_of(clip), size_px=SIZE_PX))
-        timed(PLAN, lambda: table.needed_for(clip.frames))
+        timed(DECODE, lambda: self._ready.read(clip))
+        crop, places = CroppedPlanes(len(clip.frames), rectangle_of(clip), size_px=SIZE_PX), places_of(clip.frames)
+
+        def resize(frame: int, picture: av.VideoFrame) -> None:
+            timed(RESIZE, lambda: crop.add(picture, places[frame]))
+
+        self._frames.decoder.decode_each(self._frames.read_bytes(clip), resize)
         packets = timed(READ, lambda: read_packets(shard, row, clip.frames, table=table, key=str(clip.chunk)))
+        timed(PLAN, lambda: table.needed_for(clip.frames))
         timed(COMPARE, lambda: [zlib.crc32(content) for _, content in packets])
         timed(WRAP, lambda: [av.Packet(content) for _, content in packets])  # type: ignore[arg-type]
 

@@ -16,9 +16,9 @@ from shards.reader import CommittedShard, Variant
 from train.data.clips import Sampling
 from train.data.crop import Rectangle
 from train.data.decoding.chunks import ChunkDecoder
-from train.data.decoding.clip import ClipShape, make_clip
-from train.data.decoding.planes import as_yuv420, crop_clip
-from train.data.decoding.reading import read_chunk
+from train.data.decoding.clip import ClipMaking, ClipShape
+from train.data.decoding.planes import as_yuv420, crop_clip, places_of
+from train.data.decoding.reading import ChunkBytes, read_chunk
 
 if TYPE_CHECKING:
     import av
@@ -29,12 +29,16 @@ class FrameReader:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.chunks = chunks_of(folder, name)
-        self._decoder = ChunkDecoder()
+        self.decoder = ChunkDecoder()
 
     def read(self, clip: Clip) -> "dict[int, av.VideoFrame]":
         """As `Reader.read`."""
+        return self.decoder.decode(self.read_bytes(clip))
+
+    def read_bytes(self, clip: Clip) -> ChunkBytes:
+        """The packets of a clip."""
         shard, row = self.chunks[clip.chunk]
-        return self._decoder.decode(read_chunk(shard, row, clip.frames, rule="packets", key=str(clip.chunk)))
+        return read_chunk(shard, row, clip.frames, rule="packets", key=str(clip.chunk))
 
     def num_wrong(self, clip: Clip, found: "dict[int, av.VideoFrame]", frames: ChunkFrames) -> int:
         """As `Reader.num_wrong`."""
@@ -51,9 +55,12 @@ class PacketReader:
 
     def read(self, clip: Clip) -> np.ndarray:
         """As `Reader.read`."""
-        found = self._frames.read(clip)
-        frames, rng = [found[frame] for frame in clip.frames], np.random.default_rng(clip.seed)
-        return make_clip(frames, self._shape, rng=rng, in_graph=False, key=str(clip.chunk)).video
+        rng, num_frames = np.random.default_rng(clip.seed), len(clip.frames)
+        making = ClipMaking(self._shape, num_frames=num_frames, rng=rng, key=str(clip.chunk))
+        places = places_of(clip.frames)
+        reading = self._frames.read_bytes(clip)
+        self._frames.decoder.decode_each(reading, lambda frame, picture: making.add(picture, places[frame]))
+        return making.clip().video
 
     def num_wrong(self, clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
         """As `Reader.num_wrong`: of planes every byte must be that of the sequentially decoded frame."""

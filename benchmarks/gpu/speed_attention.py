@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.parts import Result, Setup, Target, one_line
-from benchmarks.gpu.ways import Way, faster_than, flops_columns, release, take_turns
+from benchmarks.gpu.ways import Taken, Way, faster_than, flops_columns, release, take_turns
 from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
 from train.models.packing import Packing, pack
 
@@ -154,7 +154,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
     # What people would choose between; the formula is there to compare.
     fastest = min((name for name in times if name != AUTO), key=lambda name: times[name], default=None)
     slowdown = None if fastest is None else faster_than(taken, fastest, AUTO)
-    best = None if fastest is None else taken[fastest]
+    best = Taken() if fastest is None else taken[fastest]
     row = {
         "shape": shape.name,
         "precision": precision,
@@ -164,8 +164,8 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
         "auto ran": calls.what_ran(attends[AUTO]) if AUTO in times else None,
         "xformers ran": calls.what_ran(attends[XFORMERS]) if XFORMERS in times else None,
         "naive peak MB": _megabytes(taken[NAIVE].peak_bytes),
-        "peak MB": None if best is None else _megabytes(best.peak_bytes),
-        **flops_columns(best and best.num_flops, best and best.median_s, setup, precision=precision),
+        "peak MB": _megabytes(best.peak_bytes),
+        **flops_columns(best.num_flops, best.median_s, setup, precision=precision),
     }
     return row, [f"{name}: {one.error}" for name, one in taken.items() if one.error is not None]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from train.distributed.world import World
 from train.loop import train
 from train.mae.settings import MaeSettings
 from train.models.attention import open_attention
+from train.objective import Objective
 from train.progress import Progress
 from train.run_folder import create_run
 from train.settings import ClipSettings, DualEncoderSettings
@@ -49,7 +51,8 @@ def measure_waits(setup: Setup) -> Result:
     """A row for each task and precision."""
     num_steps = _DRY_STEPS if setup.is_dry_run else _STEPS
     precisions = ["fp32"] if setup.is_dry_run else ["bf16", "fp16"]
-    rows, places = [], []
+    rows: list[dict[str, Any]] = []
+    places = []
     for name, (make_task, settings) in _tasks(setup).items():
         for precision in precisions:
             chosen = replace(settings, precision=precision, steps=num_steps)  # type: ignore[arg-type]
@@ -155,12 +158,12 @@ def _counting(wait: Callable[..., Any], waits: Waits) -> Callable[..., Any]:
 
 def _place() -> str:
     """The innermost line of the project that is being run, this file left out."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(REPOSITORY / "train"):
             return f"{path.relative_to(REPOSITORY)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "elsewhere"
 
 
@@ -190,7 +193,7 @@ def _waits(make_task: MakesTask[Any], settings: ClipSettings, setup: Setup) -> W
         samples = task.training_set(World())
         build = task.build_objective
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Objective:
             objective = build(*args, **kwargs)
             after = objective.after_step
 
@@ -199,7 +202,7 @@ def _waits(make_task: MakesTask[Any], settings: ClipSettings, setup: Setup) -> W
                 # From the end of one step to the end of the last, whatever of a step is done in the next.
                 waits.is_counting = _WARM_STEPS <= step.number < settings.steps
 
-            objective.after_step = after_step
+            objective.after_step = after_step  # type: ignore[method-assign]
             return objective
 
         with mock.patch.object(task, "build_objective", watched):

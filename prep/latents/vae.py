@@ -44,7 +44,11 @@ class Encoder:
         pictures = torch.from_numpy(crops).to(self._device).permute(0, 3, 1, 2)
         if pictures.shape[-1] == size:
             return pictures
-        return functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
+        if not pictures.is_cuda:
+            return functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
+        # Antialiased resizing of bytes is there for CPUs alone.
+        found = functional.interpolate(pictures.float(), size=(size, size), mode="bilinear", antialias=True)
+        return found.round_().clamp_(0, 255).to(torch.uint8)
 
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Latents [N, C, h, w] of the N uint8 pictures [3, H, W] in all parts, shifted and scaled.
@@ -87,6 +91,8 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
         raise UserError(f"{error.name} is not installed", hint="install clipmill[columns]") from None
     diffusers_logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
+    # Convolutions would be rounded to TF32 by default, whose products have eleven bits: that is not float32.
+    torch.backends.cudnn.allow_tf32 = False
     if vae.directory is None:
         model = tiny_vae()
     else:

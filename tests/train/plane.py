@@ -15,6 +15,7 @@ from train.data.filling import LoadedBatch
 from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
 from train.data.place import LoaderState
 from train.distributed.world import World
+from train.late import Number
 from train.objective import Objective
 from train.settings import TrainingSettings
 from train.step import Step
@@ -95,7 +96,7 @@ class Distance(Objective):
         self.slope = nn.Parameter(torch.tensor(3.0))
         self.num_seen = nn.Buffer(torch.zeros(()))
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
         parts = batch["video"].view(torch.float32).to(self.slope.dtype).split(step.microbatch or len(batch["video"]))
         loss, worst = torch.zeros_like(self.slope), torch.zeros_like(self.slope)
         for number, part in enumerate(parts):
@@ -107,8 +108,8 @@ class Distance(Objective):
             loss, worst = loss + part_loss.detach(), torch.maximum(worst, error.detach().abs().max())
         self.num_seen.add_(step.world.size * len(batch["video"]))
         return {
-            "loss": step.world.sum(loss).item() / step.world.size,
-            "worst": step.world.gather(worst[None]).max().item(),
+            "loss": step.world.sum(loss).double() / step.world.size,
+            "worst": step.world.gather(worst[None]).max(),
         }
 
     def after_step(self, step: Step) -> None:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from train.augment.draws import MAX_SIGMA_PX
+from train.sending import sent
 
 RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)
 
@@ -38,6 +39,5 @@ def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
     # Autocast would round the pictures to eight bits of mantissa.
     with torch.autocast(video.device.type, enabled=False):
         for number in np.flatnonzero(sigma_px):
-            matrix = torch.from_numpy(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])))
-            matrix = matrix.to(video.device, non_blocking=True)
+            matrix = sent(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
             video[number] = matrix.T @ (video[number] @ matrix)

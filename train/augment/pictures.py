@@ -19,6 +19,7 @@ from train.augment.draws import Draw
 from train.augment.erase import erase_clips
 from train.augment.jitter import GREY_WEIGHTS, colour_map
 from train.augment.rand_augment import rand_augment_clips
+from train.sending import sent
 
 Triple = tuple[float, float, float]
 
@@ -53,8 +54,8 @@ def to_model_input(
         raise ValueError(f"pictures of {video.shape[-1]} bytes are no 4:2:0 planes of {size_px} x {size_px}")
     device = video.device
     has_contrast = draw is not None and bool((draw.contrast != 1).any())
-    flip = torch.from_numpy(draw.flip).to(device, non_blocking=True) if draw is not None and draw.flip.any() else None
-    to_normalised = torch.from_numpy(colour_map(draw, mean=mean, std=std)).to(device, non_blocking=True)
+    flip = sent(draw.flip, device) if draw is not None and draw.flip.any() else None
+    to_normalised = sent(colour_map(draw, mean=mean, std=std), device)
     pictures = one_pass(
         video,
         _rgb_matrices(device)[colour.long()],

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from train.augment.draws import OPERATIONS, Draw
+from train.sending import constant
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,7 +46,7 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
 
     One clip at a time, as bytes from 0 to 255; all others keep their fractions.
     """
-    mean_C, std_C = (torch.tensor(values, device=video.device)[:, None, None] for values in (mean, std))
+    mean_C, std_C = (constant(values, video.device, torch.float32)[:, None, None] for values in (mean, std))
     for number in np.flatnonzero((draw.operation >= 0).any(axis=1)):
         clip_TCHW = video[number].transpose(0, 1)
         clip_TCHW = ((clip_TCHW * std_C + mean_C) * 255).round().clamp(0, 255).to(torch.uint8)
@@ -66,7 +67,9 @@ def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple)
         return _moved(clip_TCHW, _MOVES[name](strength, clip_TCHW.shape[-1]), fill=fill)
     from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
 
-    return _recoloured(functional, clip_TCHW, name, strength)
+    # Autocast would round the sums of neighbours, of which sharpness is made.
+    with torch.autocast(clip_TCHW.device.type, enabled=False):
+        return _recoloured(functional, clip_TCHW, name, strength)
 
 
 def _recoloured(functional: "ModuleType", clip_TCHW: torch.Tensor, name: str, strength: float) -> torch.Tensor:
@@ -118,5 +121,5 @@ def _moved(clip_TCHW: torch.Tensor, origin: _Map, *, fill: Triple) -> torch.Tens
         moved_TCHW = torch.nn.functional.grid_sample(
             clip_TCHW.float(), grid_THW2, mode="bilinear", padding_mode="border", align_corners=False
         )
-    fill_C11 = torch.tensor(fill, device=clip_TCHW.device)[:, None, None] * 255
+    fill_C11 = constant(fill, clip_TCHW.device, torch.float32)[:, None, None] * 255
     return torch.where(inside_HW, moved_TCHW, fill_C11).round().to(torch.uint8)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
+from train.attention_choice import choose_attention
 from train.bench.clips import ClipLinks
 from train.bench.steps import BatchLinks
 from train.bench.timing import Rate
@@ -16,7 +17,7 @@ from train.data.failures import TooManyFailures
 from train.data.video_captions import VideoCaptions
 from train.distributed.world import World
 from train.loop import check_batch
-from train.models.attention import open_attention
+from train.precision import open_precision
 from train.settings import DualEncoderSettings
 from train.surroundings import machine
 from train.tasks.dual_encoder import DualEncoderTask
@@ -36,11 +37,9 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
             f"train bench measures pixels, not --input {settings.input}", hint="leave out --input and --text-tower"
         )
     device = choose_device(settings.device)
-    task = DualEncoderTask(
-        settings,
-        door=open_attention(settings.attention, device_type=device.type, compiles=settings.compile),
-        device=device,
-    )
+    products = open_precision(settings.precision, device_type=device.type).products
+    door, _ = choose_attention(settings, device=device, products=products)
+    task = DualEncoderTask(settings, door=door, device=device)
     samples = task.training_set(World())
     if not isinstance(samples, VideoCaptions):
         raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")

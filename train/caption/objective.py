@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from train.caption.tokenizer import NO_TOKEN
 from train.data.batch import Batch
 from train.distributed.pipeline import Pipeline, PipelineBatch
+from train.late import Number
 from train.objective import Objective
 from train.step import Step
 
@@ -32,15 +33,16 @@ class CaptionLoss(Objective):
         super().__init__()
         self._inputs, self._end_id, self._label_smoothing = inputs, end_id, label_smoothing
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
         """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
-        targets_BKL = without_padding(batch["targets"])
+        longest = int(batch["length"].max()) if "length" in batch else None
+        targets_BKL = without_padding(batch["targets"], longest=longest)
         num_samples = len(targets_BKL)
         num_tokens = step.world.sum((targets_BKL != NO_TOKEN).sum())
         size = min(step.microbatch or num_samples, num_samples)
         if isinstance(model, Pipeline):
             total = model.backward(self._pipelined(batch, targets_BKL, num_tokens=num_tokens), step)
-            return {"loss": step.world.sum(total).item(), "num_tokens": float(num_tokens)}
+            return {"loss": step.world.sum(total), "num_tokens": num_tokens}
         total = torch.zeros((), dtype=torch.float64, device=targets_BKL.device)
         for part, begin in enumerate(range(0, num_samples, size)):
             rows = slice(begin, min(begin + size, num_samples))
@@ -51,7 +53,7 @@ class CaptionLoss(Objective):
                 # Gradients are averaged over ranks, and this is a part of a sum.
                 step.scale(loss * step.world.size).backward()
             total += loss.detach()
-        return {"loss": step.world.sum(total).item(), "num_tokens": float(num_tokens)}
+        return {"loss": step.world.sum(total), "num_tokens": num_tokens}
 
     def _pipelined(self, batch: Batch, targets_BKL: torch.Tensor, *, num_tokens: torch.Tensor) -> PipelineBatch:
         def loss(logits: torch.Tensor, targets_RKL: torch.Tensor) -> torch.Tensor:
@@ -65,9 +67,14 @@ class CaptionLoss(Objective):
         )
 
 
-def without_padding(targets_BKL: torch.Tensor) -> torch.Tensor:
-    """The targets without the last places, where no caption has a token; one place at least."""
-    longest = int((targets_BKL != NO_TOKEN).sum(dim=-1).max())
+def without_padding(targets_BKL: torch.Tensor, *, longest: int | None = None) -> torch.Tensor:
+    """The targets without the last places, where no caption has a token; one place at least.
+
+    Args:
+        longest: tokens of the longest caption. Counted when left out, for which the host waits for the device.
+    """
+    if longest is None:
+        longest = int((targets_BKL != NO_TOKEN).sum(dim=-1).max())
     return targets_BKL[..., : max(1, longest)]
 
 

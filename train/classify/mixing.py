@@ -70,6 +70,7 @@ def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, 
     Args:
         smoothing: part of a target that is spread evenly over all classes (Szegedy et al. 2016, section 7).
     """
-    one_hot_BK = torch.nn.functional.one_hot(label_B, num_classes).float()
+    # torch's one_hot looks at the labels' range first, for which a host may wait for its device.
+    one_hot_BK = (label_B[:, None] == torch.arange(num_classes, device=label_B.device)).float()
     smooth_BK = one_hot_BK * (1 - smoothing) + smoothing / num_classes
     return mix.share * smooth_BK + (1 - mix.share) * smooth_BK.flip(0)

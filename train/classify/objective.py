@@ -11,6 +11,7 @@ from torch import nn
 from train.classify.mixing import NOTHING, draw_mix, mix_clips, mixed_targets
 from train.classify.settings import ClassifySettings
 from train.data.batch import Batch
+from train.late import Number
 from train.objective import Objective
 from train.step import Step
 
@@ -37,7 +38,7 @@ class SoftCrossEntropy(Objective):
         super().__init__()
         self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
         """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
         settings = self._settings
         num_samples = len(batch["label"])
@@ -63,7 +64,7 @@ class SoftCrossEntropy(Objective):
                 )
                 step.scale(loss).backward()
             total += loss.detach()
-        return {"loss": step.world.sum(total).item() / step.world.size}
+        return {"loss": step.world.sum(total).double() / step.world.size}
 
 
 def soft_cross_entropy(logits_RK: torch.Tensor, targets_RK: torch.Tensor) -> torch.Tensor:

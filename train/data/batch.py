@@ -16,6 +16,8 @@
     latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says
     num_frames   int64 [B]            real frames among the T, where tails are filled up with zeros
     text         float16 [B, D]       embedding of the caption, of unit length
+    length       int64 [B]            tokens of the caption with its end; of the longest of K. `to_device` counts them:
+                                      they stay on the CPU, where they are asked for, when the tokens have left it
 
 A task says which of them it needs; a sample has the same names without the B.
 """
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 
 Input = Literal["pixels", "latents"]
 
+PICTURES = ("video", "colour", "latents")
 # What a model works on; position, key and ids stay on the CPU, where they are asked for.
-_TENSORS = ("video", "colour", "tokens", "latents", "num_frames", "text", "relevancy", "label", "targets")
+TENSORS = (*PICTURES, "tokens", "num_frames", "text", "relevancy", "label", "targets")
 
 
 class Sample(TypedDict, total=False):
@@ -68,6 +71,7 @@ class Batch(TypedDict, total=False):
     latents: "torch.Tensor"
     num_frames: "torch.Tensor"
     text: "torch.Tensor"
+    length: "torch.Tensor"
 
 
 class BatchRing:
@@ -121,10 +125,20 @@ class BatchRing:
         return buffer
 
 
-def to_device(batch: Batch, device: "torch.device") -> Batch:
-    """The batch with what a model works on on `device`."""
+def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
+    """The batch with what a model works on on `device`, and with the lengths of its captions on the CPU.
+
+    Args:
+        names: what is moved.
+    """
     moved = batch.copy()
-    for name in _TENSORS:
+    if "length" not in moved:
+        if "tokens" in moved:
+            # CLIP's end of text has the largest id.
+            moved["length"] = moved["tokens"].argmax(dim=1).add_(1).cpu()
+        elif "targets" in moved:
+            moved["length"] = (moved["targets"] >= 0).sum(dim=-1).amax(dim=-1).cpu()
+    for name in names:
         if name in moved:
             moved[name] = moved[name].to(device, non_blocking=True)  # type: ignore[literal-required]
     return moved

@@ -1,8 +1,9 @@
 """The chunks of some videos: where they lie, reading them, decoding them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,6 +17,9 @@ from shards.tars import TarBytes
 from train.data.chunk_table import ChunkTable, chunk_table
 from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
 from train.data.decoding.reading import ChunkBytes, DecodeRule, has_closed_gops, read_chunk
+
+if TYPE_CHECKING:
+    import av
 
 
 class ChunkSet:
@@ -61,6 +65,14 @@ class ChunkSet:
     def decode(self, content: ChunkBytes) -> ChunkFrames:
         """Frames of a chunk that was read; SampleFailed where they do not come out."""
         return self._decoder.decode(content)
+
+    def decode_each(self, content: ChunkBytes, use: "Callable[[int, av.VideoFrame], None]") -> None:
+        """Hands each frame of a chunk that was read to `use`, with its index, when it comes out of the decoder.
+
+        Raises:
+            SampleFailed: a frame does not come out.
+        """
+        self._decoder.decode_each(content, use)
 
     def describe(self) -> str:
         """What is not decoded as it was asked for; empty where all is."""

@@ -4,12 +4,12 @@ Two batches exist at a time, the one that is used and the next: a loader whose b
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from train.data.batch import to_device
+from train.data.batch import TENSORS, to_device
 from train.data.filling import LoadedBatch
 
 if TYPE_CHECKING:
@@ -19,10 +19,15 @@ _NUM_BATCHES = 2
 _GOODBYE_S = 10.0
 
 
-def prefetch(batches: Iterator[LoadedBatch], device: "torch.device") -> Generator[LoadedBatch, None, None]:
+def prefetch(
+    batches: Iterator[LoadedBatch], device: "torch.device", *, names: Sequence[str] = TENSORS
+) -> Generator[LoadedBatch, None, None]:
     """`batches` with their tensors on `device`, made by a thread of its own that is one batch ahead.
 
     A batch is valid until the next one is asked for. Closing the generator closes `batches`.
+
+    Args:
+        names: of the tensors.
 
     Raises:
         Exception: what `batches` raised, when its turn comes.
@@ -36,7 +41,7 @@ def prefetch(batches: Iterator[LoadedBatch], device: "torch.device") -> Generato
 
     def run() -> None:
         try:
-            transfer = _transfer_to(device)
+            transfer = _transfer_to(device, names)
             while True:
                 free.get()
                 if is_over or (loaded := next(batches, None)) is None:
@@ -63,16 +68,16 @@ def prefetch(batches: Iterator[LoadedBatch], device: "torch.device") -> Generato
         thread.join(_GOODBYE_S)  # longer only where the next batch waits for a file system that does not answer
 
 
-def _transfer_to(device: "torch.device") -> Callable[[LoadedBatch], LoadedBatch]:
+def _transfer_to(device: "torch.device", names: Sequence[str]) -> Callable[[LoadedBatch], LoadedBatch]:
     if device.type != "cuda":
-        return lambda loaded: loaded
+        return lambda loaded: replace(loaded, batch=to_device(loaded.batch, device, names=names))
     import torch
 
     stream = torch.cuda.Stream(device)
 
     def transfer(loaded: LoadedBatch) -> LoadedBatch:
         with torch.cuda.stream(stream):
-            batch = to_device(loaded.batch, device)
+            batch = to_device(loaded.batch, device, names=names)
         # The buffers of the batch may be filled again from here on.
         stream.synchronize()
         return replace(loaded, batch=batch)

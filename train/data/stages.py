@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from train.data.batch import PICTURES
 from train.data.filling import LoadedBatch
 from train.distributed.world import World
-
-_PICTURES = ("video", "colour", "latents")
 
 
 def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
@@ -39,7 +38,7 @@ def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iter
 
 def _without_pictures(loaded: LoadedBatch) -> LoadedBatch:
     batch = loaded.batch.copy()
-    for name in _PICTURES:
+    for name in PICTURES:
         batch.pop(name, None)  # type: ignore[misc]
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,13 @@ from train.data.chunk_set import ChunkSet
 from train.data.clip_captions import Spans
 from train.data.clips import US_PER_S
 from train.data.decoding.chunks import ChunkFrames
-from train.data.decoding.clip import Clip, ClipShape, frame_places, make_clip
+from train.data.decoding.clip import Clip, ClipMaking, ClipShape, frame_places, make_clip
 from train.data.decoding.rgb import rgb_pictures
 from train.data.failures import FailedSample, SampleFailed
 from train.data.loader import Visit
+
+if TYPE_CHECKING:
+    import av
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,11 @@ class ClipPlan:
     rng: np.random.Generator | None
 
     @cached_property
-    def by_chunk(self) -> dict[int, set[int]]:
-        """The frames of each chunk."""
-        by_chunk: dict[int, set[int]] = {}
-        for chunk, frame in self.places:
-            by_chunk.setdefault(chunk, set()).add(frame)
+    def by_chunk(self) -> dict[int, dict[int, list[int]]]:
+        """The frames of each chunk, and the places of each of them in the clip."""
+        by_chunk: dict[int, dict[int, list[int]]] = {}
+        for place, (chunk, frame) in enumerate(self.places):
+            by_chunk.setdefault(chunk, {}).setdefault(frame, []).append(place)
         return by_chunk
 
 
@@ -61,7 +65,7 @@ class VideoClips:
         """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
         try:
             plan = self.plan(Visit(clip, clip, None))
-            shown = self.clip(plan, self._decoded(plan, {}))
+            shown = self._show(plan, {})
         except SampleFailed:
             return []
         pictures = shown.video
@@ -79,7 +83,7 @@ class VideoClips:
         loaded: list[Sample | FailedSample] = []
         for plan in plans:
             try:
-                loaded.append(finish(plan.visit, self.clip(plan, self._decoded(plan, shared))))
+                loaded.append(finish(plan.visit, self._show(plan, shared)))
             except SampleFailed as error:
                 loaded.append(FailedSample(plan.visit.position, error.key, error.reason, error.detail))
         return loaded
@@ -109,19 +113,35 @@ class VideoClips:
             parts.append(f"{num_shrunk:,} shorter than {self._shape.sampling.window}, with a smaller stride")
         return parts
 
-    def _decoded(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> dict[int, ChunkFrames]:
+    def _show(self, plan: ClipPlan, shared: Mapping[int, ChunkFrames]) -> Clip:
+        """Reads and decodes what is not `shared`; a frame is cropped when it comes out of the decoder."""
         chunks = self.chunks
-        return {
-            chunk: shared.get(chunk) or chunks.decode(chunks.read(chunk, frames))
-            for chunk, frames in plan.by_chunk.items()
-        }
+        if chunks.rule == "filter":
+            decoded = {
+                chunk: shared.get(chunk) or chunks.decode(chunks.read(chunk, frames))
+                for chunk, frames in plan.by_chunk.items()
+            }
+            return self.clip(plan, decoded)
+        key = self.key(plan.visit.sample)
+        making = ClipMaking(self._shape, num_frames=len(plan.places), rng=plan.rng, key=key)
+        for chunk, places in plan.by_chunk.items():
+
+            def add(frame: int, picture: "av.VideoFrame", places: dict[int, list[int]] = places) -> None:
+                making.add(picture, places[frame])
+
+            if chunk in shared:
+                for frame in places:
+                    add(frame, shared[chunk][frame])
+            else:
+                chunks.decode_each(chunks.read(chunk, places), add)
+        return making.clip()
 
     def _decode_shared(self, plans: Sequence[ClipPlan]) -> dict[int, ChunkFrames]:
         """Frames of the chunks that several plans show; a chunk that fails is left to each of them to fail with."""
         wanted: dict[int, set[int]] = {}
         for plan in plans:
-            for chunk, frames in plan.by_chunk.items():
-                wanted.setdefault(chunk, set()).update(frames)
+            for chunk, places in plan.by_chunk.items():
+                wanted.setdefault(chunk, set()).update(places)
         shared: dict[int, ChunkFrames] = {}
         for chunk, frames in wanted.items():
             if sum(chunk in plan.by_chunk for plan in plans) > 1:

@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from train.sending import sent
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor, sharing its memory; the whole of a plain one."""
@@ -27,7 +29,8 @@ def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> tor
     for index, tensor in enumerate(like):
         if isinstance(tensor, DTensor):
             spread.setdefault((tensor.device_mesh, _summands(tensor.placements)), []).append(index)
-    for (mesh, placements), indices in spread.items():
+    for (mesh, placements), numbers in spread.items():
+        indices = sent(torch.tensor(numbers), squares_N.device)
         # Where a mesh has one rank, or all have the whole, this exchanges nothing.
         squares_N[indices] = DTensor.from_local(squares_N[indices], mesh, placements, run_check=False).full_tensor()
     return squares_N.sqrt()

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from train.distributed.world import World
 
@@ -46,8 +46,9 @@ class Storage:
         self._group: dist.ProcessGroup | None = None
         if world.size > 1:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        # No pinned memory, no processes: copies wait for nothing that outlives them.
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        # No pinned memory, no processes: copies wait for nothing that outlives them. (DefaultStager, which has one of
+        # these, can be used only once in torch 2.11.)
+        self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
     def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies on the CPU; they take the place of those of the call before."""
@@ -64,7 +65,7 @@ class Storage:
             FailedElsewhere: those of another rank could not.
         """
         files = _Files()
-        writer = dcp.FileSystemWriter(str(folder), thread_count=_NUM_THREADS, sync_files=False)
+        writer = _Writer(str(folder), thread_count=_NUM_THREADS, sync_files=False)
         writer.fs = files
         metadata = dcp.save(
             dict(tensors),
@@ -178,6 +179,14 @@ class _Stream(io.RawIOBase):
         except OSError as error:
             if self._files.error is None:
                 self._files.error = OSError(error.errno, error.strerror, str(self._path))
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Has `dcp.save` return where each tensor is: torch 2.11 says so only in the file that it writes."""
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, results)
+        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
 
 
 class _Reader(dcp.FileSystemReader):

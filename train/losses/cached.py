@@ -5,6 +5,7 @@ gradients by the embeddings, embed each part again, with the same dropout, and s
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from torch import nn
 from train.data.batch import Batch
 from train.step import Step
 
-Inputs = Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+# Clips and captions, and what else the model is to be told of them.
+Inputs = Callable[[Batch], tuple[Any, ...]]
 FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
+from train.late import Number
 from train.losses.cached import Inputs, backward_through
 from train.losses.scores import Scores
 from train.losses.settings import Loss
@@ -32,7 +33,7 @@ class Contrast:
     video_grad_bE: torch.Tensor
     text_grad_bE: torch.Tensor
     own_grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
 
 
 class ContrastiveObjective(Objective):
@@ -55,18 +56,18 @@ class ContrastiveObjective(Objective):
         """log of 1 / temperature, as CLIP's files store it; None for a loss without one."""
         return None
 
-    def learning_rate(self, scheduled: float) -> float:
+    def learning_rate(self, scheduled: float) -> Number:
         """The temperature's own, where it has one."""
         return self._settings.own_temperature_lr or scheduled
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
         """Adds the gradients of the loss over the batches of all ranks.
 
         Returns:
             loss; batch_accuracy: share of clips to which no caption is nearer than their own; temperature, where the
             loss has one, before the step; and what the loss adds.
         """
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Number] = {}
 
         def gradients(video_bE: torch.Tensor, text_bE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():
@@ -84,9 +85,7 @@ class ContrastiveObjective(Objective):
             return contrast.video_grad_bE, contrast.text_grad_bE
 
         backward_through(model, self._inputs, batch, step, gradients)
-        # One wait for the device, not one a number.
-        values = torch.stack([value.double() for value in found.values()]).tolist()
-        return dict(zip(found, values, strict=True))
+        return found
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

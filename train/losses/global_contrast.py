@@ -22,6 +22,7 @@ from train.losses.contrastive import Contrast, ContrastiveObjective
 from train.losses.moving_average import UNSEEN, averaged, groups, inner_rate
 from train.losses.scores import Scores, exponential_gradients, log_sums
 from train.losses.settings import Loss
+from train.sending import sent
 from train.step import Step
 
 
@@ -171,7 +172,7 @@ class GlobalContrast(ContrastiveObjective):
             numbers={
                 "temperature": (sides[0].temperature_B + sides[1].temperature_B).mean() / 2,
                 "log_u": (estimates[0].log_u_B + estimates[1].log_u_B).mean() / 2,
-                "gamma": pair_B.new_tensor(gamma),
+                "gamma": gamma,
             },
         )
 
@@ -184,7 +185,7 @@ class GlobalContrast(ContrastiveObjective):
         own_b2 = torch.stack(
             [self._checked("clip", batch["clip_id"]), self._checked("caption", batch["caption_id"])], dim=1
         )
-        ids_B2 = step.world.gather(own_b2.to(scores.pair_b.device))
+        ids_B2 = step.world.gather(sent(own_b2, scores.pair_b.device))
         return (
             self._side("clip", self.clips, ids_B2[:, 0], scores),
             self._side("caption", self.captions, ids_B2[:, 1], scores),

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from train.distributed.world import World
+from train.late import Number
 from train.losses.cached import Inputs
 from train.losses.global_contrast import Estimate, GlobalContrast, GlobalSet, Side
 from train.losses.settings import Loss
@@ -78,10 +79,15 @@ class OneTemperature(GlobalContrast):
             gradient = gradient + self.side_weight * ((logs_B[0] + logs_B[1]).mean() + 2 * self._settings.number("rho"))
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
-    def learning_rate(self, scheduled: float) -> float:
-        """The temperature's own, where it has one; a third of it where v3 has become slow."""
+    def learning_rate(self, scheduled: float) -> Number:
+        """The temperature's own, where it has one; a third of it where v3 has become slow, as the device knows."""
         own = super().learning_rate(scheduled)
-        return own / _SLOWER if self._is_v3 and bool(self.is_slow) else own
+        if not self._is_v3 or isinstance(own, torch.Tensor):
+            return own
+        device = self.is_slow.device
+        dtype = torch.float32 if device.type == "cuda" else torch.float64
+        rate = torch.full((), own, dtype=dtype, device=device)
+        return torch.where(self.is_slow, rate / _SLOWER, rate)
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:

@@ -63,7 +63,7 @@ class SigLIP(ContrastiveObjective):
                 "logit_scale": scores.by_factor(video_grad_bE),
                 "logit_bias": (falsely - miss_B.sum()) / scores.num,
             },
-            numbers={"bias": bias.detach()},
+            numbers={"bias": bias.detach().clone()},
         )
 
     @torch.no_grad()

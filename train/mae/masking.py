@@ -11,6 +11,7 @@ import torch
 from train.mae.masks import MaskCounts, decoded_cubes, mask_counts, tube_masks
 from train.mae.settings import MaeSettings
 from train.models.cubes import CubeGrid
+from train.sending import sent
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Masking:
 
     def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
         """The masks of the samples at some positions; outside of training everything hidden is predicted."""
-        settings, grid, positions_B = self.settings, self.grid, positions_B.to(device, non_blocking=True)
+        settings, grid, positions_B = self.settings, self.grid, sent(positions_B, device)
         masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
         if settings.decoder_mask == "none" or not is_training:
             return Masks(masked_BN, None)

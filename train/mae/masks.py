@@ -14,6 +14,7 @@ import torch
 from train.data.device_chance import uniform
 from train.mae.settings import DecoderMask, num_masked_places
 from train.models.cubes import CubeGrid
+from train.sending import constant
 
 # Places of a cell of 2 x 2 patches, numbered round the cell, so that what is kept moves to a neighbour.
 _CELL = ((0, 1), (3, 2))
@@ -86,7 +87,7 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
         ratio: share of a cell's places that is not kept at a step: 0.25, 0.5 or 0.75.
     """
     device = starts_B.device
-    cell = torch.tensor(_CELL, device=device)
+    cell = constant(_CELL, device, torch.int64)
     row_R1, column_C = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.columns, device=device)
     place_P = cell[row_R1 % 2, column_C % 2].flatten()
     step_S1 = torch.arange(grid.steps, device=device)[:, None]

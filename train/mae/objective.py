@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
+from train.late import Number
 from train.mae.masking import Masking
 from train.mae.targets import normalised_cubes, reconstruction_loss
 from train.models.masked_autoencoder import predicted_cubes
@@ -41,7 +42,7 @@ class MaskedReconstruction(Objective):
         super().__init__()
         self._inputs, self._masking, self._size, self._std = inputs, masking, size, std
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
         """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
         positions_B = batch["position"]
         num_samples = len(positions_B)
@@ -53,7 +54,7 @@ class MaskedReconstruction(Objective):
                 loss = self._loss(model, batch, rows, step=step) * ((rows.stop - rows.start) / num_samples)
                 step.scale(loss).backward()
             losses.append(loss.detach())
-        return {"loss": step.world.sum(torch.stack(losses).sum()).item() / step.world.size}
+        return {"loss": step.world.sum(torch.stack(losses).sum()).double() / step.world.size}
 
     def _loss(self, model: nn.Module, batch: Batch, rows: slice, *, step: Step) -> torch.Tensor:
         clips_RCTHW = self._inputs(batch, rows)

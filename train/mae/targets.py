@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from train.models.cubes import cubes_of, picked
+from train.sending import constant
 
 _EPS = 1e-6
 
@@ -40,7 +41,7 @@ def normalised_cubes(
     # In place: this is most of a batch.
     x.sub_(x.mean(2, keepdim=True))
     deviation = torch.linalg.vector_norm(x, dim=2, keepdim=True).div_((x.shape[2] - 1) ** 0.5)
-    eps = _EPS / torch.tensor(std or (1.0,), dtype=x.dtype, device=x.device)
+    eps = _EPS / constant(tuple(std or (1.0,)), x.device, x.dtype)
     x.div_(deviation.add_(eps))
     return x.flatten(2)
 

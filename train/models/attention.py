@@ -1,19 +1,24 @@
-"""The one door of attention: xformers on CUDA, torch elsewhere.
+"""The one door of attention: xformers or torch's own kernels on CUDA, torch's elsewhere.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of the same length L.
 """
 
 import logging
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from importlib import import_module
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from manifests.errors import UserError
 from train.models.packing import Packing
 
-AttentionChoice = Literal["auto", "xformers", "sdpa", "naive"]
+AttentionChoice = Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"]
+# Kernels of SDPA that may be asked for by name, and what computes a shape that they do not support.
+_OTHERWISE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+PREFERRED = {"flash": _OTHERWISE, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_OTHERWISE]}
 
 
 class Attend(Protocol):
@@ -46,31 +51,31 @@ class AttentionDoor:
 
 
 def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionDoor:
-    """Chooses an implementation for a device (`cpu`, `cuda`).
+    """Chooses an implementation for a device (`cpu`, `cuda`), without measuring (see train.attention_choice).
 
     Args:
         compiles: the model goes through torch.compile, which sees into SDPA and not into xformers.
 
     Raises:
-        UserError: xformers was asked for and cannot be used.
+        UserError: xformers, or a kernel of a GPU, was asked for and cannot be used.
     """
     if choice == "naive":
         return AttentionDoor("naive", "asked for by --attention naive, to compare", attend_naively)
     if choice == "sdpa":
         return AttentionDoor("sdpa", "asked for by --attention sdpa", attend_with_sdpa)
-    if choice == "xformers" and device_type != "cuda":
+    if choice in ("xformers", *PREFERRED) and device_type != "cuda":
         raise UserError(
-            f"xformers has no attention for a {device_type} (asked for by --attention xformers)",
+            f"{choice} has no attention for a {device_type} (asked for by --attention {choice})",
             hint="use --attention sdpa, or --device cuda",
         )
+    if choice in PREFERRED:
+        return AttentionDoor(choice, f"asked for by --attention {choice}", attend_preferring(choice))
     if device_type != "cuda":
         return AttentionDoor("sdpa", f"xformers has no attention for a {device_type}", attend_with_sdpa)
     if choice == "auto" and compiles:
         return AttentionDoor("sdpa", "--compile sees into it, and not into xformers", attend_with_sdpa)
-    # Loading xformers logs complaints about its compiled parts, which the kernels used here do without.
-    logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
-        import xformers.ops  # noqa: F401
+        load_xformers()
     except ImportError as error:
         if choice == "xformers":
             raise UserError(
@@ -80,6 +85,39 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
         return AttentionDoor("sdpa", f"xformers cannot be imported: {error}", attend_with_sdpa)
     reason = "asked for by --attention xformers" if choice == "xformers" else "the device is a cuda one"
     return AttentionDoor("xformers", reason, attend_with_xformers)
+
+
+def load_xformers() -> str | None:
+    """Loads xformers; returns what its own compiled library says where that cannot be loaded, else None.
+
+    That library has kernels of 2:4 sparsity and none of attention (docs/models.md), so a run is not troubled with the
+    warning; `train doctor` prints it.
+
+    Raises:
+        ImportError: xformers is not installed, or does not suit this torch.
+    """
+    logging.getLogger("xformers").setLevel(logging.ERROR)
+    import xformers.ops  # noqa: F401
+
+    error = getattr(import_module("xformers._cpp_lib"), "_cpp_library_load_exception", None)
+    return None if error is None else str(error)
+
+
+def attend_preferring(kernel: str) -> Attend:
+    """`attend_with_sdpa` with one of `PREFERRED` first; shapes that it does not support go to torch's other kernels."""
+
+    def attend(
+        q_BMHK: torch.Tensor,
+        k_BMHK: torch.Tensor,
+        v_BMHK: torch.Tensor,
+        *,
+        causal: bool = False,
+        packing: Packing | None = None,
+    ) -> torch.Tensor:
+        with sdpa_kernel(PREFERRED[kernel], set_priority=True):
+            return attend_with_sdpa(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
+
+    return attend
 
 
 def attend_with_sdpa(
@@ -114,15 +152,50 @@ def attend_with_xformers(
     """`Attend` by xformers.ops.memory_efficient_attention; [B, M, H, K] in and out."""
     from xformers import ops
 
-    if packing is not None:
-        bias = packing.prepared.get("xformers")
-        if bias is None:
-            bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(list(packing.lengths), device=q_BMHK.device)
-            packing.prepared["xformers"] = bias
-    else:
-        bias = ops.LowerTriangularMask() if causal else None
+    bias = _xformers_bias(q_BMHK.device, causal=causal, packing=packing)
     out_BMHK: torch.Tensor = ops.memory_efficient_attention(q_BMHK, k_BMHK, v_BMHK, attn_bias=bias)
     return out_BMHK
+
+
+def _xformers_bias(device: torch.device, *, causal: bool, packing: Packing | None) -> Any:
+    from xformers import ops
+
+    if packing is None:
+        return ops.LowerTriangularMask() if causal else None
+    bias = packing.prepared.get("xformers")
+    if bias is None:
+        bias = ops.fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(list(packing.lengths), device=device)
+        packing.prepared["xformers"] = bias
+    return bias
+
+
+def xformers_operators(
+    q_BMHK: torch.Tensor,
+    k_BMHK: torch.Tensor,
+    v_BMHK: torch.Tensor,
+    *,
+    causal: bool = False,
+    packing: Packing | None = None,
+) -> tuple[str, str | None]:
+    """Names of the operators that `attend_with_xformers` runs, forward and backward (None without gradients).
+
+    It asks the functions that memory_efficient_attention itself dispatches by (xformers.ops.fmha.dispatch).
+
+    Raises:
+        NotImplementedError: none supports such tensors.
+    """
+    from xformers.ops.fmha import dispatch
+    from xformers.ops.fmha.common import Inputs
+
+    bias = _xformers_bias(q_BMHK.device, causal=causal, packing=packing)
+    inputs = Inputs(query=q_BMHK, key=k_BMHK, value=v_BMHK, attn_bias=bias)
+    needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
+    forward = dispatch._dispatch_fw(inputs, needs_gradient)
+    if not needs_gradient:
+        return forward.NAME, None
+    # Only of several sequences do packed and padded sums of exponents differ.
+    is_packed = forward.VARLEN_LSE_PACKED if packing is not None and packing.num_sequences > 1 else None
+    return forward.NAME, dispatch._dispatch_bw(inputs, is_packed).NAME
 
 
 def attend_naively(

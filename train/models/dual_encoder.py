@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from train.models.attention import Attend
@@ -112,19 +114,25 @@ class DualEncoder(nn.Module):
         if towers.activation_checkpointing:
             checkpoint_blocks(self)
 
-    def forward(self, video_BCTHW: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of clips and of captions, each [B, E] and of unit length; for `text` see `embed_text`."""
-        # Captions first: reading their lengths waits for the device, which has nothing else to finish yet.
-        text_BE = self.embed_text(text)
+    def forward(
+        self, video_BCTHW: torch.Tensor, text: torch.Tensor, lengths_B: NDArray[np.int64] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of clips and of captions, each [B, E] and of unit length; for the captions see `embed_text`."""
+        # Captions first: where their lengths must be read from the device, it has nothing else to finish yet.
+        text_BE = self.embed_text(text, lengths_B)
         return self.embed_video(video_BCTHW), text_BE
 
     def embed_video(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
         """Clips [B, C, T, H, W] to float32 [B, E] of unit length (float64 where the model is)."""
         return _of_unit_length(self.video(video_BCTHW))
 
-    def embed_text(self, text: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, L], or without a text tower ready embeddings [B, E], to float32 [B, E] of unit length."""
-        return _of_unit_length(text if self.text is None else self.text(text))
+    def embed_text(self, text: torch.Tensor, lengths_B: NDArray[np.int64] | None = None) -> torch.Tensor:
+        """Token ids [B, L], or without a text tower ready embeddings [B, E], to float32 [B, E] of unit length.
+
+        Args:
+            lengths_B: tokens of each caption, its end included, if the host knows them.
+        """
+        return _of_unit_length(text if self.text is None else self.text(text, lengths_B))
 
 
 def _of_unit_length(embedding_BE: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from train.sending import sent
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
@@ -21,6 +23,7 @@ class Packing:
         sequence_M: int64, the sequence that a token belongs to.
         position_M: int64, a token's place in its sequence, from 0.
         place_M: int64, a token's place in the rows of sequences padded to the longest, [N * longest].
+        end_N: int64, the last token of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -28,6 +31,7 @@ class Packing:
     sequence_M: torch.Tensor
     position_M: torch.Tensor
     place_M: torch.Tensor
+    end_N: torch.Tensor
 
     @property
     def num_sequences(self) -> int:
@@ -43,7 +47,7 @@ class Packing:
         for length in sorted(set(self.lengths)):
             begins_n = begins_N[lengths_N == length]
             tokens = (begins_n[:, None] + torch.arange(length)).flatten()
-            found.append((length, tokens.to(self.place_M.device)))
+            found.append((length, sent(tokens, self.place_M.device)))
         return tuple(found)
 
     @cached_property
@@ -66,7 +70,15 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
     begins_N = lengths_N.cumsum(0) - lengths_N
     sequence_M = torch.repeat_interleave(torch.arange(len(lengths)), lengths_N)
     position_M = torch.arange(len(sequence_M)) - begins_N[sequence_M]
-    places = torch.stack([sequence_M, position_M, sequence_M * longest + position_M]).to(device, non_blocking=True)
+    end_N = lengths_N.cumsum(0) - 1
+    places = torch.cat([sequence_M, position_M, sequence_M * longest + position_M, end_N])
+    num_tokens = len(sequence_M)
+    sequence_M, position_M, place_M, end_N = sent(places, device).split([num_tokens] * 3 + [len(lengths)])
     return Packing(
-        lengths=tuple(lengths), longest=longest, sequence_M=places[0], position_M=places[1], place_M=places[2]
+        lengths=tuple(lengths),
+        longest=longest,
+        sequence_M=sequence_M,
+        position_M=position_M,
+        place_M=place_M,
+        end_N=end_N,
     )

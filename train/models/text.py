@@ -40,7 +40,7 @@ class TextTower(nn.Module):
 
     Args:
         is_packed: captions are computed without what follows their end, one behind the other; otherwise each fills
-            its row, which takes no look at the lengths (a wait for the device) and has the same shape in every batch.
+            its row, which takes no look at the lengths and has the same shape in every batch.
     """
 
     def __init__(self, size: TextTowerSize, *, embedding_width: int, attend: Attend, is_packed: bool = True) -> None:
@@ -54,9 +54,14 @@ class TextTower(nn.Module):
         self.text_projection = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 
-    def forward(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """Embeds int64 token ids [B, L] as [B, E], not yet of unit length."""
-        ends_BD = self._packed_ends(tokens_BL) if self.is_packed else self._padded_ends(tokens_BL)
+    def forward(self, tokens_BL: torch.Tensor, lengths_B: NDArray[np.int64] | None = None) -> torch.Tensor:
+        """Embeds int64 token ids [B, L] as [B, E], not yet of unit length.
+
+        Args:
+            lengths_B: tokens of each caption, its end included. Read from the device when left out, if captions are
+                packed: the host waits for it.
+        """
+        ends_BD = self._packed_ends(tokens_BL, lengths_B) if self.is_packed else self._padded_ends(tokens_BL)
         embedding_BE: torch.Tensor = self.ln_final(ends_BD) @ self.text_projection
         return embedding_BE
 
@@ -65,13 +70,14 @@ class TextTower(nn.Module):
         x_BLD = self.transformer(x_BLD, causal=True)
         return x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), tokens_BL.argmax(dim=1)]
 
-    def _packed_ends(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        lengths_B = tokens_BL.argmax(dim=1) + 1
+    def _packed_ends(self, tokens_BL: torch.Tensor, lengths_B: NDArray[np.int64] | None) -> torch.Tensor:
+        if lengths_B is None:
+            lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
         tokens_M = tokens_BL[packing.sequence_M, packing.position_M]
         x_1MD = (self.token_embedding(tokens_M) + self.positional_embedding[packing.position_M])[None]
         x_1MD = self.transformer(x_1MD, causal=True, packing=packing)
-        return x_1MD[0].index_select(0, lengths_B.cumsum(0) - 1)
+        return x_1MD[0].index_select(0, packing.end_N)
 
 
 def load_tokenizer() -> Tokenize:

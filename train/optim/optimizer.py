@@ -8,12 +8,15 @@ from torch import nn
 
 from train.distributed.sharded import local_part, norms
 from train.distributed.world import World
+from train.late import Number
 from train.objective import Objective
+from train.optim.foreach import ForeachOptimizer
 from train.optim.groups import parameter_groups
 from train.optim.lamb import Lamb
 from train.optim.lion import Lion
 from train.optim.schedule import learning_rate
 from train.optim.settings import OptimizerSettings
+from train.optim.sgd import Sgd
 from train.settings import TrainingSettings
 
 # Where torch's AdamW takes a step in one pass over memory: a seventh of the time on a CPU.
@@ -39,8 +42,7 @@ def optimizer_kind(
 ) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """Class of the optimizer, and its arguments besides parameters and learning rate."""
     if settings.name == "sgd":
-        # torch's SGD is FastCLIP's procedure 4: the decay is added to the gradient, the first step's momentum is it.
-        return torch.optim.SGD, {"momentum": settings.number("momentum"), "foreach": True}
+        return Sgd, {"momentum": settings.number("momentum")}
     betas = (settings.number("beta1"), settings.number("beta2"))
     if settings.name == "lion":
         return Lion, {"betas": betas}
@@ -71,21 +73,21 @@ def clip_gradients(
     parameters: Iterable[nn.Parameter],
     *,
     max_norm: float,
-    loss_scale: float = 1.0,
+    loss_scale: Number = 1.0,
     stages: World = ONE_STAGE,
     repeated: Collection[nn.Parameter] = (),
-) -> float:
+) -> torch.Tensor:
     """Divides gradients by `loss_scale`, then shortens them together to `max_norm` where they are longer.
 
-    Parameters may be whole or sharded (DTensor); every rank must call it, and gets the same norm.
+    Parameters may be whole or sharded (DTensor); every rank must call it, and gets the same norm. It waits for no GPU.
 
     Args:
         stages: the ranks that have the other parameters of the model, where it is cut into a pipeline.
         repeated: those of this rank's that another stage has too, and counts.
 
     Returns:
-        The norm of all gradients together, before they were shortened; not finite where one of them is not, and the
-        gradients are then of no use.
+        The norm of all gradients together, before they were shortened, float64 without dimensions; not finite where one
+        of them is not, and the gradients are then of no use.
     """
     parameters = list(parameters)
     not_counted = {id(one) for one in repeated}
@@ -93,15 +95,36 @@ def clip_gradients(
     trained = sorted((one for one in parameters if one.grad is not None), key=lambda one: id(one) in not_counted)
     gradients = [one.grad for one in trained if one.grad is not None]
     if not gradients and stages.size == 1:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     parts = [local_part(one) for one in gradients]
     num_counted = sum(id(one) not in not_counted for one in trained)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
-    norm = stages.sum(square).sqrt().item() / loss_scale
+    norm = stages.sum(square).sqrt() / loss_scale
     # As torch.nn.utils.clip_grad_norm_ does.
-    factor = min(1.0, max_norm / (norm + 1e-6)) / loss_scale
-    if factor != 1 and parts:
-        torch._foreach_mul_(parts, factor)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
+    if parts and not _is_known_to_be_one(factor):
+        for dtype in {one.dtype for one in parts}:
+            torch._foreach_mul_([one for one in parts if one.dtype == dtype], factor.to(dtype))
     return norm
+
+
+def _is_known_to_be_one(factor: torch.Tensor) -> bool:
+    """Whether it is 1, if that is known without a wait: on a CPU, where a pass over all gradients is then spared."""
+    return factor.device.type == "cpu" and factor.item() == 1
+
+
+def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips: bool) -> None:
+    """Takes a step of `optimizer` if `may_step`, a bool on the device, allows it; the device decides.
+
+    A step that is not allowed leaves weights and state as they are. Where only an error can forbid one (`skips` is
+    False), optimizers that would have to copy them first do not look: whatever they make of it is never saved.
+    """
+    is_fused = bool(optimizer.defaults.get("fused"))
+    if is_fused or (skips and isinstance(optimizer, ForeachOptimizer)):
+        # As torch.amp.GradScaler tells torch's fused optimizers.
+        optimizer.found_inf = (~may_step).float()  # type: ignore[attr-defined]
+    elif skips and not may_step:
+        return
+    optimizer.step()

@@ -167,6 +167,11 @@ class DualEncoderTask:
         """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
         return self.clips(batch, is_training=is_training), _captions(batch)
 
+    def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """The same in training, with the lengths of captions, which the host knows."""
+        clips, captions = self.inputs(batch, is_training=True)
+        return clips, captions, batch["length"].numpy() if "length" in batch else None
+
     def clips(self, batch: Batch, *, is_training: bool = False) -> torch.Tensor:
         """Clips [B, C, T, H, W] of a batch, as the video tower takes them."""
         settings = self._settings
@@ -188,7 +193,7 @@ class DualEncoderTask:
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """The loss that `--loss.*` names."""
-        inputs = partial(self.inputs, is_training=True)
+        inputs = self._training_inputs
         whole = _whole_set(samples, self._settings)
         return build_contrast(self._settings.loss, inputs=inputs, whole=whole, world=world)
 

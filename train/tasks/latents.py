@@ -19,6 +19,7 @@ from train.data.remote.address import is_remote
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.models.video_vit import VideoViTSize
+from train.sending import sent
 
 # A VAE scales a side down by 8: a patch of 2 is then as much of the picture as one of 16 pixels.
 LATENT_PATCH = 2
@@ -100,7 +101,7 @@ def window(latents_BFCHW: torch.Tensor, *, num_frames: int, within_B: NDArray[np
     room = latents_BFCHW.shape[1] - num_frames
     if within_B is None:
         return latents_BFCHW[:, room // 2 : room // 2 + num_frames]
-    begin_B = torch.from_numpy((within_B * (room + 1)).astype(np.int64)).to(latents_BFCHW.device)
+    begin_B = sent((within_B * (room + 1)).astype(np.int64), latents_BFCHW.device)
     frames_BT = begin_B[:, None] + torch.arange(num_frames, device=latents_BFCHW.device)
     return latents_BFCHW[torch.arange(len(frames_BT), device=latents_BFCHW.device)[:, None], frames_BT]
 
@@ -116,4 +117,4 @@ def spread(latents_BFCHW: torch.Tensor, *, num_frames: int, within_BK: NDArray[n
         within_BK = np.full((size, num_frames), 0.5)
     chosen_BK = ((np.arange(num_frames) + within_BK) * length / num_frames).astype(np.int64).clip(max=length - 1)
     segments_B1 = torch.arange(size, device=latents_BFCHW.device)[:, None]
-    return latents_BFCHW[segments_B1, torch.from_numpy(chosen_BK).to(latents_BFCHW.device)]
+    return latents_BFCHW[segments_B1, sent(chosen_BK, latents_BFCHW.device)]

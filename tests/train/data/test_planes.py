@@ -12,9 +12,9 @@ from train.augment.colour import COLOUR_KINDS
 from train.augment.pictures import to_rgb_uint8
 from train.data.clips import Sampling
 from train.data.crop import Rectangle
-from train.data.decoding.clip import ClipShape, make_clip
+from train.data.decoding.clip import ClipMaking, ClipShape, Views, make_clip
 from train.data.decoding.filtered import crop_clip_in_graph
-from train.data.decoding.planes import as_yuv420, crop_clip
+from train.data.decoding.planes import as_yuv420, crop_clip, places_of
 from train.data.decoding.rgb import rgb_pictures
 from train.data.failures import SampleFailed
 
@@ -70,6 +70,36 @@ def test_a_frame_that_is_shown_twice_is_the_same_picture_twice() -> None:
     one, other = smooth_frame(64, 48), smooth_frame(64, 48, phase=1.0)
     clip = crop_clip([one, other, one], Rectangle(0, 0, 48, 48), size_px=32)
     assert np.array_equal(clip[0], clip[2]) and not np.array_equal(clip[0], clip[1])
+
+
+@pytest.mark.parametrize("num_crops", [1, 3])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_clip_is_the_same_whichever_frame_comes_first(num_crops: int, is_training: bool) -> None:
+    one, other = smooth_frame(96, 48), smooth_frame(96, 48, phase=1.0)
+    frames = [one, other, one]
+    shape = ClipShape(sampling=Sampling(num_frames=3), size_px=32, views=Views(num_crops=num_crops))
+
+    def rng() -> np.random.Generator | None:
+        return np.random.default_rng(0) if is_training else None
+
+    expected = make_clip(frames, shape, rng=rng(), in_graph=False, key="v")
+    making = ClipMaking(shape, num_frames=3, rng=rng(), key="v")
+    for frame, places in reversed(places_of(frames).items()):
+        making.add(frame, places)
+    assert np.array_equal(making.clip().video, expected.video)
+    crops = 1 if is_training else num_crops
+    assert len(expected.video) == 3 * crops
+
+
+def test_bilinear_is_within_a_level_of_exact_arithmetic() -> None:
+    """Whichever library OpenCV has for it; cuts are aligned to no boundary."""
+    noise = np.random.default_rng(0).integers(0, 256, (240 * 3 // 2, 320), dtype=np.uint8)
+    frame = av.VideoFrame.from_ndarray(noise, format="yuv420p")
+    rectangle = Rectangle(13, 7, 211, 187)
+    luma = parts(crop_clip([frame], rectangle, size_px=128)[0], 128)[0]
+    cut = torch.from_numpy(noise[7 : 7 + 187, 13 : 13 + 211].astype(np.float64))[None, None]
+    exact = interpolate(cut, size=(128, 128), mode="bilinear")[0, 0].numpy()
+    assert np.abs(luma - exact).max() < 1
 
 
 def test_the_filter_graph_gives_the_same_clip_but_for_rounding() -> None:

@@ -27,6 +27,7 @@ from train.distributed.partition import LayerCost
 from train.distributed.pipeline import Pipeline
 from train.distributed.settings import ParallelSettings, Schedule
 from train.distributed.world import World
+from train.late import Number
 from train.loop import train
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
@@ -98,7 +99,7 @@ class RecordingLoss(CaptionLoss):
     folder: Path
     rank: int
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, float]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
         numbers = super().backward(model, batch, step)
         if step.number == 1:
             named = model.part.named_parameters() if isinstance(model, Pipeline) else plain(model)

@@ -15,12 +15,9 @@ GOLDEN = Path(__file__).with_name("golden.json")
 def losses_of(kind: Kind, convention: Convention) -> list[float]:
     """Losses of three steps with the published numbers, at embeddings that do not depend on them."""
     objective = objective_of(Loss(kind=kind, convention=convention), table=True)
-    return [
-        objective.backward(Table(6, seed=number), batch_of(number), Step(number=number + 1, epoch=float(number)))[
-            "loss"
-        ]
-        for number in range(3)
-    ]
+    steps = [Step(number=number + 1, epoch=float(number)) for number in range(3)]
+    found = [objective.backward(Table(6, seed=at), batch_of(at), step) for at, step in enumerate(steps)]
+    return [float(numbers["loss"]) for numbers in found]
 
 
 @pytest.mark.parametrize(("kind", "convention"), CASES)

@@ -43,7 +43,7 @@ def test_infonce_is_half_of_mbcl_and_a_constant() -> None:
     }.items():
         model = Table(6)
         objective = objective_of(settings, table=True)
-        losses[name] = objective.backward(model, batch_of(0), Step(number=1))["loss"]
+        losses[name] = float(objective.backward(model, batch_of(0), Step(number=1))["loss"])
         assert model.video.grad is not None
         gradients[name] = model.video.grad
     assert losses["infonce"] == pytest.approx(losses["mbcl"] / 2 + math.log(5))

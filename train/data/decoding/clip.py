@@ -9,14 +9,16 @@ from numpy.typing import NDArray
 
 from train.augment.colour import colour_kind
 from train.data.clips import ChunkTimes, FramePlace, Sampling, locate_frames, moments_of, view_places
-from train.data.crop import CropRule, rectangle_of, square_views
+from train.data.crop import CropRule, Rectangle, rectangle_of, square_views
 from train.data.decoding.filtered import crop_clip_in_graph
-from train.data.decoding.planes import as_yuv420, crop_clip
+from train.data.decoding.planes import CroppedPlanes, as_yuv420, places_of
 from train.data.decoding.rgb import rgb_pictures
 from train.data.failures import SampleFailed
 
 if TYPE_CHECKING:
     import av
+
+_Look = tuple[int, int, int]  # width, height and colour of a frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,35 +85,96 @@ def frame_places(
     return places
 
 
+class ClipMaking:
+    """A clip that is made of one frame after another, in any order, none of which is needed after it was added.
+
+    One rectangle is cut out of all of them and resized, or each of the views' squares.
+
+    Args:
+        num_frames: of one set of moments, or of each of the views'.
+        rng: draws the rectangle when the first frame tells its size; None in evaluation, which shows squares.
+        key: of the clip's first chunk, for the error.
+    """
+
+    def __init__(self, shape: ClipShape, *, num_frames: int, rng: np.random.Generator | None, key: str) -> None:
+        self._shape, self._num_frames, self._rng, self._key = shape, num_frames, rng, key
+        self._look: _Look | None = None
+        self._crops: list[CroppedPlanes] = []
+
+    def add(self, frame: "av.VideoFrame", places: Sequence[int]) -> None:
+        """The clip's pictures at `places`.
+
+        Raises:
+            SampleFailed: it differs from those before in size or colour, as frames of neighbouring chunks may.
+        """
+        planar = as_yuv420(frame)
+        look = _look_of(planar)
+        if self._look is None:
+            self._look = look
+            self._crops = [
+                CroppedPlanes(self._num_frames, rectangle, size_px=self._shape.size_px)
+                for rectangle in _rectangles(self._shape, look, rng=self._rng)
+            ]
+        elif look != self._look:
+            raise _differing({self._look, look}, key=self._key)
+        for crop in self._crops:
+            crop.add(planar, places)
+
+    def clip(self) -> Clip:
+        """The clip, when frames for all places were added."""
+        assert self._look is not None, "a clip of no frames"
+        return _clip_of([crop.planes for crop in self._crops], self._shape, self._look)
+
+
 def make_clip(
     frames: "Sequence[av.VideoFrame]", shape: ClipShape, *, rng: np.random.Generator | None, in_graph: bool, key: str
 ) -> Clip:
-    """Cuts one rectangle out of all frames and resizes it; without `rng` each of the views' squares.
+    """The same of frames that are all there; one that stands in the list several times is resized once.
 
     Args:
-        frames: of one set of moments, or of each of the views'.
-        rng: as in training, or None as in evaluation.
+        frames, rng, key: as those of `ClipMaking`.
         in_graph: by libav's filter graph.
-        key: of the clip's first chunk, for the error.
 
     Raises:
-        SampleFailed: frames differ in size or colour, as those of neighbouring chunks may.
+        SampleFailed: frames differ in size or colour.
     """
-    planar = _converted(frames)
-    looks = {(frame.width, frame.height, _kind(frame)) for frame in planar}
+    if in_graph:
+        return _clip_in_graph(frames, shape, rng=rng, key=key)
+    making = ClipMaking(shape, num_frames=len(frames), rng=rng, key=key)
+    for places in places_of(map(id, frames)).values():
+        making.add(frames[places[0]], places)
+    return making.clip()
+
+
+def _clip_in_graph(
+    frames: "Sequence[av.VideoFrame]", shape: ClipShape, *, rng: np.random.Generator | None, key: str
+) -> Clip:
+    converted = {id(frame): as_yuv420(frame) for frame in frames}
+    planar = [converted[id(frame)] for frame in frames]
+    looks = {_look_of(frame) for frame in planar}
     if len(looks) > 1:
-        detail = f"chunks of the clip differ in width, height or colour: {sorted(looks)}"
-        raise SampleFailed(key, reason="chunks_differ", detail=detail)
-    ((width, height, colour),) = looks
-    crop = crop_clip_in_graph if in_graph else crop_clip
-    num_crops = 1 if rng is not None else shape.views.num_crops
-    if num_crops == 1:
-        rectangles = [rectangle_of(shape.crop, width=width, height=height, min_area=shape.min_crop_area, rng=rng)]
-    else:
-        rectangles = square_views(width, height, num_crops=num_crops)
-    crops = [crop(planar, rectangle, size_px=shape.size_px) for rectangle in rectangles]
-    clip = Clip(crops[0] if num_crops == 1 else _by_view(crops, num_frames=shape.sampling.num_frames), colour)
-    return Clip(np.stack(rgb_pictures(clip.video, colour, size_px=shape.size_px)), colour) if shape.rgb else clip
+        raise _differing(looks, key=key)
+    (look,) = looks
+    rectangles = _rectangles(shape, look, rng=rng)
+    return _clip_of([crop_clip_in_graph(planar, part, size_px=shape.size_px) for part in rectangles], shape, look)
+
+
+def _rectangles(shape: ClipShape, look: _Look, *, rng: np.random.Generator | None) -> list[Rectangle]:
+    width, height, _ = look
+    if rng is None and shape.views.num_crops > 1:
+        return square_views(width, height, num_crops=shape.views.num_crops)
+    return [rectangle_of(shape.crop, width=width, height=height, min_area=shape.min_crop_area, rng=rng)]
+
+
+def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, look: _Look) -> Clip:
+    video = crops[0] if len(crops) == 1 else _by_view(crops, num_frames=shape.sampling.num_frames)
+    colour = look[2]
+    return Clip(np.stack(rgb_pictures(video, colour, size_px=shape.size_px)) if shape.rgb else video, colour)
+
+
+def _differing(looks: set[_Look], *, key: str) -> SampleFailed:
+    detail = f"chunks of the clip differ in width, height or colour: {sorted(looks)}"
+    return SampleFailed(key, reason="chunks_differ", detail=detail)
 
 
 def _by_view(crops: list[NDArray[np.uint8]], *, num_frames: int) -> NDArray[np.uint8]:
@@ -120,15 +183,10 @@ def _by_view(crops: list[NDArray[np.uint8]], *, num_frames: int) -> NDArray[np.u
     return stacked.reshape(-1, *stacked.shape[3:])
 
 
-def _converted(frames: "Sequence[av.VideoFrame]") -> "list[av.VideoFrame]":
-    """Frames as YUV 4:2:0; one that stands in the list several times stays one object."""
-    converted = {id(frame): as_yuv420(frame) for frame in frames}
-    return [converted[id(frame)] for frame in frames]
-
-
-def _kind(frame: "av.VideoFrame") -> int:
-    return colour_kind(
+def _look_of(frame: "av.VideoFrame") -> _Look:
+    colour = colour_kind(
         colorspace=int(frame.colorspace),
         color_range=int(frame.color_range),
         is_full_format=frame.format.name.startswith("yuvj"),
     )
+    return frame.width, frame.height, colour

@@ -1,8 +1,7 @@
 """Decoding from packets alone: no container is opened, and a decoder is made once for many chunks."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,12 +25,29 @@ class PacketDecoder:
     def decode(
         self, *, codec: str, extradata: bytes, packets: Iterable[tuple[int, bytes | memoryview]]
     ) -> "dict[int, av.VideoFrame]":
-        """The frames in `packets`, by their presentation index.
+        """The frames in `packets`, by their presentation index; as `decode_each`."""
+        found: dict[int, av.VideoFrame] = {}
+        self.decode_each(codec=codec, extradata=extradata, packets=packets, use=found.__setitem__)
+        return found
+
+    def decode_each(
+        self,
+        *,
+        codec: str,
+        extradata: bytes,
+        packets: Iterable[tuple[int, bytes | memoryview]],
+        use: "Callable[[int, av.VideoFrame], None]",
+    ) -> None:
+        """Hands each whole frame in `packets` to `use` as soon as it comes out.
+
+        It still lies in the processor's cache then. Where `use` keeps no frame, the decoder has few buffers, which it
+        writes again and again.
 
         Args:
             codec: libav's name of it: h264, hevc, av1, vp9, mjpeg.
             extradata: of the stream.
             packets: (presentation index, bytes) in decode order; from a key packet on, with the references of each.
+            use: takes the presentation index and the frame.
 
         Raises:
             av.FFmpegError: the decoder takes offence at a packet.
@@ -40,23 +56,30 @@ class PacketDecoder:
         import av
 
         context = self._context(codec, extradata)
-        frames: list[av.VideoFrame] = []
+        last = -1
+
+        def hand_over(frames: "list[av.VideoFrame]") -> None:
+            nonlocal last
+            for frame in frames:
+                number = frame.pts or 0
+                # Decoders give frames in order of presentation, which they know from the packets themselves.
+                if number <= last:
+                    raise ValueError(f"the packet table numbers frames {last}, {number} that are shown in this order")
+                last = number
+                if not frame.is_corrupt:
+                    use(number, frame)
+
         try:
             for frame_number, content in packets:
                 packet = av.Packet(content)  # type: ignore[arg-type]  # any buffer will do
                 packet.pts = frame_number
-                frames += context.decode(packet)
-            frames += context.decode(None)
+                hand_over(context.decode(packet))
+            hand_over(context.decode(None))
             context.flush_buffers()
         except BaseException:
             # What a broken packet has left in it must not reach the next chunk.
             del self._contexts[codec, extradata]
             raise
-        # Decoders give frames in order of presentation, which they know from the packets themselves.
-        numbers = [frame.pts or 0 for frame in frames]
-        if any(after <= before for before, after in pairwise(numbers)):
-            raise ValueError(f"the packet table numbers frames {numbers} that are shown in this order")
-        return {number: frame for number, frame in zip(numbers, frames, strict=True) if not frame.is_corrupt}
 
     def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
         import av

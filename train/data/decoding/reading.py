@@ -46,14 +46,15 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
         SampleFailed: the chunk cannot be read, or its bytes are not those written.
     """
     try:
-        table = shard.packet_tables.of_row(row)
-        by_packets = rule == "packets" and table.has_closed_gops
-        packets = read_packets(shard, row, frames, table=table, key=key) if by_packets else None
+        tables = shard.packet_tables
+        by_packets = rule == "packets" and tables.has_closed_gops(row)
+        packets = read_packets(shard, row, frames, table=tables.of_row(row), key=key) if by_packets else None
+        codec, extradata = tables.stream(row)
         return ChunkBytes(
             key=key,
             frames=frozenset(frames),
-            codec=shard.index["codec"][row].as_py(),
-            extradata=shard.index["extradata"][row].as_py(),
+            codec=codec,
+            extradata=extradata,
             packets=packets,
             whole=b"" if by_packets else _whole(shard, row, key=key),
         )
@@ -69,7 +70,7 @@ def has_closed_gops(shard: CommittedShard) -> bool:
     It counts as closed where the index is damaged, which reading will tell.
     """
     try:
-        return shard.packet_tables.of_row(0).has_closed_gops
+        return shard.packet_tables.has_closed_gops(0)
     except (OSError, Damaged, ValueError):
         return True
 
@@ -85,7 +86,7 @@ def read_packets(
     """
     needed = table.needed_for(frames)
     begins, sizes = table.offset[needed].tolist(), table.size[needed].tolist()
-    payload_offset, payload_size = shard.member_range(row, "mp4")
+    payload_offset, payload_size = shard.packet_tables.payload(row)
     ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     if max(ends) > payload_size:
         raise SampleFailed(key, reason="checksum", detail=f"a packet ends at byte {max(ends)} of {payload_size}")

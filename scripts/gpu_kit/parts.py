@@ -1,0 +1,232 @@
+"""The parts: their commands, running each in a process of its own with a limit, and telling how it went."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_S = 20.0  # past its minutes, for a measurement that takes longer than was thought
+_INTERRUPTED_S = 8.0  # to write down what there is, after SIGINT
+_KILLED_S = 5.0  # for the operating system to end them
+_SHOW_EVERY_S = 30.0
+_MAX_LOG_BYTES = 8_000_000
+_MAX_LINES = 12  # of failures and of what was skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of the kit.
+
+    Attributes:
+        letter: its name on the command line.
+        stem: of its result and of its log.
+        minutes: how long it may take where nothing else is asked for.
+        suffix: of its result.
+    """
+
+    letter: str
+    stem: str
+    minutes: float
+    suffix: str
+
+    @property
+    def result(self) -> str:
+        """Name of the file with what came out."""
+        return f"{self.stem}{self.suffix}"
+
+
+PARTS = (
+    Part(letter="A", stem="correctness", minutes=4, suffix=".xml"),
+    Part(letter="B", stem="speed", minutes=9, suffix=".json"),
+    Part(letter="C", stem="feeding", minutes=9, suffix=".json"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a part went.
+
+    Attributes:
+        summary: one line.
+        details: what failed or was skipped, a line each.
+        seconds: that it took.
+    """
+
+    letter: str
+    has_passed: bool
+    summary: str
+    details: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def command_of(part: Part, *, out: Path, data: Path, minutes: float, is_dry_run: bool) -> list[str]:
+    """The command of a part; it runs in the root of the checkout."""
+    result = str(out / part.result)
+    if part.letter == "A":
+        device = "cpu" if is_dry_run else "cuda"
+        return [
+            *(sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--gpu-device", device, "--verbose"),
+            *(f"--junitxml={result}", f"--session-timeout={60 * minutes:.0f}", "--durations=10"),
+            *("-p", "no:cacheprovider"),
+        ]
+    command = [sys.executable, "-m", f"benchmarks.gpu.{part.stem}", "--json", result, "--minutes", str(minutes)]
+    return [*command, "--data", str(data), *(["--dry-run"] if is_dry_run else [])]
+
+
+def run_part(
+    part: Part,
+    command: Sequence[str],
+    *,
+    out: Path,
+    limit_s: float,
+    folder: Path,
+    environment: Mapping[str, str],
+    show: Callable[[str], None],
+) -> Verdict:
+    """Runs a part and reads its result.
+
+    Args:
+        out: where the result and the log are; those of an earlier run are removed first.
+        limit_s: after this it is interrupted, and killed if that does not end it.
+        show: takes lines about the progress.
+    """
+    log, result = out / f"{part.stem}.log", out / part.result
+    result.unlink(missing_ok=True)
+    began_s = time.monotonic()
+    with log.open("wb") as file:
+        # A session of its own: what it has started ends with it.
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=dict(environment), start_new_session=True
+        )
+        is_late = not _wait(process, limit_s=limit_s, show=lambda: show(f"part {part.letter}: {_last_line(log)}"))
+        last_line = _last_line(log)
+        if is_late:
+            _signal(process, signal.SIGINT)
+            _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
+        _end_group(process)
+        code = process.wait()
+    _shorten(log)
+    seconds = time.monotonic() - began_s
+    verdict = _verdict(part, result, code=code)
+    if is_late:
+        summary = f"did not end within {limit_s:.0f} s and was killed; {verdict.summary}"
+        details = (f"its last output was: {last_line}", *verdict.details)
+        verdict = Verdict(letter=part.letter, has_passed=False, summary=summary, details=details)
+    return Verdict(
+        letter=part.letter,
+        has_passed=verdict.has_passed,
+        summary=verdict.summary,
+        details=verdict.details or (() if verdict.has_passed else _tail(log)),
+        seconds=seconds,
+    )
+
+
+def _verdict(part: Part, result: Path, *, code: int) -> Verdict:
+    try:
+        is_good, summary, details = (_of_tests if part.suffix == ".xml" else _of_measurements)(result)
+    except FileNotFoundError:
+        return Verdict(letter=part.letter, has_passed=False, summary=f"{_ending(code)}; it left no {result.name}")
+    except (ValueError, KeyError, TypeError, ElementTree.ParseError) as error:
+        summary = f"{_ending(code)}; {result.name} cannot be read: {error}"
+        return Verdict(letter=part.letter, has_passed=False, summary=summary)
+    if code != 0:
+        summary = f"{summary}; {_ending(code)}"
+    return Verdict(letter=part.letter, has_passed=is_good and code == 0, summary=summary, details=details)
+
+
+def _of_tests(path: Path) -> tuple[bool, str, tuple[str, ...]]:
+    cases = list(ElementTree.parse(path).iter("testcase"))
+    failed = [(case, node) for case in cases for node in case if node.tag in ("failure", "error")]
+    skipped = [(case, node) for case in cases for node in case if node.tag == "skipped"]
+    num_passed = len(cases) - len({id(case) for case, _ in failed + skipped})
+    lines = [f"failed: {_name(case)}: {_first_line(node.get('message', ''))}" for case, node in failed]
+    reasons = Counter(_first_line(node.get("message", "")) for _, node in skipped)
+    lines += [f"skipped: {number} tests: {reason}" for reason, number in reasons.most_common()]
+    summary = f"{num_passed} tests passed, {len(failed)} failed, {len(skipped)} skipped"
+    return num_passed > 0 and not failed, summary, _at_most(lines)
+
+
+def _of_measurements(path: Path) -> tuple[bool, str, tuple[str, ...]]:
+    records = json.loads(path.read_text())["measurements"]
+    failed = [record for record in records if record["error"]]
+    skipped = [record for record in records if record["skipped"]]
+    num_done = len(records) - len(failed) - len(skipped)
+    lines = [f"failed: {record['name']}: {record['error'].strip().splitlines()[-1]}" for record in failed]
+    lines += [f"skipped: {record['name']}: {record['skipped']}" for record in skipped]
+    summary = f"{num_done} measurements taken, {len(failed)} failed, {len(skipped)} skipped"
+    return num_done > 0 and not failed, summary, _at_most(lines)
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:200]
+
+
+def _at_most(lines: Sequence[str]) -> tuple[str, ...]:
+    rest = len(lines) - _MAX_LINES
+    return (*lines[:_MAX_LINES], f"and {rest} more") if rest > 0 else tuple(lines)
+
+
+def _ending(code: int) -> str:
+    return f"ended by signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _wait(process: subprocess.Popen[bytes], *, limit_s: float, show: Callable[[], None]) -> bool:
+    """Whether the process has ended within the limit."""
+    ends_s = time.monotonic() + limit_s
+    while (left_s := ends_s - time.monotonic()) > 0:
+        try:
+            process.wait(min(_SHOW_EVERY_S, left_s))
+            return True
+        except subprocess.TimeoutExpired:
+            if left_s > _SHOW_EVERY_S:
+                show()
+    return False
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills what is left, and waits until it has given back the GPU's memory, which the next part wants."""
+    ends_s = time.monotonic() + _KILLED_S
+    while _signal(process, signal.SIGKILL) and time.monotonic() < ends_s:
+        process.poll()
+        time.sleep(0.05)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:
+    """To the process and what it started, which can outlive it; whether any of them is left."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _last_line(log: Path) -> str:
+    return (_tail(log, num_lines=1) or ("no output yet",))[-1]
+
+
+def _tail(log: Path, *, num_lines: int = 8) -> tuple[str, ...]:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 8000))
+        return tuple(file.read().decode(errors="replace").strip().splitlines()[-num_lines:])
+
+
+def _shorten(log: Path) -> None:
+    """Keeps the beginning and the end of a log that has become too long to carry home."""
+    size_bytes = log.stat().st_size
+    if size_bytes > _MAX_LOG_BYTES:
+        with log.open("rb") as file:
+            begin = file.read(_MAX_LOG_BYTES // 2)
+            file.seek(size_bytes - _MAX_LOG_BYTES // 2)
+            end = file.read()
+        log.write_bytes(begin + f"\n[{size_bytes - _MAX_LOG_BYTES} bytes left out]\n".encode() + end)

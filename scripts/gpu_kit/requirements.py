@@ -1,0 +1,69 @@
+"""What the kit needs of Python packages: the ranges of pyproject.toml, and what is lost without each of them."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+EXTRAS = ("train", "columns")  # whose packages all parts use
+# Of the other extras: what part A and the peers of part B need.
+FURTHER = ("pytest", "pytest-timeout", "transformers")
+# Import names that do not follow from the name of the distribution.
+IMPORT_NAMES = {
+    "open-clip-torch": "open_clip",
+    "opencv-python-headless": "cv2",
+    "pyyaml": "yaml",
+}
+# What fails where a package is missing or does not fit; without the rest, nothing runs.
+LOSSES = {
+    "diffusers": "`prep latents` in part A, VAE encoding in part B",
+    "open-clip-torch": "training from text and `prep text` in part A, the rows of open_clip in part B",
+    "pytest": "part A",
+    "pytest-timeout": "part A",
+    "transformers": "the rows of transformers in part B",
+    "xformers": "attention by xformers in parts A and B",
+}
+EVERYTHING = "parts A, B and C"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A package that the parts use.
+
+    Attributes:
+        name: of the distribution, normalised.
+        requirement: with the range of versions that pyproject.toml allows.
+        import_name: of its top module.
+        loss: what fails without it.
+    """
+
+    name: str
+    requirement: Requirement
+    import_name: str
+    loss: str
+
+
+def normal(name: str) -> str:
+    """A distribution's name as PEP 503 normalises it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def needs_of(pyproject: Path) -> list[Need]:
+    """The packages that pyproject.toml asks for on behalf of the parts, by name."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
+    asked += [line for lines in extras.values() for line in lines if normal(Requirement(line).name) in FURTHER]
+    found = {}
+    for line in asked:
+        requirement = Requirement(line)
+        name = normal(requirement.name)
+        found[name] = Need(
+            name=name,
+            requirement=requirement,
+            import_name=IMPORT_NAMES.get(name, name.replace("-", "_")),
+            loss=LOSSES.get(name, EVERYTHING),
+        )
+    return [found[name] for name in sorted(found)]

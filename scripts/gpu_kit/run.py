@@ -1,0 +1,193 @@
+"""Runs the parts of the kit on the machine that it was carried to, and says what came out.
+
+Parts: A checks that what runs on a GPU is correct, B measures how fast it is, C how well it is fed; without --part, all
+of them. OUT gets their results, their logs and the tables. Exit codes: 0 if all that ran passed, 1 if something failed,
+2 if nothing can run here.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from manifests.errors import FailedWork, UserError, run_command
+from scripts.gpu_kit.machine import MISSING, Devices, Package, bring_missing, conflicts, find_devices, find_packages
+from scripts.gpu_kit.parts import GRACE_S, PARTS, Part, Verdict, command_of, run_part
+from scripts.gpu_kit.requirements import EVERYTHING, needs_of
+
+LOG = "run.log"
+SITE = "site"
+_LEAST_MINUTES = 0.1
+_TABLES_LIMIT_S = 60
+
+
+class Output:
+    """Prints lines, and keeps them in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def __call__(self, line: str) -> None:
+        print(line, flush=True)
+        print(line, file=self._file, flush=True)
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="run.sh", description=__doc__)
+    parser.add_argument("--kit", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
+    parser.add_argument("--part", choices=[part.letter for part in PARTS], help="run this part alone")
+    parser.add_argument("--minutes", type=float, help="time of each part (default: A 4, B and C 9)")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
+    arguments = parser.parse_args()
+    if arguments.minutes is not None and not arguments.minutes >= _LEAST_MINUTES:
+        parser.error(f"argument --minutes: {arguments.minutes:g} is less than {_LEAST_MINUTES}")
+    parts = [part for part in PARTS if arguments.part in (None, part.letter)]
+    run_command(
+        lambda: run_kit(
+            arguments.kit,
+            out=arguments.out.resolve(),
+            parts=parts,
+            minutes=arguments.minutes,
+            is_dry_run=arguments.dry_run,
+        )
+    )
+
+
+def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, is_dry_run: bool) -> None:
+    """Says what is there, runs the parts, writes the tables.
+
+    Args:
+        minutes: of each part; None: as long as the part says.
+
+    Raises:
+        UserError: there is no GPU, or nothing can run without a package that is missing.
+        FailedWork: a part or the tables failed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    say = Output(out / LOG)
+    # Outside of OUT, which is carried home, and of the kit, which may be read-only.
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder)
+        commit = (kit / "checkout" / "COMMIT").read_text().strip()
+        say(f"clipmill {commit}, Python {sys.version.split()[0]} ({sys.executable}){', dry run' * is_dry_run}")
+        _prepare(kit, site=scratch / SITE, is_dry_run=is_dry_run, say=say)
+        checkout = scratch / "checkout"
+        shutil.copytree(kit / "checkout", checkout)
+        environment = _environment(checkout, scratch=scratch)
+        verdicts = []
+        for part in parts:
+            # A copy for each part, so that none meets what another one has written.
+            data = scratch / f"data-{part.letter}"
+            shutil.copytree(kit / "data", data)
+            part_minutes = minutes or part.minutes
+            limit_s = 60 * part_minutes + GRACE_S
+            command = command_of(part, out=out, data=data, minutes=part_minutes, is_dry_run=is_dry_run)
+            say(f"part {part.letter}: at most {part_minutes:g} minutes; log: {out / part.stem}.log")
+            verdicts.append(
+                run_part(
+                    part,
+                    command,
+                    out=out,
+                    limit_s=limit_s,
+                    folder=checkout,
+                    environment=environment,
+                    show=say,
+                )
+            )
+            say(_line(verdicts[-1]))
+            shutil.rmtree(data, ignore_errors=True)
+        tables = _write_tables(out, checkout=checkout, environment=environment)
+    _summarise(verdicts, tables, say=say)
+
+
+def _prepare(kit: Path, *, site: Path, is_dry_run: bool, say: Output) -> None:
+    site.mkdir()
+    bring_missing(sorted((kit / "wheels").glob("*.whl")), site)
+    packages = find_packages(needs_of(kit / "checkout" / "pyproject.toml"), site=site)
+    devices = find_devices()
+    _say_what_is_here(packages, devices, site=site, say=say)
+    missing = [one.need.name for one in packages if one.source == MISSING and one.need.loss == EVERYTHING]
+    if missing:
+        raise UserError(
+            f"nothing can run without {', '.join(missing)}",
+            hint=f"install it into {sys.executable}, or name another Python with PYTHON=/path/to/python3.12",
+        )
+    if devices.problem and not is_dry_run:
+        raise UserError(
+            devices.problem,
+            hint="`nvidia-smi` says whether the driver works; --dry-run goes the same ways on a CPU, at tiny sizes",
+        )
+
+
+def _say_what_is_here(packages: list[Package], devices: Devices, *, site: Path, say: Output) -> None:
+    say(f"{'package':<24}{'version':<18}{'wanted':<14}from")
+    for one in packages:
+        say(
+            f"{one.need.name:<24}{one.version or '-':<18}{str(one.need.requirement.specifier) or 'any':<14}{one.source}"
+        )
+    for one in packages:
+        if one.problem:
+            say(f"does not fit: {one.problem}")
+    for conflict in conflicts(site):
+        say(f"does not fit: {conflict}")
+    say(f"GPUs: {', '.join(devices.names) or devices.problem}")
+
+
+def _environment(checkout: Path, *, scratch: Path) -> dict[str, str]:
+    """For the processes of the parts: where packages are and files may go; none of the user's settings of pytest."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # of run.sh; the copy of the checkout may have bytecode
+    # The first is the checkout of the kit itself, from run.sh.
+    paths = [str(checkout), str(scratch / SITE), *kept.pop("PYTHONPATH", "").split(os.pathsep)[1:]]
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(scratch),
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+    }
+
+
+def _write_tables(out: Path, *, checkout: Path, environment: dict[str, str]) -> Verdict:
+    command = [sys.executable, "-m", "benchmarks.gpu.tables", str(out)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=checkout, env=environment, timeout=_TABLES_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(letter="", has_passed=False, summary=f"were not written within {_TABLES_LIMIT_S} s")
+    said = tuple(f"{done.stdout}\n{done.stderr}".strip().splitlines()[-8:])
+    if done.returncode != 0:
+        return Verdict(letter="", has_passed=False, summary=f"exit status {done.returncode}", details=said)
+    pages = ", ".join(str(path) for path in sorted(out.glob("*.md")))
+    return Verdict(letter="", has_passed=True, summary=pages or "there was nothing to write")
+
+
+def _summarise(verdicts: list[Verdict], tables: Verdict, *, say: Output) -> None:
+    say("")
+    for verdict in verdicts:
+        say(_line(verdict))
+        for detail in verdict.details:
+            say(f"    {detail}")
+    say(f"tables: {'' if tables.has_passed else 'FAILED: '}{tables.summary}")
+    for detail in tables.details:
+        say(f"    {detail}")
+    failed = [f"part {one.letter}" for one in verdicts if not one.has_passed]
+    failed += [] if tables.has_passed else ["the tables"]
+    if failed:
+        raise FailedWork(f"{', '.join(failed)}; the logs are beside the results")
+    say("all that ran passed")
+
+
+def _line(verdict: Verdict) -> str:
+    state = "passed" if verdict.has_passed else "FAILED"
+    return f"part {verdict.letter}: {state} in {verdict.seconds:.0f} s: {verdict.summary}"
+
+
+if __name__ == "__main__":
+    main()

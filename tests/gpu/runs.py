@@ -1,0 +1,100 @@
+"""Whole runs of `train` in this process, on either device, through its command line."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.checkpoint import latest_checkpoint, read_weights
+from train.cli import main
+from train.run_folder import RunFolder, read_lines
+
+SMALL = "--model tiny --num-frames 2 --size-px 32 --batch 8 --lr 1e-3 --warmup-steps 4 --workers 2"
+JITTER = "--augment.flip 0.5 --augment.brightness 0.2 --augment.hue 0.1 --augment.blur 0.3"
+DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280 --decoder.dropout 0"
+# What draws from a generator of the device (dropout and what leaves out parts of a model) is off: CPUs and GPUs have
+# different ones. All else is drawn alike on both.
+TASKS = {
+    "dual-encoder": f"dual-encoder {SMALL} {JITTER}",
+    "dual-encoder-latents": f"dual-encoder {SMALL} --input latents --text-tower frozen --segment 2s",
+    "mae": f"mae {SMALL} {JITTER} --mask-ratio 0.75 --decoder-depth 1 --decoder-mask random --optimizer.lr-batch 8",
+    "classify": f"classify {SMALL} {JITTER} --towers.kind videomae --label class --mixup 0.8 --cutmix 1 --dropout 0",
+    "caption": f"caption {SMALL} {JITTER} {DECODER} --captions-per-visit 1",
+}
+
+
+def run_train(*words: object) -> int | str | None:
+    """`train WORDS` in this process; its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train", *(str(word) for word in words)])
+        try:
+            main()
+        except SystemExit as end:
+            return end.code
+    return 0
+
+
+@dataclass
+class Runs:
+    """Runs that have been made, by their flags: several tests look at the same ones.
+
+    Attributes:
+        folder: where they lie.
+    """
+
+    folder: Path
+    clips_dir: Path
+    latents_dir: Path
+    num_steps: int
+    _made: dict[tuple[str, ...], Path] = field(default_factory=dict)
+
+    def command(self, task: str, device: torch.device, *flags: str, out: Path) -> list[str]:
+        """Command line of the run of a task, in float32 and of the usual length where flags say nothing else."""
+        defaults = {"--precision": "fp32", "--steps": str(self.num_steps)}
+        added = [word for name, value in defaults.items() if name not in flags for word in (name, value)]
+        data = self.latents_dir if task.endswith("latents") else self.clips_dir
+        where = ["--shards", str(data), "--device", device.type, "--out", str(out)]
+        return [*TASKS[task].split(), *added, *where, *flags]
+
+    def make(self, task: str, device: torch.device, *flags: str, again: int = 0) -> Path:
+        """The folder of a run of a task with some more flags.
+
+        Args:
+            again: another run of the same flags for each number.
+        """
+        key = (task, device.type, *flags, str(again))
+        if key not in self._made:
+            out = self.folder / f"run-{len(self._made)}"
+            command = self.command(task, device, *flags, out=out)
+            status = run_train(*command)
+            assert not status, f"train {' '.join(command)} ended with {status}"
+            self._made[key] = out
+        return self._made[key]
+
+
+def losses(out: Path) -> list[float]:
+    """The loss of each step."""
+    return [line["loss"] for line in read_lines(RunFolder(out).metrics)]
+
+
+def numbers(out: Path, name: str) -> list[float]:
+    """Another number of each step."""
+    return [line[name] for line in read_lines(RunFolder(out).metrics)]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Of the latest checkpoint; averages where it has them."""
+    path = latest_checkpoint(RunFolder(out).checkpoints)
+    assert path is not None
+    return read_weights(path)
+
+
+def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two curves."""
+    assert len(found) == len(expected) > 0
+    # NaN is larger than any bound.
+    differences = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
+    return max(one if one == one else float("inf") for one in differences)

@@ -1,0 +1,55 @@
+"""Captions that are decoded on the device are those of a CPU, in float32."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.runs import Runs
+from train.caption.decoding.settings import DecodingSettings
+from train.caption.runs import read_decoder_parts
+from train.caption.settings import CaptionerSettings
+from train.caption.trained import TrainedCaptioner
+from train.distributed.world import World
+from train.run_folder import open_run
+from train.tasks.caption import CaptionTask
+from train.trained_run import open_trained_run, read_settings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+WAYS = {
+    "greedy": DecodingSettings(),
+    "greedy, 4 tokens at least": DecodingSettings(min_tokens=4, max_tokens=10),
+    "beam": DecodingSettings(method="beam", num_beams=4),
+    "beam, long": DecodingSettings(method="beam", num_beams=3, length_penalty=2.0, min_tokens=5),
+    "sample": DecodingSettings(method="sample", temperature=0.8, top_k=20, seed=3),
+}
+
+
+def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
+    """The captioner of a run, on a device of our own choice."""
+    run = open_run(run_path)
+    settings = replace(read_settings(run, CaptionerSettings), device=device.type)
+    trained = open_trained_run(run, settings)
+    assert trained.device.type == device.type and trained.precision.name == "fp32"
+    make = partial(CaptionTask, door=trained.door, device=trained.device, decoder=read_decoder_parts(run))
+    task = make(settings)
+    return TrainedCaptioner(trained, task, trained.fill(task.build_model()))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_captions_are_those_of_a_cpu(name: str, runs: Runs, device: torch.device) -> None:
+    path = runs.make("caption", device)
+    said = []
+    for one in (device, torch.device("cpu")):
+        captioner = open_on(path, one)
+        samples = captioner.task.samples("val", World())
+        captions = []
+        for loaded in samples.evaluation_batches():
+            numbers = loaded.batch["clip_id"].tolist()
+            captions += captioner.captions(loaded.batch, captioner.decoding(WAYS[name]), samples=numbers)
+        said.append(captions)
+    assert said[0] == said[1]
+    assert len(said[0]) == 12 and any(said[0])

@@ -1,0 +1,162 @@
+"""`prep latents` and `prep text` on the device make what they make on a CPU, within the bound of the precision."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from prep.data_folder import LATENTS, TEXT, VIDEO, writing
+from prep.engines import Check, Outcome, R, T
+from prep.latents.job import latents_job
+from prep.latents.plan import make_latents_plan
+from prep.latents.recipe import resolve as resolve_latents
+from prep.latents.settings import LatentsSettings
+from prep.latents.vae import Device, Precision
+from prep.run import execute
+from prep.text.blocks import TowerUse
+from prep.text.planning import make_text_plan
+from prep.text.recipe import TextRecipe
+from prep.text.recipe import resolve as resolve_text
+from prep.text.run import run_text
+from shards.dataset import current_variant
+from shards.reader import Variant
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+# Relative error in norm of float16 numbers that were computed in each precision; the columns store float16 (2^-11).
+BOUNDS: dict[Precision, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 6e-2}
+# CPUs resize bytes in whole numbers, GPUs in float32: some bytes round the other way.
+RESIZED_BOUND = 1e-2
+SIZE_PX, RESIZED_PX = 64, 48
+Record = Callable[[str, object], None]
+
+
+class Here:
+    """The engine without workers: what they do, in this process."""
+
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | None]:
+        for task in tasks:
+            yield Outcome(task, function(task))
+
+
+def device_name(device: torch.device) -> Device:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def make_latents(data_dir: Path, *, device: Device, precision: Precision, size: int = SIZE_PX) -> None:
+    with writing(data_dir, column=LATENTS):
+        video = current_variant(data_dir, VIDEO)
+        assert video is not None
+        settings = LatentsSettings(vae="tiny", size=size, fps="2", precision=precision)
+        planned = make_latents_plan(data_dir, resolve_latents(settings, video=video))
+        summary = execute(latents_job(planned, device=device, batch=8, num_threads=1), Here())
+    assert not summary.failures and summary.gave_up is None
+
+
+def make_text(data_dir: Path, *, device: Device) -> None:
+    with writing(data_dir, column=TEXT):
+        recipe = TextRecipe(clip="tiny")
+        resolved = resolve_text(recipe)
+        use = TowerUse(recipe.clip, resolved.clip_sha256, batch=32, device=device)
+        summary = run_text(make_text_plan(data_dir, resolved), use, Here())
+    assert not summary.failures and summary.gave_up is None
+
+
+def column(data_dir: Path, name: str) -> dict[str, NDArray[np.float64]]:
+    """The arrays of a column's current variant, by key."""
+    samples = Variant.open(data_dir, column=name).iterate()
+    found = {one["__key__"]: np.load(BytesIO(one[f"{name}.npy"]), allow_pickle=False) for one in samples}
+    return {key: array.astype(np.float64) for key, array in found.items()}
+
+
+def relative_errors(found_dir: Path, expected_dir: Path, name: str) -> NDArray[np.float64]:
+    """Of each array, in the norm."""
+    found, expected = column(found_dir, name), column(expected_dir, name)
+    assert found.keys() == expected.keys()
+    return np.array([np.linalg.norm(found[key] - one) / np.linalg.norm(one) for key, one in expected.items()])
+
+
+@pytest.fixture(scope="module")
+def on_a_cpu(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both columns, made on a CPU in float32."""
+    data_dir = tmp_path_factory.mktemp("columns") / "cpu"
+    shutil.copytree(clips_dir, data_dir)
+    make_latents(data_dir, device="cpu", precision="float32")
+    make_text(data_dir, device="cpu")
+    return data_dir
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_latents_are_those_of_a_cpu(
+    precision: Precision,
+    on_a_cpu: Path,
+    clips_dir: Path,
+    device: torch.device,
+    tmp_path: Path,
+    record_property: Record,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device.type == "cpu" and precision == "float16":
+        pytest.skip("convolutions in float16 are for GPUs: not in the dry run")
+    # As a program finds it that has changed nothing: float32 must be float32 all the same.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    data_dir = tmp_path / "data"
+    shutil.copytree(clips_dir, data_dir)
+    make_latents(data_dir, device=device_name(device), precision=precision)
+    errors = relative_errors(data_dir, on_a_cpu, LATENTS)
+    record_property("relative_error", f"{errors.max():.2g}")
+    assert bool((errors <= BOUNDS[precision]).all()), errors.max()
+
+
+def test_latents_of_resized_pictures_are_those_of_a_cpu(
+    clips_dir: Path, device: torch.device, tmp_path: Path, record_property: Record
+) -> None:
+    for name, one in (("found", device_name(device)), ("expected", "cpu")):
+        shutil.copytree(clips_dir, tmp_path / name)
+        make_latents(tmp_path / name, device=one, precision="float32", size=RESIZED_PX)  # type: ignore[arg-type]
+    errors = relative_errors(tmp_path / "found", tmp_path / "expected", LATENTS)
+    record_property("relative_error", f"{errors.max():.2g}")
+    assert bool((errors <= RESIZED_BOUND).all()), errors.max()
+
+
+def test_text_embeddings_are_those_of_a_cpu(
+    on_a_cpu: Path, clips_dir: Path, device: torch.device, tmp_path: Path, record_property: Record
+) -> None:
+    data_dir = tmp_path / "data"
+    shutil.copytree(clips_dir, data_dir)
+    make_text(data_dir, device=device_name(device))
+    errors = relative_errors(data_dir, on_a_cpu, TEXT)
+    record_property("relative_error", f"{errors.max():.2g}")
+    assert bool((errors <= BOUNDS["float32"]).all()), errors.max()
+
+
+def test_the_commands_find_the_gpu_by_themselves(
+    on_a_cpu: Path, clips_dir: Path, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker processes, each with a GPU of its own: one here."""
+    from prep.cli import main
+
+    data_dir = tmp_path / "data"
+    shutil.copytree(clips_dir, data_dir)
+    common = ["--data", str(data_dir), "--engine", "processes"]
+    for words in (
+        ["latents", "--vae", "tiny", "--size", str(SIZE_PX), "--fps", "2", *common],
+        ["text", "--clip", "tiny", *common],
+    ):
+        monkeypatch.setattr(sys, "argv", ["prep", *words])
+        status: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+        assert not status, words
+    for name in (LATENTS, TEXT):
+        assert bool((relative_errors(data_dir, on_a_cpu, name) <= BOUNDS["float32"]).all())

@@ -1,0 +1,45 @@
+"""`--compile`: the same losses; last, because torch.compile takes longest."""
+
+import sysconfig
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.runs import Runs, losses
+from tests.gpu.test_tasks import FIRST, Record, assert_near
+from train.models import transformer
+from train.tasks import caption, classify, dual_encoder, mae
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+MODULES = {"dual-encoder": dual_encoder, "mae": mae, "classify": classify, "caption": caption}
+# Inductor orders the sums of a block otherwise than the kernels that it stands for.
+ALL = 5e-3
+
+
+SHOWN = "classify"  # the one tower of the dry run
+
+
+@pytest.mark.parametrize("task", MODULES)
+def test_a_compiled_task_has_the_losses_of_an_eager_one(
+    task: str,
+    runs: Runs,
+    device: torch.device,
+    is_dry_run: bool,
+    record_property: Record,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_dry_run:
+        if task != SHOWN:
+            pytest.skip(f"{SHOWN} shows the way in the dry run")
+        # Traced as ever, and handed to no compiler of C++.
+        compiled = partial(transformer.compile_blocks, backend="aot_eager")
+        monkeypatch.setattr(MODULES[task], "compile_blocks", compiled)
+    elif not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        pytest.skip("Triton builds its launchers with Python.h, which this machine lacks")
+    torch.compiler.reset()
+    found = losses(runs.make(task, device, "--compile"))
+    assert_near(found, losses(runs.make(task, device)), first=FIRST, every=ALL, record=record_property)
+    torch.compiler.reset()

@@ -1,0 +1,46 @@
+"""A run on the device that is killed without warning, and goes on."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.commands import train_alone
+from tests.gpu.processes import start
+from tests.gpu.runs import Runs, deviation, losses, run_train
+from tests.gpu.test_tasks import ALL, Record, chosen
+from train.checkpoint import latest_checkpoint
+
+__all__ = ["chosen"]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+
+@pytest.mark.parametrize("chosen", ["dual-encoder", "caption"], indirect=True)
+def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(
+    chosen: str, runs: Runs, device: torch.device, is_dry_run: bool, tmp_path: Path, record_property: Record
+) -> None:
+    flags = ("--steps", "10" if is_dry_run else "40", "--checkpoint-every", "2" if is_dry_run else "5")
+    out = tmp_path / "killed"
+    killed = start(train_alone, runs.command(chosen, device, *flags, out=out), said=tmp_path / "said.txt")
+    until = time.monotonic() + 100
+    while killed.process.is_alive() and latest_checkpoint(out / "checkpoints") is None and time.monotonic() < until:
+        time.sleep(0.005)
+    assert killed.process.pid is not None
+    killed.process.kill()
+    status, said = killed.end(within_s=20)
+    assert status == -signal.SIGKILL, f"it ended before it could be killed, with {status}: {said[-2000:]}"
+    num_taken = len(losses(out))
+    assert not run_train(chosen, "--resume", "--out", out)
+    undisturbed, again = (losses(runs.make(chosen, device, *flags, again=number)) for number in range(2))
+    found = losses(out)
+    record_property("killed", f"after step {num_taken} of {len(undisturbed)}")
+    record_property("relative_difference", f"{deviation(found, undisturbed):.2g}")
+    record_property("is_deterministic", undisturbed == again)
+    assert num_taken < len(undisturbed)
+    if undisturbed == again:
+        assert found == undisturbed
+    else:
+        assert deviation(found, undisturbed) <= ALL

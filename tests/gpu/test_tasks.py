@@ -1,0 +1,129 @@
+"""Each task learns on the device what it learns on a CPU, and every way to train it is the plain one within a bound."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.runs import TASKS, Runs, deviation, losses, numbers, weights
+from train import precision
+from train.optim.ema import Ema
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+# Largest relative differences of a loss. In float32 two devices add numbers up in other orders, which thirty steps of
+# AdamW enlarge: on a CPU another implementation of attention, or halves of batches, makes 2e-5.
+FIRST, ALL = 2e-5, 2e-3
+# In bfloat16 a CPU's losses go off by 0.06 (dual-encoder), in float16 by 0.004.
+FIRST_HALF = {"bf16": 5e-3, "fp16": 1e-3}
+ALL_HALF = {"bf16": 0.2, "fp16": 0.05}
+CPU = torch.device("cpu")
+Record = Callable[[str, object], None]
+SHOWN = "dual-encoder"  # the task that shows each way in the dry run
+
+
+@pytest.fixture
+def chosen(request: pytest.FixtureRequest, is_dry_run: bool) -> str:
+    """A task; in the dry run one shows the way for all."""
+    task: str = request.param
+    if is_dry_run and task != SHOWN:
+        pytest.skip(f"{SHOWN} shows the way in the dry run")
+    return task
+
+
+def assert_near(found: list[float], expected: list[float], *, first: float, every: float, record: Record) -> None:
+    """Two curves of losses, which move."""
+    off = deviation(found[:1], expected[:1]), deviation(found, expected)
+    record("relative_difference", f"{off[0]:.2g} in the first step, {off[1]:.2g} in the worst of {len(found)}")
+    assert off[0] <= first and off[1] <= every, off
+    assert len(set(expected)) > len(expected) / 2
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_has_the_losses_of_a_cpu(task: str, runs: Runs, device: torch.device, record_property: Record) -> None:
+    found, expected = losses(runs.make(task, device)), losses(runs.make(task, CPU))
+    assert_near(found, expected, first=FIRST, every=ALL, record=record_property)
+
+
+@pytest.mark.parametrize("chosen", TASKS, indirect=True)
+def test_bfloat16_learns_what_float32_learns(
+    chosen: str, runs: Runs, device: torch.device, record_property: Record
+) -> None:
+    found, expected = losses(runs.make(chosen, device, "--precision", "bf16")), losses(runs.make(chosen, device))
+    bounds = {"first": FIRST_HALF["bf16"], "every": ALL_HALF["bf16"]}
+    assert_near(found, expected, **bounds, record=record_property)
+    assert found != expected, "bf16 rounds nothing"
+
+
+# The latents' first gradients overflow at the usual scale, and a step that is left out moves the curve.
+@pytest.mark.parametrize("chosen", [task for task in TASKS if task != "dual-encoder-latents"], indirect=True)
+def test_float16_with_its_scale_learns_what_float32_learns(
+    chosen: str, runs: Runs, device: torch.device, record_property: Record
+) -> None:
+    run = runs.make(chosen, device, "--precision", "fp16")
+    assert numbers(run, "num_skipped")[-1] == 0
+    bounds = {"first": FIRST_HALF["fp16"], "every": ALL_HALF["fp16"]}
+    assert_near(losses(run), losses(runs.make(chosen, device)), **bounds, record=record_property)
+
+
+def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
+    runs: Runs, device: torch.device, is_dry_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "_FIRST_SCALE", 2.0**18 if is_dry_run else 2.0**40)
+    monkeypatch.setattr(precision, "_STEPS_TO_DOUBLE", 2)
+    num_steps = 9 if is_dry_run else 50
+    run = runs.make("dual-encoder-latents", device, "--steps", str(num_steps), "--precision", "fp16")
+    scales, skipped = numbers(run, "loss_scale"), numbers(run, "num_skipped")
+    assert 2 < skipped[-1] < num_steps - 5, "float16 ends at 65504, and such a scale is beyond it"
+    for before, after, num_before, num_after in zip(scales, scales[1:], skipped, skipped[1:], strict=False):
+        # A line has the scale that its own step was taken with.
+        was_skipped = num_before > 0 and before > after
+        assert after in (before / 2, before, before * 2)
+        assert num_after >= num_before and (not was_skipped or after == before / 2)
+    assert any(after == 2 * before for before, after in zip(scales, scales[1:], strict=False)), "it never grew again"
+    found = losses(run)
+    assert is_dry_run or found[-1] < 0.9 * found[0]
+    assert all(bool(one.isfinite().all()) for one in weights(run).values())
+
+
+@pytest.mark.parametrize("chosen", TASKS, indirect=True)
+@pytest.mark.parametrize(
+    "flags",
+    [("--towers.activation-checkpointing",), ("--microbatch", "4"), ("--attention", "sdpa"), ("--attention", "naive")],
+    ids=["activation-checkpointing", "microbatch", "sdpa", "naive"],
+)
+def test_what_saves_memory_changes_no_loss(
+    flags: tuple[str, ...], chosen: str, runs: Runs, device: torch.device, record_property: Record
+) -> None:
+    if device.type == "cpu" and "sdpa" in flags:
+        pytest.skip("what a CPU has anyway: not in the dry run")
+    found, expected = losses(runs.make(chosen, device, *flags)), losses(runs.make(chosen, device))
+    assert_near(found, expected, first=FIRST, every=ALL, record=record_property)
+
+
+def test_an_average_of_weights_changes_no_loss_and_is_another_set_of_weights(
+    runs: Runs, device: torch.device, record_property: Record
+) -> None:
+    plain, averaged = runs.make("dual-encoder", device), runs.make("dual-encoder", device, "--optimizer.ema", "0.9")
+    assert_near(losses(averaged), losses(plain), first=FIRST, every=ALL, record=record_property)
+    found, latest = weights(averaged), weights(plain)
+    assert found.keys() == latest.keys()
+    assert any(not torch.allclose(one, latest[name], atol=1e-4) for name, one in found.items())
+
+
+def test_averages_of_weights_are_those_of_the_formula(device: torch.device) -> None:
+    model: Any = nn.Linear(33, 17).to(device)
+    ema = Ema(model, decay=0.9)
+    expected = {name: one.detach().double().cpu() for name, one in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 30):
+        decay = min(0.9, (1 + step) / (10 + step))
+        for name, one in model.named_parameters():
+            one.data.copy_(torch.randn(one.shape, generator=generator))
+            expected[name] = decay * expected[name] + (1 - decay) * one.detach().double().cpu()
+        ema.update(model, step=step)
+    for name, one in ema.state_dict().items():
+        assert one.device.type == device.type
+        torch.testing.assert_close(one.double().cpu(), expected[name], atol=1e-5, rtol=0)

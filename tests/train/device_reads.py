@@ -1,0 +1,174 @@
+"""Where the host would wait for a GPU, seen on a CPU: what a device computed is followed, and every look at it noted.
+
+A tensor counts as the device's if it is the model's or was sent there, or if an operation made or changed it that had
+such a tensor among its arguments. `torch.cuda.set_sync_debug_mode` sees the same on a GPU, and what only kernels know.
+"""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train.loop
+from train.agreement import AgreedBatch, FailureLog
+from train.data.batch import TENSORS
+from train.late import LateNumbers
+from train.state import State
+
+# They end in a number, or in a tensor whose size depends on values.
+LOOKS = {
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look at what the device has. `numbers_of`: the step whose numbers it was, if it was the journal's."""
+
+    step: int
+    where: str
+    numbers_of: int | None = None
+
+
+class DeviceReads(TorchDispatchMode):
+    """Notes looks, by the step that the loop was at: 0 before the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[Look] = []
+        self.step = 0
+        # Kept, so that no other memory gets the same number.
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._thread = threading.get_ident()
+
+    def take(self, *values: Any) -> None:
+        """Tensors that are the device's from now on."""
+        for one in tree_leaves(values):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                self._storages[storage._cdata] = storage
+
+    def has(self, *values: Any) -> bool:
+        """Whether one of them is the device's."""
+        tensors = (one for one in tree_leaves(values) if isinstance(one, torch.Tensor))
+        return any(one.untyped_storage()._cdata in self._storages for one in tensors)
+
+    def is_heard(self) -> bool:
+        """Whether this is the thread that trains: what the loader's do keeps no step."""
+        return threading.get_ident() == self._thread
+
+    def note(self, numbers_of: int | None = None) -> None:
+        """Writes down who looks."""
+        frames = [one for one in traceback.extract_stack() if "/train/" in one.filename and "tests" not in one.filename]
+        where = f"{frames[-1].filename.rpartition('/train/')[2]}:{frames[-1].lineno}" if frames else "?"
+        self.looks.append(Look(self.step, where, numbers_of))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.has(args, kwargs):
+            return func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        if name in LOOKS or (name == "repeat_interleave" and kwargs.get("output_size") is None) or _by_mask(name, args):
+            self.note()
+        out = func(*args, **kwargs)
+        self.take(out)
+        if func._schema.is_mutable:
+            self.take(args, kwargs)
+        return out
+
+
+def _by_mask(name: str, args: Any) -> bool:
+    """Whether rows are chosen by a mask, whose true values must be counted; a number put there needs no count."""
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    is_filled = name != "index" and args[2].numel() == 1
+    return not is_filled and any(one is not None and one.dtype == torch.bool for one in args[1])
+
+
+@contextmanager
+def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
+    """Follows the runs of train.loop within, as if their device were a GPU."""
+    reads = DeviceReads()
+    _follow_runs(reads, patch)
+    _follow_methods(reads, patch)
+    # A CPU's factor is looked at, because nothing waits for it.
+    patch.setattr("train.optim.optimizer._is_known_to_be_one", lambda factor: False)
+    with reads:
+        yield reads
+
+
+def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
+    new_state, agree, read_late = train.loop.new_state, FailureLog.next_batch, LateNumbers.read
+
+    def started(*args: Any, **kwargs: Any) -> State:
+        state = new_state(*args, **kwargs)
+        reads.take(list(state.model.parameters()), list(state.model.buffers()))
+        reads.take(list(state.objective.parameters()), list(state.objective.buffers()))
+        return state
+
+    def next_batch(self: FailureLog, *args: Any, **kwargs: Any) -> AgreedBatch:
+        reads.step += 1
+        agreed = agree(self, *args, **kwargs)
+        reads.take([value for name, value in agreed.loaded.batch.items() if name in TENSORS])
+        return agreed
+
+    def read(self: LateNumbers) -> dict[str, float]:
+        if self._names:
+            reads.note(numbers_of=int(self._numbers["step"]))
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(reads, "has", lambda *_: False)
+            return read_late(self)
+
+    patch.setattr(train.loop, "new_state", started)
+    patch.setattr(FailureLog, "next_batch", next_batch)
+    patch.setattr(LateNumbers, "read", read)
+
+
+def _follow_methods(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
+    """Those of tensors that no dispatch mode sees."""
+    for name in ("tolist", "numpy", "cpu", "__array__"):
+        patch.setattr(torch.Tensor, name, _looking(reads, getattr(torch.Tensor, name)))
+    for name in ("tensor", "as_tensor"):
+        patch.setattr(torch, name, _making(reads, getattr(torch, name)))
+    patch.setattr(torch.Tensor, "to", _moving(reads, torch.Tensor.to))
+
+
+def _looking(reads: DeviceReads, method: Callable[..., Any]) -> Callable[..., Any]:
+    def look(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if reads.is_heard() and reads.has(self):
+            reads.note()
+        return method(self, *args, **kwargs)
+
+    return look
+
+
+def _making(reads: DeviceReads, method: Callable[..., Any]) -> Callable[..., Any]:
+    def make(values: Any, *args: Any, **kwargs: Any) -> Any:
+        if reads.is_heard() and kwargs.get("device") is not None and not isinstance(values, torch.Tensor):
+            reads.note()
+        return method(values, *args, **kwargs)
+
+    return make
+
+
+def _moving(reads: DeviceReads, method: Callable[..., Any]) -> Callable[..., Any]:
+    def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_moved = any(isinstance(one, torch.device) for one in (*args, *kwargs.values()))
+        if not is_moved or not reads.is_heard() or reads.has(self):
+            return method(self, *args, **kwargs)
+        if not kwargs.get("non_blocking"):
+            reads.note()
+        # A copy, as on a GPU: what was sent stays the host's.
+        there = method(self, *args, **kwargs).clone()
+        reads.take(there)
+        return there
+
+    return move

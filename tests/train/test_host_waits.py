@@ -1,0 +1,111 @@
+"""In a step the host waits for the device once: for the numbers of the step before (train.late)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.classify.moving import write_moving
+from tests.train.device_reads import DeviceReads, Look, device_reads
+from tests.train.test_cli import train
+from tests.train.test_latents_training import write_columns
+
+__all__ = ["train"]
+
+SMALL = "--model tiny --num-frames 2 --warmup-steps 2 --lr 1e-3 --steps 5 --workers 1 --device cpu"
+PIXELS = f"{SMALL} --size-px 32 --batch 4"
+LATENTS = f"{SMALL} --input latents --segment 2s --batch 4"
+STORED = f"{LATENTS} --text-tower frozen"
+AUGMENTED = "--augment.flip 0.5 --augment.hue 0.1 --augment.contrast 0.2 --augment.blur 0.5"
+FINE_TUNING = (
+    "--towers.kind videomae --repeats 2 --optimizer.layer-decay 0.75 --mixup 0.8 --cutmix 1 --label-smoothing 0.1"
+    " --augment.rand-ops 4 --augment.erase 0.5 --towers.drop-path 0.1"
+)
+DECODER = "--decoder.name tiny --decoder.depth 1 --decoder.max-tokens 12 --decoder.vocabulary 280"
+RUNS = {
+    "infonce": f"dual-encoder {PIXELS} {AUGMENTED} --towers.patch-dropout 0.5",
+    "infonce padded": f"dual-encoder {PIXELS} --towers.no-packed-text --loss.kind mbcl --optimizer.ema 0.9",
+    "microbatches": f"dual-encoder {PIXELS} --microbatch 2 --towers.activation-checkpointing",
+    "naive attention": f"dual-encoder {PIXELS} --attention naive",
+    "siglip": f"dual-encoder {STORED} --loss.kind siglip --optimizer.name lamb",
+    "max-margin": f"dual-encoder {STORED} --loss.kind max-margin --optimizer.name sgd",
+    "sogclr": f"dual-encoder {STORED} --loss.kind sogclr --microbatch 2",
+    "isogclr": f"dual-encoder {STORED} --loss.kind isogclr --loss.convention paper",
+    "fastclip-v2": f"dual-encoder {STORED} --loss.kind fastclip-v2",
+    "fastclip-v3": f"dual-encoder {PIXELS} --loss.kind fastclip-v3 --optimizer.ema 0.9",
+    **{
+        f"fastclip-v3 {name}": f"dual-encoder {STORED} --loss.kind fastclip-v3 --optimizer.name {name}"
+        for name in ("lion", "lamb", "sgd")
+    },
+    **{
+        f"fp16 {name}": f"dual-encoder {STORED} --precision fp16 --optimizer.name {name}"
+        for name in ("adamw", "lion", "lamb", "sgd")
+    },
+    "tokens beside latents": f"dual-encoder {LATENTS} --text-tower trained",
+    "mae": f"mae {PIXELS} --mask-ratio 0.75 --augment.flip 0.5 --decoder-mask running-cell --microbatch 2",
+    "mae on latents": f"mae {LATENTS} --mask-ratio 0.75 --decoder-mask random",
+    "classifier": f"classify {PIXELS} {FINE_TUNING}",
+    "captioner": f"caption {PIXELS} {DECODER} --captions-per-visit 2 --decoder.dropout 0.1",
+    "captioner in parts": f"caption {PIXELS} {DECODER} --microbatch 2 --precision bf16 --towers.kind timesformer",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_columns(tmp_path_factory.mktemp("columns"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_step_looks_once_at_the_device_and_sees_the_step_before(
+    train: Callable[..., int], data_dir: Path, columns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    flags = RUNS[name]
+    shards = columns if "--input latents" in flags else data_dir
+    if name == "classifier":
+        shards = tmp_path / "labelled"
+        write_moving(shards, num_videos=4)
+    with device_reads(monkeypatch) as reads:
+        assert train(*flags.split(), "--shards", shards, "--out", tmp_path / "run") == 0
+    # The first step of a process sends what is the same in all others; the last one's numbers are read at once.
+    found = [look for look in reads.looks if 2 <= look.step < 5]
+    assert [(one.step, one.numbers_of) for one in found] == [(2, 1), (3, 2), (4, 3)], found
+
+
+def test_a_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other test relies on: each way to look at what a device has, and none of those that wait for nothing."""
+    host = torch.arange(6.0)
+    with device_reads(monkeypatch) as reads:
+        there = torch.arange(6.0)
+        reads.take(there)
+        ways: list[Callable[[], object]] = [
+            lambda: there.sum().item(),
+            lambda: float(there[0] + host[0]),
+            lambda: bool((there > 2).all()),
+            lambda: int(host.clone().copy_(there)[1]),
+            lambda: (there * 2).tolist(),
+            lambda: there.view(2, 3).numpy(),
+            lambda: there.cpu(),
+            lambda: there[there > 2],
+            lambda: there.clone().masked_select(host > 2),
+            lambda: there.nonzero(),
+            lambda: there.unique(),
+            lambda: torch.equal(there, host),
+            lambda: torch.tensor([1.0], device=torch.device("cpu")),
+            lambda: host.to(torch.device("cpu")),
+        ]
+        for number, look in enumerate(ways, start=1):
+            look()
+            assert len(reads.looks) == number, number
+        seen = len(reads.looks)
+        _ = (
+            there.sum() * 2,
+            there[host.long()],
+            there.masked_fill(host > 2, 0.0),
+            there.to(torch.float64),
+            host.tolist(),
+        )
+        there[there > 2] = 0
+        there.requires_grad_().square().sum().backward()
+        assert len(reads.looks) == seen
+    assert isinstance(reads, DeviceReads) and {type(one) for one in reads.looks} == {Look}

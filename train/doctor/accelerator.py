@@ -1,0 +1,234 @@
+"""torch, the GPUs, the driver, and attention that is tried there: what only a process that loads torch can say.
+
+As a program (`python -m train.doctor.accelerator`) it prints one JSON object: `train doctor` starts it as a process of
+its own, because a damaged driver can hang or kill whoever asks it.
+
+Shape suffixes: B batch, M tokens, H heads, K width of a head.
+"""
+
+import ctypes
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU as torch sees it; `free_bytes` is what no process has taken."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """An implementation of attention on the device: its kernels in words, or why it does not work."""
+
+    attention: str
+    kind: str
+    dtype: str
+    kernels: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What is known of torch and the GPUs.
+
+    Attributes:
+        torch_error: why torch cannot be used; all else is unknown then.
+        torch_cuda: CUDA that torch was built for; None in a build without.
+        driver: version of the NVIDIA driver, where there is one.
+        driver_cuda: CUDA that the driver supports, as (12, 8).
+        cuda_error: why torch finds no GPU, in its own words.
+        architectures: that torch was built for (sm_90).
+        xformers: "not installed", "works", or why it cannot be loaded.
+        xformers_library: what xformers says of its own compiled library, where that does not load.
+        has_triton: torch.compile can make kernels for a GPU.
+    """
+
+    torch_error: str | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
+    cudnn: str | None = None
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    cuda_error: str | None = None
+    num_threads: int | None = None
+    gpus: list[Gpu] = field(default_factory=list)
+    architectures: list[str] = field(default_factory=list)
+    xformers: str = "not installed"
+    xformers_library: str | None = None
+    has_triton: bool = False
+    precision: str = "fp32"
+    tried: list[Tried] = field(default_factory=list)
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver by its file in /proc; None where there is none."""
+    try:
+        text = _DRIVER_FILE.read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else None
+
+
+def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Accelerator:
+    """Looks at torch and at the GPUs.
+
+    Args:
+        tries: run each implementation of attention on the device, and load xformers; it changes settings of torch, so
+            a run leaves it out.
+        has_gpus: look for GPUs, for which CUDA must be initialised.
+    """
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Accelerator(torch_error=_first_line(error), driver=driver_version(), driver_cuda=_driver_cuda())
+    from train.models.attention_kernels import cudnn_version
+
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "driver_cuda": _driver_cuda(),
+        "num_threads": torch.get_num_threads(),
+        "architectures": torch.cuda.get_arch_list(),
+        "has_triton": find_spec("triton") is not None,
+        "xformers": _version("xformers"),
+    }
+    if has_gpus:
+        try:
+            torch.cuda.init()
+            found["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+            found["cudnn"] = cudnn_version()
+        except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+            found["cuda_error"] = _first_line(error)
+    if tries:
+        found |= _tried("cuda" if found.get("gpus") else "cpu")
+    return Accelerator(**found)
+
+
+def _tried(device_type: str) -> dict[str, Any]:
+    from train.precision import open_precision
+
+    precision = open_precision("auto", device_type=device_type).name
+    found = {"precision": precision, "xformers": _version("xformers"), **_xformers()}
+    has_xformers = found["xformers"] not in ("not installed", "not loaded")
+    return {**found, "tried": _try_attention(device_type, precision, has_xformers=has_xformers)}
+
+
+def accelerator_of(values: dict[str, Any]) -> Accelerator:
+    """An `Accelerator` from its JSON."""
+    gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
+    driver_cuda = None if values["driver_cuda"] is None else tuple(values["driver_cuda"])
+    tried = [Tried(**one) for one in values["tried"]]
+    return Accelerator(**{**values, "gpus": gpus, "tried": tried, "driver_cuda": driver_cuda})
+
+
+def _gpu(index: int) -> Gpu:
+    import torch
+
+    of = torch.cuda.get_device_properties(index)
+    free_bytes, _ = torch.cuda.mem_get_info(index)
+    return Gpu(name=of.name, memory_bytes=of.total_memory, free_bytes=free_bytes, capability=(of.major, of.minor))
+
+
+def _xformers() -> dict[str, Any]:
+    from train.models.attention import load_xformers
+
+    if find_spec("xformers") is None:
+        return {}
+    try:
+        return {"xformers_library": load_xformers()}
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # as it meets a torch that it does not know
+        return {"xformers": "not loaded", "xformers_library": _first_line(error)}
+
+
+def _try_attention(device_type: str, precision: str, *, has_xformers: bool) -> list[Tried]:
+    """Forward and backward passes of each implementation: of clips (all tokens) and of packed captions."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    names = ["sdpa"]
+    if device_type == "cuda":
+        names += [*(["xformers"] if has_xformers else []), "cudnn", "flash"]
+    kinds, device = ("clips", "packed captions"), torch.device(device_type)
+    return [_try_one(name, kind, dtype, device) for name in names for kind in kinds]
+
+
+def _try_one(name: str, kind: str, dtype: Any, device: Any) -> Tried:
+    import torch
+
+    from train.models.attention import open_attention
+    from train.models.attention_kernels import kernels_of
+    from train.models.packing import pack
+
+    is_packed = kind != "clips"
+    lengths = (12, 9, 17, 26)
+    tried = {"attention": name, "kind": kind, "dtype": str(dtype).removeprefix("torch.")}
+    try:
+        attend = open_attention(name, device_type=device.type).attend  # type: ignore[arg-type]
+        packing = pack(lengths, device=device) if is_packed else None
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (1, sum(lengths), 3, 4, 64) if is_packed else (2, 197, 3, 4, 64)
+        qkv = torch.randn(shape, dtype=dtype, device=device, generator=generator, requires_grad=True)
+        out = attend(*qkv.unbind(2), causal=is_packed, packing=packing)
+        out.sum().backward()
+        if qkv.grad is None or not bool(qkv.grad.isfinite().all()):
+            return Tried(**tried, error="its gradients are not finite")
+        return Tried(**tried, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # of libraries that do not suit each other
+        return Tried(**tried, error=_first_line(error))
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    """CUDA's version that the driver supports, asked of the driver's own library."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        number = ctypes.c_int()
+        ask: Callable[..., int] = library.cuDriverGetVersion
+        if ask(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _main() -> None:
+    # Whatever a library prints goes elsewhere: standard output has the JSON alone.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    json.dump(asdict(examine_accelerator()), answer)
+    answer.flush()
+    # Libraries of a damaged driver can hang at their end, too.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,131 @@
+"""All that is known of a machine, and what training will use of it."""
+
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from train.doctor.accelerator import Accelerator, examine_accelerator
+from train.doctor.child import ask_child
+from train.doctor.disk import Disk, examine_disk
+from train.doctor.host import Host, examine_host
+from train.settings import TrainingSettings
+from train.surroundings import versions
+
+# Decoders of what `prep chunk` writes (train.data.decoding.packets), the default's first.
+CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """PyAV and the libavcodec in it; `missing` are those of `CODECS` that it lacks, `error` says why it is not there."""
+
+    pyav: str | None = None
+    libavcodec: str | None = None
+    missing: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """A machine.
+
+    Attributes:
+        asked_device: of `--device`.
+        is_run: of a run that begins, which says elsewhere what it uses.
+        disk: of the data folder or the current one; None where it was not looked at.
+        versions: of Python and packages, as on a run's page.
+    """
+
+    asked_device: str
+    host: Host
+    accelerator: Accelerator
+    decoder: Decoder
+    disk: Disk | None
+    versions: dict[str, str]
+    system: str
+    is_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """What training uses where nothing else is asked for."""
+
+    device: str
+    precision: str
+    attention: str
+    loader_threads: int
+    compiles: bool
+
+
+def examine(*, device: str, shards: Path | None) -> Examined:
+    """Looks at everything, in some 10 seconds; torch and GPUs in a process of their own.
+
+    Args:
+        device: auto, cpu or cuda, as of a training command.
+        shards: data folder; without one the disk of the current folder is measured.
+    """
+    return Examined(
+        asked_device=device,
+        host=examine_host(),
+        accelerator=ask_child(),
+        decoder=examine_decoder(),
+        disk=examine_disk(shards or Path(), is_data=shards is not None),
+        versions=versions(),
+        system=_system(),
+    )
+
+
+def examine_in_run(*, device: str) -> Examined:
+    """What a run's page has: nothing is measured or tried, and torch is the one of this process. Milliseconds."""
+    return Examined(
+        asked_device=device,
+        host=examine_host(),
+        accelerator=examine_accelerator(tries=False, has_gpus=device == "cuda"),
+        decoder=examine_decoder(),
+        disk=None,
+        versions=versions(),
+        system=_system(),
+        is_run=True,
+    )
+
+
+def examine_decoder() -> Decoder:
+    """Looks at PyAV, by making a decoder of each codec."""
+    try:
+        import av
+    except (ImportError, OSError) as error:
+        return Decoder(error=str(error).strip().splitlines()[0])
+    missing = []
+    for codec in CODECS:
+        try:
+            av.CodecContext.create(codec, "r")
+        except (ValueError, av.FFmpegError):
+            missing.append(codec)
+    number = ".".join(map(str, av.library_versions.get("libavcodec", ())))
+    return Decoder(pyav=av.__version__, libavcodec=number, missing=tuple(missing))
+
+
+def used_by_training(examined: Examined) -> Used:
+    """What the training commands choose by themselves on such a machine."""
+    accelerator = examined.accelerator
+    is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
+    has_xformers = accelerator.xformers not in ("not installed", "not loaded")
+    candidates = [*(["xformers"] if has_xformers else []), "sdpa", "cudnn", "flash"]
+    return Used(
+        device="cuda" if is_cuda else "cpu",
+        precision=accelerator.precision if is_cuda else "fp32",
+        attention=f"fastest of {', '.join(candidates)}, measured when a run begins" if is_cuda else "sdpa",
+        loader_threads=TrainingSettings.workers,
+        compiles=examined.host.compiler is not None and (not is_cuda or accelerator.has_triton),
+    )
+
+
+def as_json(examined: Examined) -> dict[str, Any]:
+    """Plain values of all that is known, and of what training uses."""
+    return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}
+
+
+def _system() -> str:
+    libc = " ".join(platform.libc_ver())
+    return f"{platform.system()} {platform.release()}, {libc or 'libc not known'}"

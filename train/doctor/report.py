@@ -1,0 +1,159 @@
+"""What `train doctor` prints: ten lines, then what is wrong. A run's page has the same lines."""
+
+import shutil
+import sys
+import textwrap
+
+from train.doctor.examined import CODECS, Examined, used_by_training
+from train.doctor.judge import Finding
+
+_LABEL_WIDTH = 11
+_MOST_COLUMNS = 100
+
+
+def lines_of(examined: Examined) -> dict[str, str]:
+    """The lines by their labels."""
+    found = {
+        "gpu": _gpus(examined),
+        "torch": _torch(examined),
+        "attention": _attention(examined),
+        "decoder": _decoder(examined),
+        "processor": _processor(examined),
+        "threads": _threads(examined),
+        "disk": _disk(examined),
+        "software": _software(examined),
+        "training": _training(examined),
+    }
+    return {label: text for label, text in found.items() if text}
+
+
+def print_report(examined: Examined, findings: list[Finding]) -> None:
+    """Prints lines and findings, as wide as the terminal."""
+    columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS) if sys.stdout.isatty() else 80
+    for label, text in lines_of(examined).items():
+        print(_filled(text, label=label, columns=columns))
+    for finding in findings:
+        print()
+        print(_filled(finding.what, label=f"{finding.level}:", columns=columns))
+        print(_filled(finding.hint, label="hint:", columns=columns))
+    if not findings:
+        print("\nNothing is wrong.")
+
+
+def _filled(text: str, *, label: str, columns: int) -> str:
+    return textwrap.fill(
+        text,
+        width=columns,
+        initial_indent=label.ljust(_LABEL_WIDTH),
+        subsequent_indent=" " * _LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _gpus(examined: Examined) -> str:
+    accelerator = examined.accelerator
+    driver = f"; driver {accelerator.driver}" if accelerator.driver else ""
+    if accelerator.driver_cuda:
+        driver += f" (CUDA {'.'.join(map(str, accelerator.driver_cuda))})"
+    if examined.is_run and examined.asked_device == "cpu":
+        return ""
+    if not accelerator.gpus:
+        return f"none{driver or '; no NVIDIA driver'}"
+    kinds: dict[str, int] = {}
+    for gpu in accelerator.gpus:
+        capability = ".".join(map(str, gpu.capability))
+        kind = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {capability}"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + driver
+
+
+def _torch(examined: Examined) -> str:
+    accelerator = examined.accelerator
+    if accelerator.torch is None:
+        return "cannot be used"
+    parts = [accelerator.torch, f"CUDA {accelerator.torch_cuda}" if accelerator.torch_cuda else "without CUDA"]
+    if accelerator.cudnn:
+        parts.append(f"cuDNN {accelerator.cudnn}")
+    parts.append(f"xformers {accelerator.xformers}")
+    return ", ".join(parts)
+
+
+def _attention(examined: Examined) -> str:
+    """Implementations with the kernels that they run, those alike together."""
+    texts: dict[str, list[str]] = {}
+    for one in examined.accelerator.tried:
+        texts.setdefault(one.attention, []).append("fails" if one.error else one.kernels)
+    found = []
+    for name, (clips, captions) in texts.items():
+        kernels = clips if clips == captions else f"{clips}; packed captions: {captions}"
+        found.append(f"{name}: {kernels}")
+    return ". ".join(found)
+
+
+def _decoder(examined: Examined) -> str:
+    decoder = examined.decoder
+    if decoder.error is not None:
+        return "cannot be used"
+    there = [codec for codec in CODECS if codec not in decoder.missing]
+    return f"PyAV {decoder.pyav}, libavcodec {decoder.libavcodec}: {', '.join(there) or 'none'}"
+
+
+def _processor(examined: Examined) -> str:
+    host = examined.host
+    text = f"{host.processor}, {host.num_cores} cores"
+    if host.memory_bytes is not None:
+        text += f"; memory {host.memory_bytes / 2**30:.0f} GiB"
+        text += f" ({host.free_bytes / 2**30:.0f} GiB free)" if host.free_bytes is not None else ""
+    return text + (f"; /dev/shm {host.shm_bytes / 2**30:.1f} GiB" if host.shm_bytes is not None else "; no /dev/shm")
+
+
+def _threads(examined: Examined) -> str:
+    host = examined.host
+    text = f"{host.allowed_cores} cores allowed"
+    if host.quota_cores is not None:
+        text += f", the cgroup's limit is {host.quota_cores:g}"
+    if examined.accelerator.num_threads is not None:
+        text += f"; torch uses {examined.accelerator.num_threads} threads"
+    variables = ", ".join(f"{name}={value}" for name, value in host.thread_variables.items())
+    return f"{text}; {variables or 'OMP_NUM_THREADS is not set'}"
+
+
+def _disk(examined: Examined) -> str:
+    disk = examined.disk
+    if disk is None:
+        return ""
+    kinds = {
+        "local": "local",
+        "network": "a network file system",
+        "host": "a folder of the host",
+        "memory": "in memory",
+        "unknown": "local or not is not known",
+    }
+    text = f"{disk.path}: {disk.file_system or 'file system not known'}, {kinds[disk.kind]}"
+    if disk.free_bytes is not None:
+        text += f", {disk.free_bytes / 1e9:.0f} GB free"
+    if disk.write_bytes_per_s is not None:
+        text += f"; writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
+    if disk.read_bytes_per_s is not None and disk.piece_ms is not None:
+        sources = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
+        text += f"; reads {disk.read_bytes_per_s / 1e6:,.0f} MB/s, 64 KiB in {disk.piece_ms:.2f} ms"
+        text += f" ({sources[disk.cached]})"
+    return text
+
+
+def _software(examined: Examined) -> str:
+    versions = examined.versions
+    shown = [f"{name} {versions[name]}" for name in ("clipmill", "python", "numpy", "pyarrow") if name in versions]
+    return f"{', '.join(shown)}; {examined.system}"
+
+
+def _training(examined: Examined) -> str:
+    if examined.is_run:
+        return ""
+    used = used_by_training(examined)
+    compiles = "--compile works" if used.compiles else "no --compile"
+    return (
+        f"{used.device}, {used.precision}, attention: {used.attention}; "
+        f"{used.loader_threads} loader threads; {compiles}"
+    )

@@ -1,0 +1,102 @@
+"""What a step says of itself, read a step late: the host begins the next step before it waits for this one's numbers.
+
+    host      begin step 1 | begin step 2 | read 1 | begin step 3 | read 2 | ...
+    device                 | step 1 .......... | step 2 .......... | ...
+
+So the device always has work, and in a step the host waits for it once: for the end of the step before. Numbers are
+stacked and copied into pinned memory by the step itself; to read them is to wait for one event. Where something depends
+on them (a checkpoint, an evaluation, an order to stop, the end) they are read at once.
+
+Between a bad number and the moment it is read, one more step is begun. `Soundness` keeps that step, and the bad one,
+from changing what the optimizer has made.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+
+Number = float | torch.Tensor
+
+
+class Moment:
+    """A point in the work of a device: the end of all that it has been given until now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._at_s = 0.0
+        if device.type == "cuda":
+            # `blocking`: who waits sleeps, and leaves its core to the loader's threads.
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._at_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until it has come."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, other: "Moment") -> float:
+        """Seconds from another moment of the device to this one; both have come."""
+        if self._event is None or other._event is None:
+            return self._at_s - other._at_s
+        return other._event.elapsed_time(self._event) / 1e3
+
+
+class LateNumbers:
+    """Numbers that a device has not computed yet, on their way to the host.
+
+    Args:
+        numbers: scalars, those of the device as tensors without dimensions.
+
+    Attributes:
+        end: when they are there.
+    """
+
+    def __init__(self, numbers: Mapping[str, Number], device: torch.device) -> None:
+        self._numbers: dict[str, Number] = dict(numbers)
+        waiting = {name: one for name, one in numbers.items() if isinstance(one, torch.Tensor)}
+        self._names, self._values = list(waiting), torch.empty(0)
+        if waiting:
+            values = torch.stack([one.detach().double() for one in waiting.values()])
+            if device.type == "cuda":
+                self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                self._values.copy_(values, non_blocking=True)
+            else:
+                self._values = values
+        self.end = Moment(device)
+
+    def read(self) -> dict[str, float]:
+        """All of them, in their order, as soon as they are there."""
+        if self._names:
+            self.end.wait()
+            self._numbers |= dict(zip(self._names, self._values.tolist(), strict=True))
+            self._names = []
+        return cast(dict[str, float], dict(self._numbers))
+
+
+class Soundness:
+    """Whether all steps so far had finite numbers, on the device: after one that had not, no step changes a weight.
+
+    All ranks have the same numbers, so all of them leave out the same steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_sound = torch.ones((), dtype=torch.bool, device=device)
+
+    def after(self, loss: Number, grad_norm: Number, *, skips: bool) -> torch.Tensor:
+        """Whether the optimizer may take this step, a bool on the device.
+
+        Args:
+            skips: gradients that are not finite are left out and forgiven, as fp16 has them.
+        """
+        is_loss_good, is_norm_good = (
+            torch.as_tensor(one, device=self._is_sound.device).isfinite() for one in (loss, grad_norm)
+        )
+        self._is_sound = self._is_sound & is_loss_good
+        may_step = self._is_sound & is_norm_good
+        if not skips:
+            self._is_sound = may_step
+        return may_step
