@@ -13,7 +13,6 @@ from pathlib import Path
 import pyarrow as pa
 
 from benchmarks.gpu.parts import Setup
-from manifests.publish import publish_json
 from manifests.schema import CAPTIONS
 from manifests.store import read_captions, read_videos, write_manifest
 from shards.commits import Commit, ShardFiles, write_commit
@@ -81,7 +80,8 @@ def repeat_chunks(data: Path, target: Path, *, num_copies: int, variant: str | N
     write_manifest(target, "repeated", video_table, pa.concat_tables(parts).combine_chunks())
     folder = variant_dir(target, COLUMN, name)
     folder.mkdir(parents=True)
-    publish_json(folder / RECIPE_FILE, opened.recipe)
+    if (opened.directory / RECIPE_FILE).exists():
+        shutil.copyfile(opened.directory / RECIPE_FILE, folder / RECIPE_FILE)
     shards = opened.shards()
     for copy in range(num_copies):
         for number, shard in enumerate(shards):

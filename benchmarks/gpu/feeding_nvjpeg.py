@@ -137,7 +137,7 @@ def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[lis
             for frame, packet in chunks.read(chunk, frames).packets or ()
         }
         packets = [torch.from_numpy(np.frombuffer(found[place], np.uint8).copy()) for place in plan.places]
-        width, height = _size(packets[0])
+        width, height = jpeg_size(packets[0])
         rectangle = rectangle_of("random", width=width, height=height, min_area=0.5, rng=plan.rng)
         return _ReadClip(packets, rectangle)
 
@@ -150,7 +150,7 @@ def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[lis
                 yield [future.result() for future in ahead.popleft()]
 
 
-def _size(packet: torch.Tensor) -> tuple[int, int]:
+def jpeg_size(packet: torch.Tensor) -> tuple[int, int]:
     """Width and height in a JPEG's frame header (ITU-T T.81, B.2.2).
 
     Raises:
