@@ -104,7 +104,7 @@ def _encoded(shard: CommittedShard, row: int, *, max_frames: int) -> _Chunk:
     context.time_base = Fraction(index["fps_den"], index["fps_num"])
     context.options = {"qmin": str(_QUALITY), "qmax": str(_QUALITY)}
     packets: list[bytes] = []
-    with av.open(io.BytesIO(shard.read(row, "mp4"))) as container:
+    with av.open(io.BytesIO(shard.read(row, "mp4")), mode="r") as container:
         for number, frame in enumerate(container.decode(video=0)):
             if number == max_frames:
                 break

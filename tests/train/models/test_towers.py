@@ -155,7 +155,7 @@ def test_captions_have_the_tokens_of_open_clip_whatever_is_in_them() -> None:
     odd = ["\n", "\t", "\x00", "\x1b", "\x85", "\u3000", "\u00e9", "\ufb01", "\u201c", "\u0130", "\uff21", "\u4f60"]
     odd += ["&amp;amp;", "&lt;b&gt;", "<start_of_text>", "<end_of_text>", "'s", "'LL"]
     random = np.random.default_rng(0)
-    texts = ["", " ", "a", "word " * 200, "a  b"]
+    texts = ["", " ", "a", "word " * 200, "a  b", "salt &amp; pepper", "&lt;b&gt; it"]
     for characters in (ascii_only, ascii_only + 5 * odd):
         texts += ["".join(random.choice(characters, random.integers(1, 120))) for _ in range(400)]
     for text in texts * 2:  # the second time words are remembered
