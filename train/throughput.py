@@ -13,11 +13,6 @@ from train.peak_flops import peak_flops
 
 # A backward pass computes two products for each of the forward pass.
 _FORWARD_AND_BACKWARD = 3
-# torch 2.11 has no formula for attention on a CPU; it is that of a GPU.
-flop_registry.setdefault(
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
-)
 
 
 class Throughput:
@@ -93,6 +88,8 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
+        if packet == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu and packet not in flop_registry:
+            packet = torch.ops.aten._scaled_dot_product_flash_attention  # the same formula, which torch 2.11 lacks
         if packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
