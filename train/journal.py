@@ -49,6 +49,7 @@ class Journal:
         self._trackers, self._throughput = trackers, throughput
         self._run, self._world, self._num_samples = run, world, num_samples
         self._taken: Taken | None = None
+        self._is_evaluated = False
 
     @property
     def end(self) -> Moment | None:
@@ -61,11 +62,15 @@ class Journal:
         self._taken = taken
 
     def check(self) -> None:
-        """Waits for the step that it keeps.
+        """Waits for the step that it keeps, which is to be evaluated: its line is written with those numbers, or never.
 
         Raises:
             FailedWork: the loss or the norm of the gradients is not finite; all ranks raise it.
         """
+        self._check()
+        self._is_evaluated = True
+
+    def _check(self) -> None:
         taken = self._taken
         if taken is None:
             return
@@ -87,15 +92,16 @@ class Journal:
         Raises:
             FailedWork: as `check`; the line is not written then.
         """
-        self.check()
+        self._check()
         taken, self._taken = self._taken, None
+        self._is_evaluated = False
         if taken is not None:
             self._trackers.log(self._line(taken, found or {}))
 
     def close(self) -> None:
         """Gives the trackers a step that was good before something else ended the run; asks no other rank."""
         taken, self._taken = self._taken, None
-        if taken is None:
+        if taken is None or self._is_evaluated:
             return
         try:
             numbers = taken.numbers.read()

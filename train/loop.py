@@ -146,8 +146,10 @@ def train(
             is_saved = state.step % settings.checkpoint_every == 0 or state.step == settings.steps
             is_evaluated = _is_evaluated(state.step, settings)
             if is_saved or is_evaluated:
-                journal.check()
-                found = _evaluate(task, state, settings, world=world) if is_evaluated else {}
+                found = {}
+                if is_evaluated:
+                    journal.check()
+                    found = _evaluate(task, state, settings, world=world)
                 journal.settle(found)
                 if is_saved or writer.is_best(found):
                     save(found)

@@ -7,6 +7,7 @@ sign that they would copy.
 import torch
 
 from train.data.chance import MANTISSA_BITS, key_of
+from train.sending import sent
 
 _WORD = 1 << 64
 
@@ -19,7 +20,8 @@ def uniform(
     Args:
         device: where they are drawn; that of the positions when left out.
     """
-    positions_B = positions_B.to(device if device is not None else positions_B.device)
+    if device is not None:
+        positions_B = sent(positions_B, device)
     keys_N = _mix(_signed(key_of(seed=seed, purpose=purpose)) + torch.arange(count, device=positions_B.device))
     hashes_BN = _mix(_mix(positions_B)[:, None] ^ keys_N)
     return _shifted(hashes_BN, 64 - MANTISSA_BITS).double() * 2.0**-MANTISSA_BITS
