@@ -53,11 +53,15 @@ class Runs:
 
     def command(self, task: str, device: torch.device, *flags: str, out: Path) -> list[str]:
         """Command line of the run of a task: in float32, by SDPA, of the usual length where flags say nothing else."""
-        defaults = {"--precision": "fp32", "--attention": "sdpa", "--steps": str(self.num_steps)}
-        added = [word for name, value in defaults.items() if name not in flags for word in (name, value)]
         data = self.latents_dir if task.endswith("latents") else self.clips_dir
-        where = ["--shards", str(data), "--device", device.type, "--out", str(out)]
-        return [*TASKS[task].split(), *added, *where, *flags]
+        command = [*TASKS[task].split(), "--precision", "fp32", "--attention", "sdpa", "--steps", str(self.num_steps)]
+        command += ["--shards", str(data), "--device", device.type, "--out", str(out)]
+        for name, *value in _by_name(flags):
+            if value and name in command:
+                command[command.index(name) + 1] = value[0]
+            else:
+                command += [name, *value]
+        return command
 
     def make(self, task: str, device: torch.device, *flags: str, again: int = 0) -> Path:
         """The folder of a run of a task with some more flags.
@@ -73,6 +77,17 @@ class Runs:
             assert not status, f"train {' '.join(command)} ended with {status}"
             self._made[key] = out
         return self._made[key]
+
+
+def _by_name(flags: Sequence[str]) -> list[list[str]]:
+    """Each flag with its value, if it has one."""
+    found: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--"):
+            found.append([word])
+        else:
+            found[-1].append(word)
+    return found
 
 
 def losses(out: Path) -> list[float]:

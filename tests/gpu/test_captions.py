@@ -26,7 +26,7 @@ WAYS = {
     "beam, long": DecodingSettings(method="beam", num_beams=3, length_penalty=2.0, min_tokens=5),
     "sample": DecodingSettings(method="sample", temperature=0.8, top_k=20, seed=3),
 }
-SHOWN = ("greedy", "beam")
+SHOWN = "beam"
 
 
 def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
@@ -42,8 +42,8 @@ def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_captions_are_those_of_a_cpu(name: str, runs: Runs, device: torch.device, is_dry_run: bool) -> None:
-    if is_dry_run and name not in SHOWN:
-        pytest.skip(f"{' and '.join(SHOWN)} show the way in the dry run")
+    if is_dry_run and name != SHOWN:
+        pytest.skip(f"{SHOWN} shows the way in the dry run")
     path = runs.make("caption", device)
     said = []
     for one in (device, torch.device("cpu")):

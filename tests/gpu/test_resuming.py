@@ -36,7 +36,9 @@ def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(
     assert status == -signal.SIGKILL, f"it ended before it could be killed, with {status}: {said[-2000:]}"
     num_taken = len(losses(out))
     assert not run_train(task, "--resume", "--out", out)
-    undisturbed, again = (losses(runs.make(task, device, *flags, again=number)) for number in range(2))
+    undisturbed = losses(runs.make(task, device, *flags))
+    # A CPU makes the same bits again; a GPU may, and then the run that was killed must.
+    again = undisturbed if is_dry_run else losses(runs.make(task, device, *flags, again=1))
     found = losses(out)
     record_property("killed", f"after step {num_taken} of {len(undisturbed)}")
     record_property("relative_difference", f"{deviation(found, undisturbed):.2g}")

@@ -75,7 +75,9 @@ def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
     monkeypatch.setattr(precision, "_FIRST_SCALE", 2.0**17 if is_dry_run else 2.0**40)
     monkeypatch.setattr(precision, "_STEPS_TO_DOUBLE", 2)
     num_steps = 8 if is_dry_run else 50
-    run = runs.make("dual-encoder-latents", device, "--steps", str(num_steps), "--precision", "fp16")
+    # A CPU is slow in float16.
+    flags = ("--steps", str(num_steps), "--precision", "fp16", "--batch", "2" if is_dry_run else "8")
+    run = runs.make("dual-encoder-latents", device, *flags)
     scales, skipped = numbers(run, "loss_scale"), numbers(run, "num_skipped")
     assert 1 < skipped[-1] < num_steps - 3, "float16 ends at 65504, and such a scale is beyond it"
     for (before, after), (num_before, num_after) in zip(pairwise(scales), pairwise(skipped), strict=True):
@@ -97,9 +99,8 @@ def test_an_overflow_is_left_out_and_the_scale_halves_and_grows_again(
         ("--microbatch", "4"),
         ("--attention", "auto"),
         ("--attention", "xformers"),
-        ("--attention", "naive"),
     ],
-    ids=["activation-checkpointing", "microbatch", "auto", "xformers", "naive"],
+    ids=["activation-checkpointing", "microbatch", "auto", "xformers"],
 )
 def test_how_a_step_is_computed_changes_no_loss(
     flags: tuple[str, ...], chosen: str, runs: Runs, device: torch.device, record_property: Record
