@@ -130,11 +130,10 @@ def train(
                 loaded = replace(loaded, batch=to_device(loaded.batch, device))
             with explained(settings, world.replicas, device=device):
                 numbers = _take(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
-            if samples.num_samples:
-                numbers["epoch"] = _epoch(state, samples)
+            passed = {"epoch": _epoch(state, samples)} if samples.num_samples else {}
             taken = Taken(
                 step=step,
-                numbers=LateNumbers(numbers, device),
+                numbers=LateNumbers(numbers | passed, device),
                 began=began,
                 waited_s=agreed.waited_s,
                 num_failed=failures.num_failed,
