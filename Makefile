@@ -87,7 +87,7 @@ demo: setup
 endif
 
 gpu-kit: setup
-	$(BIN)/python -m scripts.gpu_kit.build $(if $(VIDEOS),--videos "$(VIDEOS)")
+	$(BIN)/python -m scripts.gpu_kit.build $(if $(VIDEOS),--videos "$(VIDEOS)") $(if $(PIECES),--pieces $(PIECES))
 
 # Other libraries need other versions than the lock has, hence an environment of their own.
 peers: $(PEERS_VENV)/.ready

@@ -135,11 +135,16 @@ def test_a_decoder_that_is_not_installed_leaves_its_row_and_its_figures_empty(tm
         (OWN, SHORT, TORCHCODEC[0]): [2.0, 1.0, 5.0],
         (OWN, SHORT, TORCHCODEC[1]): [1.0, 3.0, 1.0],
     }
-    loaders = {LOADERS[0]: [(10.0, 9.0), (20.0, 9.0), (10.0, 9.0)], LOADERS[1]: [(19.0, 8.0), (20.0, 8.0), (21.0, 8.0)]}
+    loaders = {
+        LOADERS[0]: [(10.0, 9.0), (20.0, 9.0), (10.0, 9.0)],
+        LOADERS[1]: [(19.0, 8.0), (20.0, 8.0), (21.0, 8.0)],
+        LOADERS[2]: [(20.0, 8.0), (25.0, 8.0), (20.0, 8.0)],
+    }
     measured = Measured(rates, {}, loaders, dict.fromkeys(rates, (0, 4)), {DECORD: "no Python"})
     ratios = ratios_of(measured, {OWN: 150, X264_DEFAULT: 100})
     assert ratios["over_torchcodec_own_chunks"] == 10.0
     assert (ratios["over_decord_own_chunks"], ratios["over_decord_x264_default"]) == (None, None)
+    assert ratios["two_threads_over_two_processes"] == 0.95
     assert (ratios["two_threads_over_one"], ratios["bytes_over_x264_default"]) == (1.9, 1.5)
     decord, ours = rows_of(measured, [(OWN, SHORT, DECORD), (OWN, SHORT, OURS)])
     assert (decord["clips/CPU s"], decord["wrong frames"]) == ("not installed", None)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,25 @@ def test_only_what_the_training_thread_reads_in_the_steps_that_count_is_a_wait()
     with counted(waits, CPU):
         number.item()
         waits.is_counting = True
-        float(number), int(number), number.tolist(), number + 1
-        other = threading.Thread(target=number.item)
+        float(number), int(number), number + 1
+        other = threading.Thread(target=waits.add, args=(waits.operations,))
         other.start()
         other.join()
-    assert waits.operations.total() in (2, 3)  # whether tolist of a number is counted is torch's business
-    assert waits.a_step(5)["waits a step"] == waits.operations.total() / 2
+    assert waits.operations == {"elsewhere": 2}
+    assert waits.a_step(5) == {"waits a step": 1.0, "by operations": 1.0, "for events": 0.0}
+
+
+def test_what_torch_warns_of_is_a_wait_and_so_is_an_event_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu.speed_waits import Waits, counted
+
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
+    waits = Waits()
+    waits.is_counting = True
+    with counted(waits, torch.device("cuda")):
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("of something else", stacklevel=1)
+        torch.cuda.Event.synchronize(object())  # type: ignore[arg-type]
+    assert (waits.operations.total(), waits.events.total(), modes) == (3, 1, ["warn", "default"])

@@ -229,7 +229,7 @@ def _train(
         **about,
         "machine": machine(device),
         "versions": versions(),
-        "doctor": doctor_facts(device=device.type) if world.is_first else {},
+        "doctor": doctor_facts(asked_device=settings.device, device_type=device.type) if world.is_first else {},
     }
     if world.is_first:
         for name, content in task.files().items():

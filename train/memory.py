@@ -47,7 +47,7 @@ def explained(settings: TrainingSettings, world: World, *, device: torch.device)
 
 
 def available_bytes(device: torch.device) -> int:
-    """What this process may have of a GPU's memory: all that nobody else has, or the share that was set as its limit."""
+    """What this process may have of a GPU's memory: all that nobody else has, or the share that is its limit."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))

@@ -13,6 +13,11 @@ from train.peak_flops import peak_flops
 
 # A backward pass computes two products for each of the forward pass.
 _FORWARD_AND_BACKWARD = 3
+# torch 2.11 has no formula for attention on a CPU; it is that of a GPU.
+flop_registry.setdefault(
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
+)
 
 
 class Throughput:
@@ -91,8 +96,6 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
-        if packet == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu and packet not in flop_registry:
-            packet = torch.ops.aten._scaled_dot_product_flash_attention  # the same formula, which torch 2.11 lacks
         if packet not in flop_registry:
             with self:  # in inference mode even a linear layer comes whole
                 parts = func.decompose(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ from benchmarks.decode_peers.clip_set import MAE, SHORT
 OURS, OURS_RGB, UNCROPPED, FLOOR = "clipmill", "clipmill, rgb", "clipmill, uncropped", "libavcodec"
 DECORD, PYAV, OPENCV = "decord", "PyAV", "OpenCV"
 TORCHCODEC = ("torchcodec, exact", "torchcodec, approximate")
-COSTS, LOADERS = "costs", ("loader, 1 thread", "loader, 2 threads")
+COSTS, LOADERS = "costs", ("loader, 1 thread", "loader, 2 threads", "loader, 2 processes")
 OTHERS = (DECORD, *TORCHCODEC, PYAV, OPENCV)
 Case = tuple[str, str, str]  # set of chunks, kind of clips, way
 Rates = dict[Case, list[float]]  # clips per CPU second, one a round
@@ -22,7 +22,7 @@ class Measured:
 
     Attributes:
         costs: of each (set, kind), one a round: CPU microseconds of each step.
-        loaders: of each loader way, one a round: (clips a second of wall time, clips per CPU second).
+        loaders: of each loader way, one a turn: (clips a second of wall time, clips per CPU second).
         wrong: frames that a case delivered in place of those asked for, and how many were looked at.
         missing: why ways are not there.
     """
@@ -51,7 +51,7 @@ def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | No
     rates, ours = measured.rates, measured.rates.get((OWN, SHORT, OURS), [])
     floor = rates.get((OWN, SHORT, FLOOR), [])
     torchcodec = better_of(rates, [(OWN, SHORT, way) for way in TORCHCODEC])
-    one, two = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
+    one, two, processes = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
     outside = [1 - (costs[DECODE] + costs[RESIZE]) / costs[WHOLE] for costs in measured.costs.get((OWN, SHORT), [])]
     return {
         "over_decord_x264_default": ratio(ours, rates.get((X264_DEFAULT, SHORT, DECORD), [])),
@@ -64,6 +64,7 @@ def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | No
         "uncropped_over_libavcodec": ratio(rates.get((OWN, SHORT, UNCROPPED), []), floor),
         "outside_libavcodec_and_resize": statistics.median(outside) if outside else None,
         "two_threads_over_one": ratio(two, one),
+        "two_threads_over_two_processes": ratio(two, processes),
         "bytes_over_x264_default": sizes[OWN] / sizes[X264_DEFAULT],
     }
 
@@ -111,14 +112,18 @@ def size_rows(sizes: dict[str, int], *, num_chunks: int) -> list[dict[str, objec
 
 
 def loader_rows(measured: Measured) -> list[dict[str, object]]:
-    """The loader by its number of threads; `of one` is the median of the ratios of wall time within each round."""
-    one = [wall for wall, _ in measured.loaders[LOADERS[0]]]
+    """The loader by its number of threads; ratios are medians of the ratios of wall time within each turn."""
+    one, _, processes = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
     return [
         {
             "way": way,
             "clips/s": round(statistics.median(wall for wall, _ in rates), 1),
-            "of one": ratio([wall for wall, _ in rates], one),
+            "lowest": round(min(wall for wall, _ in rates), 1),
+            "highest": round(max(wall for wall, _ in rates), 1),
+            "/ 1 thread": ratio([wall for wall, _ in rates], one),
+            "/ 2 processes": ratio([wall for wall, _ in rates], processes),
             "clips/CPU s": round(statistics.median(cpu for _, cpu in rates), 1),
         }
         for way, rates in measured.loaders.items()
+        if rates
     ]

@@ -41,14 +41,12 @@ class Encoder:
         import torch
         from torch.nn import functional
 
-        pictures = torch.from_numpy(crops).to(self._device).permute(0, 3, 1, 2)
-        if pictures.shape[-1] == size:
-            return pictures
-        if not pictures.is_cuda:
-            return functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
-        # Antialiased resizing of bytes is there for CPUs alone.
-        found = functional.interpolate(pictures.float(), size=(size, size), mode="bilinear", antialias=True)
-        return found.round_().clamp_(0, 255).to(torch.uint8)
+        pictures = torch.from_numpy(crops).permute(0, 3, 1, 2)
+        if pictures.shape[-1] != size:
+            # On the CPU, whatever the device: a GPU resizes no bytes, and in float32 a quarter of them come out as
+            # others, which moves latents more than half precision does.
+            pictures = functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
+        return pictures.to(self._device)
 
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Latents [N, C, h, w] of the N uint8 pictures [3, H, W] in all parts, shifted and scaled.

@@ -42,11 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu-kit"), help="folder of the kit; it is replaced")
     parser.add_argument("--videos", type=Path, metavar="DIR", help="natural videos to take pieces of")
+    parser.add_argument("--pieces", type=int, default=DataSize().num_pieces, help="pieces of natural videos at most")
     arguments = parser.parse_args()
-    run_command(lambda: build(arguments.out, videos=arguments.videos))
+    run_command(lambda: build(arguments.out, videos=arguments.videos, size=DataSize(num_pieces=arguments.pieces)))
 
 
-def build(kit: Path, *, videos: Path | None) -> None:
+def build(kit: Path, *, videos: Path | None, size: DataSize) -> None:
     """Writes the kit to `kit` in place of an older one, and prints its contents.
 
     Raises:
@@ -66,7 +67,6 @@ def build(kit: Path, *, videos: Path | None) -> None:
         _step("natural videos")
         natural = natural_videos(videos) if videos else fetch_clips(scratch / "clips")
         origin = f"pieces of {len(natural)} videos of yours" if videos else f"the clips of {CLIPS_PACKAGE}"
-        size = DataSize()
         _step("data (some minutes)")
         make_data(new / "data", natural=natural, size=size, scratch=scratch)
         contents["data"] = f"{size.num_made} made videos; natural: {origin}"
@@ -116,7 +116,7 @@ def finish(kit: Path, remarks: Mapping[str, str], *, max_bytes: int = MAX_BYTES)
     if total_bytes > max_bytes:
         raise UserError(
             f"the kit has {total_bytes / 1e6:.1f} MB, more than the {max_bytes / 1e6:.0f} that it may have:\n{text}",
-            hint="take less of what is largest: shorter videos, or fewer packages (scripts/gpu_kit/wheels.py)",
+            hint="take fewer pieces of natural videos (PIECES=3), or bring fewer packages (scripts/gpu_kit/wheels.py)",
         )
     (kit / CONTENTS).write_text(text)
 

@@ -74,7 +74,7 @@ def command_of(part: Part, *, out: Path, data: Path, minutes: float, is_dry_run:
         return [
             *(sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--gpu-device", device, "--verbose"),
             *(f"--junitxml={result}", f"--session-timeout={60 * minutes:.0f}", "--durations=10"),
-            *("-p", "no:cacheprovider"),
+            *("-p", "no:cacheprovider", "--log-level=WARNING"),
         ]
     command = [sys.executable, "-m", f"benchmarks.gpu.{part.stem}", "--json", result, "--minutes", str(minutes)]
     return [*command, "--data", str(data), *(["--dry-run"] if is_dry_run else [])]

@@ -35,7 +35,7 @@ def train_as_rank(commands: list[list[str]], ports: list[int], backend: str) -> 
     """A rank of several that share the one GPU there is, through some runs; the ranks meet anew for each.
 
     Args:
-        backend: of tensors of the device: what the command chooses (nccl), or gloo instead of it.
+        backend: nccl for what the command chooses, else what its process group is made by instead.
     """
     torch.set_num_threads(1)
     make_group = launch.dist.init_process_group

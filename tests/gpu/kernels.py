@@ -1,7 +1,7 @@
 """Which kernels an implementation of attention runs, by name: what torch's profiler saw, and what xformers chose."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,14 +51,20 @@ def kernels_of(run: Callable[[], object], *, device: torch.device) -> Seen:
     return Seen(tuple(name for name, _ in spent_us.most_common(_MANY)), tuple(named or operators))
 
 
-def xformers_operators(q_BMHK: torch.Tensor, bias: object) -> tuple[str, str]:
+def xformers_operators(q_BMHK: torch.Tensor, *, causal: bool, lengths: Sequence[int] | None) -> tuple[str, str]:
     """Names of the operators that xformers dispatches to, forward and backward.
+
+    Args:
+        lengths: of packed sequences, whose attention is causal.
 
     Raises:
         NotImplementedError: it has none for these inputs; the message says why.
     """
-    from xformers.ops import fmha
+    from xformers.ops import LowerTriangularMask, fmha
 
+    bias = LowerTriangularMask() if causal else None
+    if lengths is not None:
+        bias = fmha.attn_bias.BlockDiagonalCausalMask.from_seqlens(list(lengths), device=q_BMHK.device)
     inputs = fmha.Inputs(query=q_BMHK, key=q_BMHK, value=q_BMHK, attn_bias=bias)
     forward = fmha.dispatch._dispatch_fw(inputs, needs_gradient=True)
     backward = fmha.dispatch._dispatch_bw(inputs, forward.VARLEN_LSE_PACKED)

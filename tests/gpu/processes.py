@@ -1,11 +1,17 @@
-"""Processes for the tests of this folder: forked off a server that has the imports and has not touched the GPU."""
+"""Processes for the tests of this folder: forked off a server that has the imports and has not touched the GPU.
+
+Where there is no GPU to touch, they are forked off the tests themselves, which saves the server's imports.
+"""
 
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.train.distributed.forked import Rank
 
@@ -14,13 +20,15 @@ _IMPORTS = ["tests.gpu.commands", "train.commands", "train.report", "torch._dyna
 
 def start(run: Callable[..., None], *arguments: Any, said: Path, environment: dict[str, str] | None = None) -> Rank:
     """Starts a process that calls `run`; what it says goes to the file `said`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTS)
-    said.parent.mkdir(parents=True, exist_ok=True)
     said.touch()
-    process = context.Process(
-        target=_run, args=(run, arguments, {**os.environ, **(environment or {})}, said), daemon=True
-    )
+    given = (run, arguments, {**os.environ, **(environment or {})}, said)
+    process: BaseProcess
+    if torch.cuda.is_available():
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(_IMPORTS)
+        process = server.Process(target=_run, args=given, daemon=True)
+    else:
+        process = multiprocessing.get_context("fork").Process(target=_run, args=given, daemon=True)
     process.start()
     return Rank(process, said)
 

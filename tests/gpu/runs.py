@@ -52,8 +52,8 @@ class Runs:
     _made: dict[tuple[str, ...], Path] = field(default_factory=dict)
 
     def command(self, task: str, device: torch.device, *flags: str, out: Path) -> list[str]:
-        """Command line of the run of a task, in float32 and of the usual length where flags say nothing else."""
-        defaults = {"--precision": "fp32", "--steps": str(self.num_steps)}
+        """Command line of the run of a task: in float32, by SDPA, of the usual length where flags say nothing else."""
+        defaults = {"--precision": "fp32", "--attention": "sdpa", "--steps": str(self.num_steps)}
         added = [word for name, value in defaults.items() if name not in flags for word in (name, value)]
         data = self.latents_dir if task.endswith("latents") else self.clips_dir
         where = ["--shards", str(data), "--device", device.type, "--out", str(out)]

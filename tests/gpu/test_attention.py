@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from manifests.errors import UserError
 from tests.gpu.kernels import kernels_of, xformers_operators
 from tests.train.models.test_attention import formula, masks, own_past
-from train.models.attention import Attend, attend_naively, attend_with_sdpa, attend_with_xformers, open_attention
+from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
 from train.models.packing import Packing, pack
 
 pytestmark = pytest.mark.gpu
 
 # Relative error of outputs and of gradients, in the norm of the whole tensor, against float64 of the same inputs.
-# float32 kernels of mem_efficient make each product of three in TF32, whose error is some 1e-6; a half-precision
-# kernel rounds probabilities and results once (bfloat16: 2^-9), and written out it rounds the scores as well.
-BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+# float32 kernels of mem_efficient make each product of three in TF32, with an error of 1e-6 or so, where one in TF32
+# would have 5e-4. A half-precision kernel rounds probabilities and results once (bfloat16: 2^-9), and attention that is
+# written out rounds the scores as well.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 HALVES = (torch.float16, torch.bfloat16)
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -42,7 +44,10 @@ def way(name: str) -> tuple[Attend, AbstractContextManager[Any]]:
     if name == "naive":
         return attend_naively, nullcontext()
     if name == "xformers":
-        return attend_with_xformers, nullcontext()
+        try:
+            return open_attention("xformers", device_type="cuda").attend, nullcontext()
+        except UserError as error:
+            pytest.skip(str(error))
     return attend_with_sdpa, sdpa_kernel(SDPA[name]) if name in SDPA else nullcontext()
 
 
@@ -61,7 +66,7 @@ def drawn(
 def both_passes(
     attend: Callable[..., torch.Tensor], qkv: list[torch.Tensor], *, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Output, and gradients by queries, keys and values from one by the output, which is of numbers that `dtype` has."""
+    """Output, and gradients by queries, keys and values; the one by the output is of numbers that `dtype` has."""
     given = [one.detach().requires_grad_() for one in qkv]
     out = attend(*given)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out)
@@ -79,19 +84,18 @@ def run_or_skip(name: str, attend: Callable[..., torch.Tensor], qkv: list[torch.
     """Both passes; skipped where torch or xformers says that this machine has no such kernel."""
     try:
         return both_passes(attend, qkv, dtype=qkv[0].dtype)
-    except ImportError as error:
-        pytest.skip(f"xformers cannot be imported: {error}")
     except NotImplementedError as error:
         if name != "xformers":
             raise
         pytest.skip(f"xformers has no operator for it: {' '.join(str(error).split())[:600]}")
     except RuntimeError as error:
-        if name not in SDPA or "No available kernel" not in str(error):
+        is_refused = "No available kernel" in str(error) or (name == "cudnn" and "cudnn" in str(error).lower())
+        if name not in SDPA or not is_refused:
             raise
         # Those are promised on every GPU that this project is for.
         if qkv[0].is_cuda and name in ("efficient", "math"):
             raise
-        pytest.skip(f"SDPA has no kernel of {name} for it")
+        pytest.skip(f"SDPA has no kernel of {name} for it: {str(error)[:200]}")
 
 
 @pytest.mark.timeout(60)
@@ -149,12 +153,8 @@ def test_the_kernel_that_ran_has_a_name(
     record_property("kernels", " | ".join(seen.kernels))
     record_property("operators", " | ".join(seen.operators))
     if name == "xformers":
-        bias = None if packing is None else packing.prepared["xformers"]
-        if kind == "causal":
-            from xformers.ops import LowerTriangularMask
-
-            bias = LowerTriangularMask()
-        record_property("xformers", " | ".join(xformers_operators(qkv[0], bias)))
+        lengths = LENGTHS[shape[0]] if kind == "packed" else None
+        record_property("xformers", " | ".join(xformers_operators(qkv[0], causal=kind != "all", lengths=lengths)))
     assert names, "neither a kernel nor an operator of attention was seen"
     words = {"flash": "flash", "cudnn": "cudnn", "efficient": "efficient"}
     if name in words and device.type == "cuda":

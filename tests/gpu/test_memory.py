@@ -22,7 +22,7 @@ FITTING = 16
 def test_out_of_memory_names_a_microbatch_that_then_fits(
     task: str, runs: Runs, cuda: torch.device, tmp_path: Path
 ) -> None:
-    command = [word for word in runs.command(task, cuda, out=tmp_path / "run")]
+    command = runs.command(task, cuda, out=tmp_path / "run")
     for name, value in zip(LARGE[::2], LARGE[1::2], strict=True):
         if name in command:
             command[command.index(name) + 1] = value

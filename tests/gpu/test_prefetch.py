@@ -37,7 +37,7 @@ def ringed(is_dry_run: bool) -> Iterator[LoadedBatch]:
 
 
 def consumed(batches: Iterator[LoadedBatch], device: torch.device, *, pause_cycles: int) -> list[list[int]]:
-    """Least and largest byte of each batch as the model's stream sees it, `pause_cycles` after the batch was handed out.
+    """Least and largest byte of each batch as the model's stream sees it, `pause_cycles` after it was handed out.
 
     The host runs ahead: nothing waits for the device before all batches are consumed.
     """
@@ -121,7 +121,9 @@ def test_latents_are_those_that_a_cpu_reads(
 
     expected = []
     for number, loaded in enumerate(loader().batches(max_failures=0)):
-        expected.append((loaded.batch["position"].tolist(), loaded.batch["latents"].clone(), loaded.batch["text"].clone()))
+        expected.append(
+            (loaded.batch["position"].tolist(), loaded.batch["latents"].clone(), loaded.batch["text"].clone())
+        )
         if number == NUM_BATCHES:
             break
     if slow == "copies" and not is_dry_run:

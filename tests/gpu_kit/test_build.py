@@ -10,7 +10,7 @@ import pytest
 from benchmarks.environment import commit
 from manifests.errors import UserError
 from scripts.gpu_kit.build import CONTENTS, build, copy_checkout, finish
-from scripts.gpu_kit.data import natural_videos, piece_begins_s
+from scripts.gpu_kit.data import DataSize, natural_videos, piece_begins_s
 
 
 def test_the_checkout_has_what_git_tracks_and_tells_its_commit(repository: Path, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_kit_over_the_limit_is_refused_with_the_sizes(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_kit_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="is not a GPU kit"):
-        build(tmp_path, videos=None)
+        build(tmp_path, videos=None, size=DataSize())
     assert (tmp_path / "thesis.tex").exists()
 
 

@@ -76,6 +76,13 @@ def test_a_run_leaves_settings_metrics_a_checkpoint_and_a_page(finished_run: Pat
     assert "8" in run.page.read_text() and "sdpa" in run.page.read_text()
 
 
+def test_the_page_of_a_run_carries_what_doctor_says(finished_run: Path) -> None:
+    facts, page = RunFolder(finished_run).read_facts(), RunFolder(finished_run).page.read_text()
+    assert facts["attention_kernels"] in page and "flash (CPU) of torch" in facts["attention_kernels"]
+    assert "<summary>train doctor</summary>" in page and facts["doctor"]["lines"]["decoder"] in page
+    assert all(finding["what"] in page for finding in facts["doctor"]["findings"] if finding["level"] != "note")
+
+
 def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     train: Train, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +196,7 @@ def test_a_damaged_checkpoint_is_named(
 
 
 def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["dual-encoder"], ["classify"], ["eval", "retrieval"], ["eval", "classification"]):
+    for command in (*(["dual-encoder"], ["classify"], ["doctor"], ["eval", "retrieval"], ["eval", "classification"]),):
         assert train(*command, "--help") == 0
         printed = capsys.readouterr().out
         assert f"train {' '.join(command)} " in printed and "Example" in printed

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder
 from train.peak_flops import peak_flops
-from train.throughput import Throughput
+from train.throughput import FlopCounter, Throughput
 
 CPU = torch.device("cpu")
 
@@ -125,3 +125,10 @@ def test_numbers_of_a_step() -> None:
 def test_the_peak_of_a_gpu_is_told_by_its_name(device: str, precision: str, tflops: float | None) -> None:
     found = peak_flops(device, precision)
     assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_flops_are_counted_in_inference_mode_as_without_it() -> None:
+    layer, x = nn.Linear(4, 8), torch.randn(2, 4)
+    with torch.inference_mode(), FlopCounter() as counter:
+        layer(x)
+    assert counter.num_flops == 2 * 2 * 4 * 8

@@ -96,6 +96,13 @@ class CaptionChoice:
         begin, end = self.first_place[runs].astype(np.int64), self.first_place[runs + 1].astype(np.int64)
         return begin + below(end - begin, position, seed=seed, purpose="caption")
 
+    def draw_one(self, clip: int, *, position: int, seed: int) -> int:
+        """As `draw` for one clip, at once where it has one caption only: this is done for every sample."""
+        places = self.places(clip)
+        if len(places) == 1:
+            return places[0]
+        return int(self.draw(np.array([clip]), position=np.array([position]), seed=seed)[0])
+
     def places(self, clip: int) -> range:
         """All captions of a clip."""
         first, last = (clip, clip + 1) if self.first_run is None else self.first_run[clip : clip + 2].tolist()

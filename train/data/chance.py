@@ -5,6 +5,7 @@ sample draw alike.
 """
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ def _hashes(positions: Positions, count: int, *, seed: int, purpose: str) -> NDA
     return mix(mix(positions.astype(np.uint64))[:, None] ^ keys[None, :])
 
 
+@lru_cache
 def key_of(*, seed: int, purpose: str) -> int:
     """A number of 64 bits in which seed and purpose count."""
     digest = hashlib.blake2b(f"{purpose}/{seed}".encode(), digest_size=8).digest()

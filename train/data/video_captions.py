@@ -249,8 +249,7 @@ class VideoCaptions(ClipSamples):
         if self._relevant is not None:
             used, relevancy = self._relevant.draw(visit.sample, position=visit.position, seed=visit.seed)
             return int(self._place_of_used[used]), relevancy
-        clip, position = np.array([visit.sample]), np.array([visit.position])
-        return int(self.captions.choice.draw(clip, position=position, seed=visit.seed)[0]), 1.0
+        return self.captions.choice.draw_one(visit.sample, position=visit.position, seed=visit.seed), 1.0
 
     def _first_place(self, sample: int) -> int:
         return int(self.captions.choice.first(np.array([sample]))[0])

@@ -117,8 +117,11 @@ class Pipeline(nn.Module):
             return self._schedule[1]
         if self._borders is None:
             self._borders = self._measured(batch)
-        before, behind = (_sized(border, size, num_texts, num_tokens) for border in self._borders)
         stages = self._world.stages
+        is_last = stages.rank == stages.size - 1
+        before = _sized(self._borders[0], size, num_texts, num_tokens, num_of_samples=1)
+        # What the last stage gives is all of tokens; some versions of torch compare its shape.
+        behind = _sized(self._borders[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
         stage = PipelineStage(
             self._running,
             stages.rank,
@@ -241,9 +244,12 @@ class _Running(nn.Module):
         ]
 
 
-def _sized(border: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int) -> tuple[torch.Tensor, ...]:
-    shapes = [(size, *border[0].shape[1:])] if border else []
-    shapes += [(size * num_texts, num_tokens, *one.shape[2:]) for one in border[1:]]
+def _sized(
+    border: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
+) -> tuple[torch.Tensor, ...]:
+    """The border for microbatches of `size`: its first tensors have a row a sample, the others one a token."""
+    shapes = [(size, *one.shape[1:]) for one in border[:num_of_samples]]
+    shapes += [(size * num_texts, num_tokens, *one.shape[2:]) for one in border[num_of_samples:]]
     return tuple(
         torch.empty(shape, dtype=one.dtype, device="meta").requires_grad_(one.requires_grad)
         for shape, one in zip(shapes, border, strict=True)

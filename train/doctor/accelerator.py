@@ -23,11 +23,11 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as torch sees it; `free_bytes` is what no process has taken."""
+    """A GPU as torch sees it; `free_bytes` is what no process has taken, None where it was not asked."""
 
     name: str
     memory_bytes: int
-    free_bytes: int
+    free_bytes: int | None
     capability: tuple[int, int]
 
 
@@ -112,7 +112,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     if has_gpus:
         try:
             torch.cuda.init()
-            found["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+            found["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
             found["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
             found["cuda_error"] = _first_line(error)
@@ -138,11 +138,12 @@ def accelerator_of(values: dict[str, Any]) -> Accelerator:
     return Accelerator(**{**values, "gpus": gpus, "tried": tried, "driver_cuda": driver_cuda})
 
 
-def _gpu(index: int) -> Gpu:
+def _gpu(index: int, *, asks_free: bool) -> Gpu:
     import torch
 
     of = torch.cuda.get_device_properties(index)
-    free_bytes, _ = torch.cuda.mem_get_info(index)
+    # Who asks gets a context on that GPU, some hundred megabytes: not for a run that has another one.
+    free_bytes = torch.cuda.mem_get_info(index)[0] if asks_free else None
     return Gpu(name=of.name, memory_bytes=of.total_memory, free_bytes=free_bytes, capability=(of.major, of.minor))
 
 

@@ -32,8 +32,7 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
         raise FailedWork(f"{things} would stop training")
 
 
-def doctor_facts(*, device: str) -> dict[str, Any]:
-    """Lines and findings for run.json: the part that costs a run nothing."""
-    examined = examine_in_run(device=device)
-    lines = lines_of(examined)
-    return {"lines": lines, "findings": [asdict(finding) for finding in judge(examined)]}
+def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
+    """Lines and findings for run.json: the part that takes a run no time."""
+    examined = examine_in_run(asked_device=asked_device, device_type=device_type)
+    return {"lines": lines_of(examined), "findings": [asdict(finding) for finding in judge(examined)]}

@@ -18,7 +18,7 @@ CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """PyAV and the libavcodec in it; `missing` are those of `CODECS` that it lacks, `error` says why it is not there."""
+    """PyAV and its libavcodec; `missing` are those of `CODECS` that it lacks, `error` says why it is not there."""
 
     pyav: str | None = None
     libavcodec: str | None = None
@@ -76,12 +76,12 @@ def examine(*, device: str, shards: Path | None) -> Examined:
     )
 
 
-def examine_in_run(*, device: str) -> Examined:
+def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
     """What a run's page has: nothing is measured or tried, and torch is the one of this process. Milliseconds."""
     return Examined(
-        asked_device=device,
+        asked_device=asked_device,
         host=examine_host(),
-        accelerator=examine_accelerator(tries=False, has_gpus=device == "cuda"),
+        accelerator=examine_accelerator(tries=False, has_gpus=device_type == "cuda"),
         decoder=examine_decoder(),
         disk=None,
         versions=versions(),

@@ -49,8 +49,8 @@ def _torch(examined: Examined) -> Iterator[Finding]:
         )
     elif accelerator.torch is not None and _numbers(accelerator.torch)[:2] < _LEAST_TORCH:
         yield Finding(
-            level="broken",
-            what=f"torch {accelerator.torch} is too old: it cannot write checkpoints as clipmill needs them",
+            level="warning",
+            what=f"torch {accelerator.torch} is older than any that clipmill is tested with",
             hint="install torch 2.11 or newer",
         )
 
@@ -94,7 +94,7 @@ def _gpu_in_use(examined: Examined) -> Iterator[Finding]:
     if examined.asked_device == "cpu":
         return
     for number, gpu in enumerate(examined.accelerator.gpus):
-        taken = gpu.memory_bytes - gpu.free_bytes
+        taken = 0 if gpu.free_bytes is None else gpu.memory_bytes - gpu.free_bytes
         if taken > max(_TAKEN_SHARE * gpu.memory_bytes, 2 * _GB):
             yield Finding(
                 level="warning",
@@ -144,7 +144,7 @@ def _xformers(examined: Examined) -> Iterator[Finding]:
     elif accelerator.xformers_library is not None:
         yield Finding(
             level="note",
-            what=f"xformers {accelerator.xformers} was built for another torch, and its own library does not load",
+            what=f"xformers {accelerator.xformers} cannot load its own library: {accelerator.xformers_library}",
             hint="nothing to do: that library has no attention kernels; the ones that work are above (docs/models.md)",
         )
 

@@ -56,8 +56,6 @@ def _gpus(examined: Examined) -> str:
     driver = f"; driver {accelerator.driver}" if accelerator.driver else ""
     if accelerator.driver_cuda:
         driver += f" (CUDA {'.'.join(map(str, accelerator.driver_cuda))})"
-    if examined.is_run and examined.asked_device == "cpu":
-        return ""
     if not accelerator.gpus:
         return f"none{driver or '; no NVIDIA driver'}"
     kinds: dict[str, int] = {}
@@ -81,14 +79,15 @@ def _torch(examined: Examined) -> str:
 
 def _attention(examined: Examined) -> str:
     """Implementations with the kernels that they run, those alike together."""
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, dict[str, list[str]]] = {}
     for one in examined.accelerator.tried:
-        texts.setdefault(one.attention, []).append("fails" if one.error else one.kernels)
+        kernels = "fails" if one.error else one.kernels
+        texts.setdefault(one.attention, {}).setdefault(kernels, []).append(one.kind)
     found = []
-    for name, (clips, captions) in texts.items():
-        kernels = clips if clips == captions else f"{clips}; packed captions: {captions}"
-        found.append(f"{name}: {kernels}")
-    return ". ".join(found)
+    for name, kinds in texts.items():
+        each = [text if len(kinds) == 1 else f"{text} ({', '.join(its)})" for text, its in kinds.items()]
+        found.append(f"{name}: {', '.join(each)}")
+    return "; ".join(found)
 
 
 def _decoder(examined: Examined) -> str:

@@ -5,6 +5,7 @@ Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of th
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -87,11 +88,14 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
     return AttentionDoor("xformers", reason, attend_with_xformers)
 
 
+@cache
 def load_xformers() -> str | None:
-    """Loads xformers; returns what its own compiled library says where that cannot be loaded, else None.
+    """Loads xformers; returns why its own compiled library cannot be loaded, or None where it is.
 
     That library has kernels of 2:4 sparsity and none of attention (docs/models.md), so a run is not troubled with the
-    warning; `train doctor` prints it.
+    warning; `train doctor` prints it. xformers' attention runs torch's kernels, and yet refuses every GPU where the
+    library is not there: it is told that it may. Whether torch's kernels take the arguments that xformers gives them,
+    it checks apart from that (xformers.ops.fmha.torch_attention_compat).
 
     Raises:
         ImportError: xformers is not installed, or does not suit this torch.
@@ -99,7 +103,12 @@ def load_xformers() -> str | None:
     logging.getLogger("xformers").setLevel(logging.ERROR)
     import xformers.ops  # noqa: F401
 
-    error = getattr(import_module("xformers._cpp_lib"), "_cpp_library_load_exception", None)
+    error: BaseException | None = getattr(import_module("xformers._cpp_lib"), "_cpp_library_load_exception", None)
+    if error is not None and torch.version.cuda is not None:
+        vars(import_module("xformers.ops.fmha.common"))["_built_with_cuda"] = True
+    # The cause of the cause names the library that is missing.
+    while error is not None and error.__cause__ is not None:
+        error = error.__cause__
     return None if error is None else str(error)
 
 
@@ -150,6 +159,7 @@ def attend_with_xformers(
     packing: Packing | None = None,
 ) -> torch.Tensor:
     """`Attend` by xformers.ops.memory_efficient_attention; [B, M, H, K] in and out."""
+    load_xformers()
     from xformers import ops
 
     bias = _xformers_bias(q_BMHK.device, causal=causal, packing=packing)
@@ -184,6 +194,7 @@ def xformers_operators(
     Raises:
         NotImplementedError: none supports such tensors.
     """
+    load_xformers()
     from xformers.ops.fmha import dispatch
     from xformers.ops.fmha.common import Inputs
 

@@ -5,6 +5,7 @@ Shape suffixes: B batch, L tokens, M tokens of all captions together, D width, E
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from train.models.transformer import LayerNorm, Transformer, TransformerSize
 
 VOCABULARY_SIZE = 49408
 CONTEXT_LENGTH = 77
+_MAX_WORDS = 100_000  # remembered by a tokenizer
 
 Tokenize = Callable[[str], NDArray[np.int64]]
 
@@ -79,13 +81,40 @@ class TextTower(nn.Module):
 
 
 def load_tokenizer() -> Tokenize:
-    """CLIP's tokenizer: a text to int64 ids [77], start and end tokens around it, zeros behind, cut to length."""
+    """CLIP's tokenizer: a text to int64 ids [77], start and end tokens around it, zeros behind, cut to length.
+
+    The ids are open_clip's. It is done for every sample of a loader's threads under the interpreter lock, so words are
+    remembered (no token reaches across white space), and texts in which open_clip's cleaning finds nothing skip it.
+    """
     from open_clip.tokenizer import SimpleTokenizer
 
     tokenizer = SimpleTokenizer(context_length=CONTEXT_LENGTH)
+    ids_of_word: dict[str, list[int]] = {}
 
-    def tokenize(text: str) -> NDArray[np.int64]:
-        ids: NDArray[np.int64] = tokenizer([text])[0].numpy()
+    def ids_of(word: str) -> list[int]:
+        ids = ids_of_word.get(word)
+        if ids is None:
+            tokens = (
+                "".join(map(tokenizer.byte_encoder.__getitem__, found.encode()))
+                for found in tokenizer.pat.findall(word)
+            )
+            ids = [tokenizer.encoder[part] for token in tokens for part in tokenizer.bpe(token).split(" ")]
+            if len(ids_of_word) >= _MAX_WORDS:
+                ids_of_word.clear()
+            ids_of_word[word] = ids
         return ids
 
+    def tokenize(text: str) -> NDArray[np.int64]:
+        clean = text.lower() if _is_plain(text) else tokenizer.clean_fn(text)
+        ids = [tokenizer.sot_token_id, *chain.from_iterable(map(ids_of, clean.split()))][: CONTEXT_LENGTH - 1]
+        tokens = np.zeros(CONTEXT_LENGTH, np.int64)
+        tokens[: len(ids)] = ids
+        tokens[len(ids)] = tokenizer.eot_token_id
+        return tokens
+
     return tokenize
+
+
+def _is_plain(text: str) -> bool:
+    """Whether nothing but case and white space may change in cleaning: printable ASCII without an HTML entity."""
+    return text.isascii() and text.isprintable() and "&" not in text

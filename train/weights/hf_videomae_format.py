@@ -55,6 +55,8 @@ _BLOCK = {
     "mlp.c_proj.bias": "output.dense.bias",
 }
 _JOINED, _IN_PROJ = "attention.attention.qkv.weight", "attn.in_proj_weight"
+# Some versions of transformers give keys a bias. It adds the same to all scores of a query, which softmax takes out.
+_KEY_BIAS = "attention.attention.key.bias"
 _SINGLE_BACK = {theirs: ours for ours, theirs in _SINGLE.items()}
 _BLOCK_BACK = {theirs: ours for ours, theirs in _BLOCK.items()} | {
     "attention.attention.query.bias": "attn.q_bias",
@@ -82,7 +84,7 @@ def our_name(name: str) -> str | None:
 
 def from_hf_videomae(state: Tensors) -> Converted:
     """A state dict of one of VideoMAE's models under our names."""
-    found = convert_names(_joined(state), our_name, transforms=FROM_VIDEOMAE)
+    found = convert_names(_joined(state), our_name, no_weights=(_KEY_BIAS,), transforms=FROM_VIDEOMAE)
     origins = {ours: theirs.replace(".qkv.", ".{query,key,value}.") for ours, theirs in found.origins.items()}
     return Converted(tensors=found.tensors, origins=origins, unknown=found.unknown, ignored=found.ignored)
 

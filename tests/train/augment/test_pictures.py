@@ -21,11 +21,6 @@ KINDS = np.arange(6, dtype=np.uint8)
 STRONG = Augment(flip=0.5, brightness=0.6, contrast=0.6, saturation=0.8, hue=0.5, blur=0.5)
 TOLERANCE = 1 / 255
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")),
-]
-
 
 def nothing(num_clips: int) -> Draw:
     return draw(np.arange(num_clips), Augment(), seed=0)
@@ -45,24 +40,22 @@ def run(
     kinds: Bytes,
     drawn: Draw | None = None,
     *,
-    device: str = "cpu",
     mean: tuple[float, float, float] = ZERO,
     std: tuple[float, float, float] = ONE,
 ) -> NDArray[np.float32]:
-    video, colour = torch.from_numpy(planes).to(device), torch.from_numpy(kinds).to(device)
+    video, colour = torch.from_numpy(planes), torch.from_numpy(kinds)
     size_px = round((planes.shape[-1] / 1.5) ** 0.5)
-    return to_model_input(video, colour, size_px=size_px, mean=mean, std=std, draw=drawn).cpu().numpy()
+    return to_model_input(video, colour, size_px=size_px, mean=mean, std=std, draw=drawn).numpy()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [random_planes, mild_planes])
-def test_one_pass_equals_the_steps_one_by_one(make: Callable[[int, int, int], Bytes], device: str) -> None:
+def test_one_pass_equals_the_steps_one_by_one(make: Callable[[int, int, int], Bytes]) -> None:
     planes = make(12, NUM_FRAMES, SIZE_PX)
     kinds = np.tile(KINDS, 2)
     drawn = draw(np.arange(12), STRONG, seed=1)
     assert 0 < drawn.flip.sum() < 12 and 0 < (drawn.blur_sigma_px > 0).sum() < 12
-    found = run(planes, kinds, drawn, device=device, mean=MEAN, std=STD)
-    plain = run(planes, kinds, device=device, mean=MEAN, std=STD)
+    found = run(planes, kinds, drawn, mean=MEAN, std=STD)
+    plain = run(planes, kinds, mean=MEAN, std=STD)
     for number, kind in enumerate(kinds):
         expected = reference.augmented(planes[number], kind, drawn, number, size_px=SIZE_PX, mean=MEAN, std=STD)
         assert np.abs(found[number] - expected).max() < TOLERANCE / max(STD), number

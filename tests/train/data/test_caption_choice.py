@@ -111,3 +111,13 @@ def test_captions_of_one_span_are_one_clip(rows: list[tuple[int, int, int, int]]
     keys = list(zip(spans.first_chunk.tolist(), spans.begin_us.tolist(), spans.end_us.tolist(), strict=True))
     assert keys == sorted(wanted)
     assert found.caption.tolist() == [place for key in keys for _, place in sorted(wanted[key])]
+
+
+def test_one_clip_alone_is_drawn_as_among_many() -> None:
+    clip, rank = np.array([0, 1, 1, 2, 2, 2]), np.array([0, 0, 1, 1, 1, 1], np.int16)
+    for ranks in (rank, np.zeros(6, np.int16)):
+        choice = caption_choice(clip, ranks, num_clips=3, weights=np.array([1.0, 2.0]))
+        clips, positions = np.arange(60) % 3, np.arange(60)
+        together = choice.draw(clips, position=positions, seed=4).tolist()
+        alone = [choice.draw_one(one, position=at, seed=4) for one, at in zip(clips.tolist(), range(60), strict=True)]
+        assert alone == together

@@ -87,18 +87,3 @@ def test_the_lengths_of_captions_are_known_where_they_came_from() -> None:
     loaded = prefetch((LoadedBatch(one, (), Place(0)) for one in batches), CPU)
     lengths = [one.batch.get("length") for one in loaded]
     assert [None if one is None else one.tolist() for one in lengths] == [[2, 77, 9], [5, 1], None]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_batches_are_whole_though_their_buffers_go_round() -> None:
-    device = torch.device("cuda")
-    buffers = [torch.empty(64, 1 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-
-    def turning() -> Iterator[LoadedBatch]:
-        for number in range(50):
-            buffers.reverse()
-            yield LoadedBatch(Batch(video=buffers[0].fill_(number)), (), Place(number))
-
-    for number, loaded in enumerate(prefetch(turning(), device)):
-        assert loaded.batch["video"].device.type == "cuda"
-        assert bool((loaded.batch["video"] == number).all())

@@ -37,6 +37,19 @@ def positions(batches: list[LoadedBatch]) -> list[int]:
     return [place for loaded in batches if loaded.batch for place in loaded.batch["position"].tolist()]
 
 
+@pytest.mark.parametrize("batch", [1, 4, 5])
+def test_the_second_time_everything_comes_as_the_first_time(written: Written, batch: int) -> None:
+    """All is known to be good by then; the last batch of an evaluation is smaller."""
+    checked = loader(written, batch=batch)
+    first, second = (list(checked.evaluation_batches()) for _ in range(2))
+    assert [loaded.place for loaded in second] == [loaded.place for loaded in first]
+    for one, other in zip(first, second, strict=True):
+        assert one.batch.keys() == other.batch.keys()
+        assert all((one.batch[name] == other.batch[name]).all() for name in ("position", "latents", "text"))
+        assert list(one.batch["key"]) == list(other.batch["key"])
+    assert positions(second) == list(range(len(checked)))
+
+
 def test_what_is_intact_comes_as_without_the_check(written: Written) -> None:
     checked = list(islice(loader(written), 20))
     plain = list(islice(loader(written, verify=False), 20))

@@ -1,4 +1,4 @@
-"""Every implementation of attention against the formula, and how one is chosen."""
+"""Every implementation of attention against the formula on a CPU (a GPU's are in tests/gpu), and how one is chosen."""
 
 import subprocess
 import sys
@@ -11,13 +11,11 @@ from train.models.attention import (
     Attend,
     attend_naively,
     attend_with_sdpa,
-    attend_with_xformers,
     open_attention,
 )
 from train.models.packing import pack
 
 LENGTHS = (3, 1, 7, 3, 2, 7)
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="xformers has no attention for a CPU")
 
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, may_see: torch.Tensor) -> torch.Tensor:
@@ -37,12 +35,10 @@ def own_past(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.block_diag(*(torch.ones(length, length) for length in lengths)).tril().bool()
 
 
-def random_qkv(
-    dtype: torch.dtype, device: str = "cpu", *, num_items: int = 2, num_tokens: int = 17, seed: int = 0
-) -> list[torch.Tensor]:
+def random_qkv(dtype: torch.dtype, *, num_items: int = 2, num_tokens: int = 17, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (num_items, num_tokens, 3, 16)
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(3)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
     return [one.requires_grad_() for one in drawn]
 
 
@@ -91,26 +87,6 @@ def test_a_packing_knows_where_each_token_stands() -> None:
     assert by_length == [(1, [2]), (2, [0, 1, 3, 4])]
     with pytest.raises(ValueError, match="each needs a token"):
         pack((2, 0), device=torch.device("cpu"))
-
-
-@on_cuda
-@pytest.mark.parametrize("attend", [attend_with_xformers, attend_with_sdpa, attend_naively])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["all", "causal", "packed"])
-def test_a_gpu_computes_the_formula(attend: Attend, dtype: torch.dtype, kind: str) -> None:
-    pytest.importorskip("xformers.ops")
-    lengths = (*LENGTHS, 77)
-    is_packed = kind == "packed"
-    num_tokens = sum(lengths) if is_packed else 197
-    qkv = random_qkv(dtype, "cuda", num_items=1 if is_packed else 2, num_tokens=num_tokens)
-    packing = pack(lengths, device=torch.device("cuda")) if is_packed else None
-    found = values_and_gradients(attend(*qkv, causal=kind != "all", packing=packing), qkv)
-    exact = [one.detach().cpu().double().requires_grad_() for one in qkv]
-    may_see = own_past(lengths) if is_packed else masks(num_tokens)[kind == "causal"]
-    expected = values_and_gradients(formula(*exact, may_see=may_see), exact)
-    tolerance = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}[dtype]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)
 
 
 def test_a_cpu_gets_sdpa_and_is_told_why() -> None:

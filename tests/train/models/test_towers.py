@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.train.models.small_towers import captions, clips, small_encoder, spre
 from train.models.attention import Attend, attend_naively, attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder, size_of
 from train.models.settings import Activation, Towers
-from train.models.text import load_tokenizer
+from train.models.text import CONTEXT_LENGTH, load_tokenizer
 from train.models.transformer import Block, blocks_of
 
 OPEN_CLIPS_NAMES = {
@@ -144,3 +145,18 @@ def test_the_tokenizer_wraps_pads_and_cuts() -> None:
     assert (ids == tokenize("  a RED circle moves   left")).all()
     long = tokenize("word " * 200)
     assert long[76] == 49407 and (long != 0).all()
+
+
+def test_captions_have_the_tokens_of_open_clip_whatever_is_in_them() -> None:
+    from open_clip.tokenizer import SimpleTokenizer
+
+    theirs, ours = SimpleTokenizer(context_length=CONTEXT_LENGTH), load_tokenizer()
+    ascii_only = [chr(code) for code in range(32, 127)]
+    odd = ["\n", "\t", "\x00", "\x1b", "\x85", "\u3000", "\u00e9", "\ufb01", "\u201c", "\u0130", "\uff21", "\u4f60"]
+    odd += ["&amp;amp;", "&lt;b&gt;", "<start_of_text>", "<end_of_text>", "'s", "'LL"]
+    random = np.random.default_rng(0)
+    texts = ["", " ", "a", "word " * 200, "a  b", "salt &amp; pepper", "&lt;b&gt; it"]
+    for characters in (ascii_only, ascii_only + 5 * odd):
+        texts += ["".join(random.choice(characters, random.integers(1, 120))) for _ in range(400)]
+    for text in texts * 2:  # the second time words are remembered
+        assert ours(text).tolist() == theirs([text])[0].tolist(), repr(text)

@@ -57,6 +57,15 @@ def same(ours: State, theirs: State) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_bias_of_keys_which_changes_no_output_is_left_aside(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    keys = [name for name in state if name.endswith(".attention.attention.key.weight")]
+    biases = {name.replace(".weight", ".bias"): torch.randn(state[name].shape[0]) for name in keys}
+    found, plain = (from_hf_videomae(of) for of in ({**state, **biases}, state))
+    assert keys and set(found.ignored) == biases.keys()
+    assert not found.unknown and same(found.tensors, plain.tensors)
+
+
 def test_our_autoencoder_reconstructs_what_transformers_does(folder: Path) -> None:
     source = opened(folder)
     facts = source.facts

@@ -125,17 +125,17 @@ class Checksums:
             raise SampleFailed(self._samples.key(chunk), reason=problem.reason, detail=problem.detail)
 
     @contextmanager
-    def compared(self, visits: Visits) -> "Iterator[Callable[[int, int], dict[int, FailedSample]]]":
+    def compared(self, visits: Visits) -> "Iterator[Callable[[int, int], dict[int, FailedSample]] | None]":
         """Compares what `visits` need and nobody has compared, in their order and ahead of the caller.
 
         Gives a function of (begin, end): those of visits[begin:end] that must not be shown, by their place in `visits`;
-        the ends rise from call to call.
+        the ends rise from call to call. None where all are known to be good.
         """
         members = [(self._latents, visits.chunk)]
         if self._text is not None and (of_text := self._text_of(visits)) is not None:
             members.append((self._text, of_text))
         if all(checked.are_good(numbers) for checked, numbers in members):
-            yield lambda begin, end: {}
+            yield None
             return
         comparing = _compare(members)
         next_place = next(comparing, None)

@@ -34,6 +34,7 @@ _memmove.restype = None
 class Buffers:
     """Room for one batch: float16 or bfloat16 [B, T, C, h, w], and float16 [B, D] in a set with text."""
 
+    num_rows: int  # B
     latents: "torch.Tensor"
     text: "torch.Tensor | None"
     latents_at: int  # addresses
@@ -50,7 +51,9 @@ class Gather:
     """
 
     def __init__(self, samples: SegmentSet, *, batch: int, depth: int | None, words: "Words | None" = None) -> None:
-        self._samples, self._words = samples, words
+        import torch
+
+        self._samples, self._words, self._from_numpy = samples, words, torch.from_numpy
         self._row_bytes = samples.segment_bytes
         self._text_bytes = 0 if samples.text is None else samples.text.row_bytes
         self._pads = samples.segments.tails == "pad"
@@ -69,32 +72,27 @@ class Gather:
         else:
             buffers = self._new_buffers(num, is_kept=False)
         latents, text = buffers.latents, buffers.text
-        if num < len(latents):
+        if num < buffers.num_rows:
             latents, text = latents[:num], None if text is None else text[:num]
-        of = visits.visits
-        addresses = of.address[begin:end].tolist()
+        addresses = visits.address[begin:end]
         if self._pads:
-            self._copy_padded(addresses, of.num_frames[begin:end].tolist(), latents, buffers.latents_at)
+            num_frames = visits.visits.num_frames[begin:end].tolist()
+            self._copy_padded(addresses, num_frames, latents, buffers.latents_at)
         else:
             _copy(addresses, buffers.latents_at, self._row_bytes)
-        batch = Batch(
-            input="latents",
-            position=visits.position[begin:end],
-            key=Keys(of.chunk[begin:end], self._samples),
-            clip_id=visits.clip_id[begin:end],
-            latents=latents,
-        )
-        if visits.caption_id is not None:
-            batch["caption_id"] = visits.caption_id[begin:end]
-            if self._words is not None:
-                batch["tokens"] = self._words.tokens(batch["caption_id"])
-        if text is not None and of.text_address is not None:
-            _copy(of.text_address[begin:end].tolist(), buffers.text_at, self._text_bytes)
+        # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
+        batch: Batch = {
+            "input": "latents",
+            "key": Keys(visits.visits.chunk[begin:end], self._samples),
+            "latents": latents,
+        }
+        for name, column in visits.columns:
+            batch[name] = self._from_numpy(column[begin:end])  # type: ignore[literal-required]
+        if self._words is not None:
+            batch["tokens"] = self._words.tokens(batch["caption_id"])
+        if text is not None:
+            _copy(visits.text_address[begin:end], buffers.text_at, self._text_bytes)
             batch["text"] = text
-        if visits.label is not None:
-            batch["label"] = visits.label[begin:end]
-        if visits.num_frames is not None:
-            batch["num_frames"] = visits.num_frames[begin:end]
         return batch
 
     def _copy_padded(self, addresses: list[int], num_frames: list[int], latents: "torch.Tensor", target: int) -> None:
@@ -114,9 +112,9 @@ class Gather:
         size = (num, self._samples.segments.num_frames, shape.channels, shape.height, shape.width)
         latents = make(size, dtype=getattr(torch, shape.dtype), pin_memory=pinned)
         if text is None:
-            return Buffers(latents, None, latents.data_ptr(), 0)
+            return Buffers(num, latents, None, latents.data_ptr(), 0)
         embeddings = make((num, text.width), dtype=torch.float16, pin_memory=pinned)
-        return Buffers(latents, embeddings, latents.data_ptr(), embeddings.data_ptr())
+        return Buffers(num, latents, embeddings, latents.data_ptr(), embeddings.data_ptr())
 
 
 class Words:
@@ -133,23 +131,35 @@ class Words:
 
 
 class VisitBlock:
-    """Visits as tensors where a batch has them; a batch's tensors are slices of these, which nothing overwrites."""
+    """Visits as a batch is made of them: all that can be worked out for many batches at once.
+
+    Attributes:
+        address, text_address: where the latents of each visit lie, and its embedding (nothing in a set without).
+        columns: int64 [visits] each, by the name of what a batch has of them. A batch's tensors are slices of these,
+            which nothing overwrites. Arrays, because a slice of an array costs half as much as one of a tensor.
+    """
 
     def __init__(self, visits: Visits, *, pads: bool) -> None:
-        import torch
-
         self.visits = visits
-        self.position = torch.from_numpy(visits.position)
-        self.clip_id = torch.from_numpy(visits.sample)
-        self.caption_id = None if visits.caption_id is None else torch.from_numpy(visits.caption_id)
-        self.label = None if visits.label is None else torch.from_numpy(visits.label)
-        self.num_frames = torch.from_numpy(visits.num_frames) if pads else None
+        self.address: list[int] = visits.address.tolist()
+        self.text_address: list[int] = [] if visits.text_address is None else visits.text_address.tolist()
+        columns = {
+            "position": visits.position,
+            "clip_id": visits.sample,
+            "caption_id": visits.caption_id,
+            "label": visits.label,
+            "num_frames": visits.num_frames if pads else None,
+        }
+        self.columns = [(name, column) for name, column in columns.items() if column is not None]
 
     def __len__(self) -> int:
-        return len(self.visits)
+        return len(self.address)
 
 
 def _copy(sources: list[int], target: int, row_bytes: int, *, sizes: Iterable[int] | None = None) -> None:
+    if len(sources) == 1 and sizes is None:
+        _memmove(target, sources[0], row_bytes)
+        return
     targets = range(target, target + len(sources) * row_bytes, row_bytes)
     # A deque of no length runs through the calls faster than a loop does.
     deque(map(_memmove, targets, sources, repeat(row_bytes) if sizes is None else sizes), maxlen=0)

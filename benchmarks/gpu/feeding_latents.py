@@ -1,0 +1,119 @@
+"""LatentLoader to the GPU beside bare copies of as many bytes out of pinned memory.
+
+The set is that of `benchmarks.latents`: segments of 20 x 4 x 32 x 32 float16 with an embedding each, normal numbers.
+Both ways take turns: the loader with its prefetching thread, as training uses it; and a loop that copies two pinned
+batches by turns, which is what the bus can do at most. Epochs after the first are timed, so that checksums are not.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.feeding_threads import ratio
+from benchmarks.gpu.parts import Result, Setup, Target
+from benchmarks.latent_peers.latent_data import SPLIT, write_columns
+from benchmarks.latent_peers.segment_set import (
+    SEGMENT_BYTES,
+    SEGMENT_SHAPE,
+    TEXT_WIDTH,
+    make_segment_set,
+    open_segment_set,
+)
+from train.data.batch import Batch, to_device
+from train.data.latents.loader import LatentLoader
+from train.data.prefetch import prefetch
+
+_GOAL = 0.9
+_BYTES = SEGMENT_BYTES + 2 * TEXT_WIDTH
+
+
+def measure_latents(setup: Setup) -> Result:
+    """Gigabytes a second that arrive on the device, by batch size."""
+    segments, data = setup.scratch / "segments", setup.scratch / "latents"
+    num_segments = 64 if setup.is_dry_run else 4096
+    make_segment_set(segments, num_segments=num_segments, num_videos=8, values="normal")
+    data.mkdir()
+    write_columns(data, open_segment_set(segments))
+    rows = []
+    for batch in (8,) if setup.is_dry_run else (32, 256, 1024):
+        rounds = 1 if setup.is_dry_run else 5
+        seconds = 0.05 if setup.is_dry_run else 0.8
+        rows.append(_row(setup, LatentLoader(data, split=SPLIT, batch=batch), batch, rounds=rounds, seconds=seconds))
+    return Result(
+        rows=rows,
+        notes=[
+            f"a segment is {_BYTES} bytes with its text; everything is in memory",
+            "the loader gathers each batch out of mapped files into pinned memory, which bare copies have ready: "
+            "`gather GB/s` is that step alone, on the host",
+        ],
+        targets=[
+            Target(what=f"batch {row['batch']}: loader / pinned copies", figure=row["share"], goal=_GOAL)
+            for row in rows
+        ],
+    )
+
+
+def _row(setup: Setup, loader: LatentLoader, batch: int, *, rounds: int, seconds: float) -> dict[str, Any]:
+    device = setup.device
+    rates: dict[str, list[float]] = {"loader": [], "copies": [], "gather": []}
+    copy = _copier(batch, device=device)
+    with closing(loader.batches(position=0)) as on_host:
+        for _ in range(-(-len(loader) // batch) + 2):
+            next(on_host)  # the first visits, with their checksums
+        for _ in range(rounds):
+            rates["gather"].append(_gb_per_s(lambda: next(on_host), batch=batch, seconds=seconds))
+    with closing(prefetch(loader.batches(), device)) as batches:
+
+        def take() -> None:
+            next(batches)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+        for _ in range(rounds):
+            rates["loader"].append(_gb_per_s(take, batch=batch, seconds=seconds))
+            rates["copies"].append(_gb_per_s(copy, batch=batch, seconds=seconds))
+    share = ratio(rates["loader"], rates["copies"])
+    return {
+        "batch": batch,
+        "loader GB/s": round(median(rates["loader"]), 2),
+        "pinned copies GB/s": round(median(rates["copies"]), 2),
+        "gather GB/s": round(median(rates["gather"]), 2),
+        "share": round(share, 3),
+        "segments/s": round(1e9 * median(rates["loader"]) / _BYTES),
+    }
+
+
+def _copier(batch: int, *, device: torch.device) -> Callable[[], None]:
+    is_cuda = device.type == "cuda"
+    ready: list[Batch] = [
+        Batch(
+            latents=torch.zeros((batch, *SEGMENT_SHAPE), dtype=torch.float16, pin_memory=is_cuda),
+            text=torch.zeros((batch, TEXT_WIDTH), dtype=torch.float16, pin_memory=is_cuda),
+        )
+        for _ in range(2)
+    ]
+    stream = torch.cuda.Stream(device) if is_cuda else None
+
+    def copy() -> None:
+        ready.reverse()
+        if stream is None:
+            Batch(latents=ready[0]["latents"].clone(), text=ready[0]["text"].clone())
+            return
+        with torch.cuda.stream(stream):
+            to_device(ready[0], device)
+        stream.synchronize()
+
+    return copy
+
+
+def _gb_per_s(take: Callable[[], object], *, batch: int, seconds: float) -> float:
+    take()
+    num_batches, begin_s = 0, time.perf_counter()
+    while (wall_s := time.perf_counter() - begin_s) < seconds or not num_batches:
+        take()
+        num_batches += 1
+    return num_batches * batch * _BYTES / wall_s / 1e9

@@ -1,0 +1,208 @@
+"""An experiment: chunks of `--recipe fast` (MJPEG) decoded on the GPU by nvJPEG, beside the loader's own way.
+
+    CPU     threads read, compare, decode, crop and resize planes; the batch is copied; the augmentation pass makes RGB
+    nvJPEG  threads read and compare packets; torchvision decodes them on the GPU; crop, resize and normalise there
+
+Both begin with the same visits and end with the model's input on the device. nvJPEG hands over RGB of whole frames. In
+a dry run torchvision's decoder for CPUs stands in for it.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import interpolate
+
+from benchmarks.gpu.feeding_data import repeat_chunks
+from benchmarks.gpu.feeding_mjpeg import make_mjpeg, mjpeg_variant
+from benchmarks.gpu.feeding_threads import ratio
+from benchmarks.gpu.parts import Result, Setup, Target
+from train.augment.pictures import to_model_input
+from train.data.chunk_clips import ChunkClips
+from train.data.clips import Sampling
+from train.data.crop import Rectangle, rectangle_of
+from train.data.decoding.clip import ClipShape
+from train.data.loader import LoaderSettings, Visit
+from train.data.order import SampleOrder
+from train.data.prefetch import prefetch
+from train.weights.converted import CLIP_MEAN, CLIP_STD
+
+_GOAL = 2.0
+_NUM_FRAMES, _BATCHES_AHEAD, _SEED = 4, 2, 0
+_SHRINKS_MUCH = 2  # from there on the CPU's way resizes by area
+
+
+@dataclass(frozen=True)
+class _ReadClip:
+    """The packets of a clip, compared with their checksums, and what is cut out of each frame."""
+
+    packets: list[torch.Tensor]
+    rectangle: Rectangle
+
+
+def measure_nvjpeg(setup: Setup) -> Result:
+    """Clips a second of both ways, from the page cache to the model's input."""
+    data, origin = _mjpeg_folder(setup)
+    threads = 2 if setup.is_dry_run else len(os.sched_getaffinity(0))
+    size_px, batch = (32, 4) if setup.is_dry_run else (224, 128)
+    rounds, seconds = (1, 0.1) if setup.is_dry_run else (3, 2.0)
+    loading = LoaderSettings(
+        batch=batch,
+        num_threads=threads,
+        num_ahead=batch * _BATCHES_AHEAD,
+        seed=_SEED,
+        pin=setup.device.type == "cuda",
+    )
+    shape = ClipShape(sampling=Sampling(num_frames=_NUM_FRAMES), size_px=size_px)
+    samples = ChunkClips(data, split="train", shape=shape, loading=loading)
+    ways: dict[str, Callable[[], Generator[torch.Tensor, None, None]]] = {
+        "CPU": lambda: _by_cpu(samples, setup, size_px=size_px),
+        "nvJPEG": lambda: _by_nvjpeg(samples, loading, setup, size_px=size_px),
+    }
+    difference = _difference(*(way() for way in ways.values()))
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            rates[name].append(_clips_per_s(ways[name](), setup, seconds=seconds))
+    gain = ratio(rates["nvJPEG"], rates["CPU"])
+    rows = [
+        {"way": name, "threads": threads, "batch": batch, "clips/s": round(median(rates[name]))}
+        | {"lowest": round(min(rates[name])), "highest": round(max(rates[name]))}
+        | {"/ CPU": round(ratio(rates[name], rates["CPU"]), 2)}
+        for name in ways
+    ]
+    return Result(
+        rows=rows,
+        notes=[
+            f"{origin}; {_NUM_FRAMES} frames, {size_px} px; adopted from {_GOAL:g} times the CPU's rate on",
+            f"the two ways' inputs differ by {difference:.3f} on average (deviations of a colour): another resize of "
+            "chroma, and RGB made before the resize and not after",
+        ],
+        targets=[Target(what="nvJPEG / CPU, the whole path", figure=gain, goal=_GOAL)],
+    )
+
+
+def _mjpeg_folder(setup: Setup) -> tuple[Any, str]:
+    target = setup.scratch / "mjpeg-repeated"
+    num_copies = 2 if setup.is_dry_run else 20
+    if (variant := mjpeg_variant(setup.data)) is not None:
+        return repeat_chunks(setup.data, target, num_copies=num_copies, variant=variant), f"chunks of {variant}"
+    num_chunks, max_frames = (2, 12) if setup.is_dry_run else (8, 450)
+    made = make_mjpeg(setup.data, setup.scratch / "mjpeg", num_chunks=num_chunks, max_frames=max_frames)
+    return repeat_chunks(made, target, num_copies=num_copies), "MJPEG made of the folder's chunks"
+
+
+def _by_cpu(samples: ChunkClips, setup: Setup, *, size_px: int) -> Generator[torch.Tensor, None, None]:
+    with closing(prefetch(samples.batches(position=0, max_failures=0), setup.device)) as batches:
+        for loaded in batches:
+            batch = loaded.batch
+            yield to_model_input(batch["video"], batch["colour"], size_px=size_px, mean=CLIP_MEAN, std=CLIP_STD)
+
+
+def _by_nvjpeg(
+    samples: ChunkClips, loading: LoaderSettings, setup: Setup, *, size_px: int
+) -> Generator[torch.Tensor, None, None]:
+    mean, std = (torch.tensor(triple, device=setup.device)[:, None, None, None] for triple in (CLIP_MEAN, CLIP_STD))
+    with closing(_read_batches(samples, loading)) as batches:
+        for clips in batches:
+            frames = _decoded([packet for clip in clips for packet in clip.packets], device=setup.device)
+            pictures = [
+                _cut(torch.stack(frames[at * _NUM_FRAMES : (at + 1) * _NUM_FRAMES]), clip.rectangle, size_px=size_px)
+                for at, clip in enumerate(clips)
+            ]
+            video_BCTSS = torch.stack(pictures).transpose(1, 2).div_(255)
+            yield video_BCTSS.sub_(mean).div_(std)
+
+
+def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[list[_ReadClip], None, None]:
+    """The packets of batches in training order; threads read ahead."""
+    order = SampleOrder(len(samples), loading.seed)
+    ahead: deque[list[Future[_ReadClip]]] = deque()
+
+    def read(visit: Visit) -> _ReadClip:
+        plan = samples.clips.plan(visit)
+        chunks = samples.clips.chunks
+        found = {
+            (chunk, frame): packet
+            for chunk, frames in plan.by_chunk.items()
+            for frame, packet in chunks.read(chunk, frames).packets or ()
+        }
+        packets = [torch.from_numpy(np.frombuffer(found[place], np.uint8).copy()) for place in plan.places]
+        width, height = jpeg_size(packets[0])
+        rectangle = rectangle_of("random", width=width, height=height, min_area=0.5, rng=plan.rng)
+        return _ReadClip(packets, rectangle)
+
+    with ThreadPoolExecutor(loading.num_threads) as pool:
+        for number in count():
+            positions = np.arange(number * loading.batch, (number + 1) * loading.batch)
+            visits: Iterator[tuple[int, int]] = zip(order.at(positions).tolist(), positions.tolist(), strict=True)
+            ahead.append([pool.submit(read, Visit(sample, at, loading.seed)) for sample, at in visits])
+            if len(ahead) > _BATCHES_AHEAD:
+                yield [future.result() for future in ahead.popleft()]
+
+
+def jpeg_size(packet: torch.Tensor) -> tuple[int, int]:
+    """Width and height in a JPEG's frame header (ITU-T T.81, B.2.2).
+
+    Raises:
+        ValueError: it has none of baseline coding.
+    """
+    content, at = packet.numpy(), 2
+    while at + 9 < len(content):
+        marker, length = int(content[at + 1]), int(content[at + 2]) << 8 | int(content[at + 3])
+        if marker in (0xC0, 0xC1):
+            height, width = (int(content[at + place]) << 8 | int(content[at + place + 1]) for place in (5, 7))
+            return width, height
+        at += 2 + length
+    raise ValueError("a packet is no baseline JPEG")
+
+
+def _decoded(packets: list[torch.Tensor], *, device: torch.device) -> list[torch.Tensor]:
+    """RGB uint8 [3, H, W] of each packet."""
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    found: list[torch.Tensor] = decode_jpeg(packets, mode=ImageReadMode.RGB, device=device)
+    return found
+
+
+def _cut(frames_TCHW: torch.Tensor, rectangle: Rectangle, *, size_px: int) -> torch.Tensor:
+    """The rectangle out of all frames, float32 [T, C, S, S] of 0 to 255."""
+    bottom, right = rectangle.top + rectangle.height, rectangle.left + rectangle.width
+    cut = frames_TCHW[..., rectangle.top : bottom, rectangle.left : right].float()
+    shrinks_much = max(rectangle.width, rectangle.height) >= _SHRINKS_MUCH * size_px
+    return interpolate(cut, (size_px, size_px), mode="bilinear", align_corners=False, antialias=shrinks_much)
+
+
+def _difference(*ways: Generator[torch.Tensor, None, None]) -> float:
+    """Mean absolute difference of the first batch."""
+    found = []
+    for way in ways:
+        with closing(way):
+            found.append(next(way).float().clone())
+    return (found[0] - found[1]).abs().mean().item()
+
+
+def _clips_per_s(way: Generator[torch.Tensor, None, None], setup: Setup, *, seconds: float) -> float:
+    with closing(way):
+        for _ in range(_BATCHES_AHEAD + 1):
+            next(way)
+        _wait(setup)
+        num_clips, begin_s = 0, time.perf_counter()
+        while (wall_s := time.perf_counter() - begin_s) < seconds or not num_clips:
+            num_clips += len(next(way))
+            _wait(setup)
+        return num_clips / wall_s
+
+
+def _wait(setup: Setup) -> None:
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize(setup.device)

@@ -1,0 +1,267 @@
+"""What a training step waits for data, and what the augmentation pass takes of it.
+
+Waiting is read from the `metrics.jsonl` of real runs of `train`, as large as the GPU's memory lets them be. The
+augmentation pass is timed by CUDA events on a batch that is on the device already, beside the whole step on it.
+"""
+
+import gc
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.feeding_data import require_repeated
+from benchmarks.gpu.parts import Result, Setup, Target, one_line
+from manifests.errors import UserError
+from train.augment.settings import Augment
+from train.caption.settings import CaptionerSettings, DecoderSettings
+from train.commands import train_caption, train_dual_encoder, train_mae
+from train.data.batch import Batch, to_device
+from train.distributed.world import World
+from train.mae.settings import MaeSettings
+from train.models.attention import open_attention
+from train.optim.optimizer import make_optimizer
+from train.precision import open_precision
+from train.run_folder import read_lines
+from train.settings import ClipSettings, DualEncoderSettings
+from train.step import Step
+from train.tasks.caption import CaptionTask
+from train.tasks.dual_encoder import DualEncoderTask
+from train.tasks.mae import MaeTask
+
+_GOAL_WAIT, _GOAL_AUGMENT = 0.01, 0.03
+_WARM_STEPS = 8
+_FLIP_AND_COLOUR = Augment(flip=0.5, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
+_VIDEOMAE_FINE_TUNING = Augment(flip=0.5, rand_ops=4, rand_magnitude=7.0, erase=0.25)
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One kind of training.
+
+    Attributes:
+        batch_of_80_gib: samples that a GPU of that size has room for; others get their part of it.
+        train: the command.
+    """
+
+    name: str
+    settings: ClipSettings
+    batch_of_80_gib: int
+    train: Callable[..., None]
+    make_task: Callable[..., Any]
+
+
+def trainings(setup: Setup, *, data: Path) -> list[Trained]:
+    """ViT-B on four frames, VideoMAE's 16 x 4, and a TimeSformer with a captioner's decoder."""
+    of_all = _settings(setup, data=data)
+    gpt2 = DecoderSettings(name="tiny", vocabulary=300) if setup.is_dry_run else DecoderSettings(vocabulary=300)
+    frames = (4, 4, 4) if setup.is_dry_run else (4, 16, 8)
+    return [
+        Trained(
+            "dual encoder, ViT-B, T = 4",
+            DualEncoderSettings(**of_all, num_frames=frames[0]),
+            128,
+            train_dual_encoder,
+            DualEncoderTask,
+        ),
+        Trained(
+            "MAE, ViT-B, 16 x 4",
+            MaeSettings(**of_all, num_frames=frames[1], decoder_depth=1 if setup.is_dry_run else 4),
+            128,
+            train_mae,
+            MaeTask,
+        ),
+        Trained(
+            "captioner, TimeSformer-B, T = 8",
+            CaptionerSettings(**of_all, num_frames=frames[2], decoder=gpt2),
+            32,
+            train_caption,
+            CaptionTask,
+        ),
+    ]
+
+
+def batch_for(memory_bytes: int, *, of_80_gib: int) -> int:
+    """A batch in proportion to the memory, a multiple of 8."""
+    return max(8, int(of_80_gib * memory_bytes / (80 * _GIB)) // 8 * 8)
+
+
+def wait_row(name: str, lines: Sequence[dict[str, Any]], *, batch: int, workers: int) -> dict[str, Any]:
+    """What the lines of metrics.jsonl say of waiting; the first steps, which compile and allocate, are left out."""
+    steady = lines[min(_WARM_STEPS, len(lines) // 2) :]
+    step_s, wait_s = (sum(line[key] for line in steady) for key in ("step_s", "data_wait_s"))
+    return {
+        "training": name,
+        "batch": batch,
+        "threads": workers,
+        "steps": len(steady),
+        "clips/s": round(batch * len(steady) / step_s),
+        "step ms": round(1000 * median(line["step_s"] for line in steady), 1),
+        "wait share": round(wait_s / step_s, 4),
+        "longest wait ms": round(1000 * max(line["data_wait_s"] for line in steady), 1),
+    }
+
+
+def measure_waits(setup: Setup) -> Result:
+    """The share of a step that waits for data, in runs of the real loop."""
+    data = require_repeated(setup)
+    rows: list[dict[str, Any]] = []
+    notes = [f"the first {_WARM_STEPS} steps are left out; a step of metrics.jsonl holds no checkpoint"]
+    targets = []
+    for number, training in enumerate(trainings(setup, data=data)):
+        out = setup.scratch / f"run-{number}"
+        try:
+            batch = _train_what_fits(training, setup, out=out)
+        except Exception as error:  # noqa: BLE001  the other trainings are measured all the same
+            rows.append({"training": training.name, "error": one_line(error)})
+            targets.append(Target(what=training.name, figure=None, goal=_GOAL_WAIT, is_at_most=True))
+            continue
+        lines = read_lines(out / "metrics.jsonl")
+        row = wait_row(training.name, lines, batch=batch, workers=training.settings.workers)
+        rows.append(row)
+        targets.append(Target(what=training.name, figure=row["wait share"], goal=_GOAL_WAIT, is_at_most=True))
+    _require_any(rows)
+    return Result(rows=rows, notes=notes, targets=targets)
+
+
+def measure_augmentation(setup: Setup) -> Result:
+    """Device time of the augmentation pass and of a whole step that contains it."""
+    data = require_repeated(setup)
+    rows: list[dict[str, Any]] = []
+    notes = [
+        "CUDA events, medians; the pass holds the change of colour, normalisation and whatever is drawn; a step holds "
+        "the pass, the model forward and backward and the optimizer, on a batch that stays on the device: beside the "
+        "step of a run it shows what loading costs the host beyond waiting"
+    ]
+    targets = []
+    augments = {"flip, colour": _FLIP_AND_COLOUR, "RandAugment, erasing": _VIDEOMAE_FINE_TUNING, "nothing": Augment()}
+    if setup.is_dry_run:
+        augments = {"flip, colour": _FLIP_AND_COLOUR}
+    for training in trainings(setup, data=data):
+        for name, augment in augments.items():
+            if isinstance(training.settings, MaeSettings) and augment.erase:
+                continue  # not allowed there: what is erased would be a target
+            what = f"{training.name}: {name}"
+            try:
+                row = _augmentation_row(training, name, augment, setup)
+            except Exception as error:  # noqa: BLE001  the others are measured all the same
+                row = {"training": what, "error": one_line(error)}
+            rows.append(row)
+            share = row.get("share of a step")
+            targets.append(Target(what=what, figure=share, goal=_GOAL_AUGMENT, is_at_most=True))
+            _clear(setup.device)
+    _require_any(rows)
+    return Result(rows=rows, notes=notes, targets=targets)
+
+
+def _require_any(rows: Sequence[dict[str, Any]]) -> None:
+    if all("error" in row for row in rows):
+        raise RuntimeError("; ".join(row["error"] for row in rows))
+
+
+def _settings(setup: Setup, *, data: Path) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "shards": str(data),
+        "model": "tiny" if setup.is_dry_run else "b16",
+        "size_px": 32 if setup.is_dry_run else 224,
+        "batch": 4,
+        "steps": 2 if setup.is_dry_run else 40,
+        "warmup_steps": 0,
+        "workers": 2 if setup.is_dry_run else cores,
+        "checkpoint_every": 10**6,
+        "device": setup.device.type,
+    }
+
+
+def _train_what_fits(training: Trained, setup: Setup, *, out: Path) -> int:
+    """Trains with the largest batch that is tried and fits; gives that batch."""
+    batch = _batch(training, setup)
+    while True:
+        try:
+            training.train(replace(training.settings, batch=batch, out=out), resume=False)
+        except UserError:
+            # Out of memory is told as a mistake in the settings, with a smaller batch as the hint.
+            if setup.device.type != "cuda" or batch <= 8:
+                raise
+        else:
+            return batch
+        # Not above, where the error still holds the model.
+        batch = max(8, batch // 2)
+        shutil.rmtree(out, ignore_errors=True)
+        _clear(setup.device)
+
+
+def _batch(training: Trained, setup: Setup) -> int:
+    if setup.device.type != "cuda":
+        return training.settings.batch
+    memory_bytes = torch.cuda.get_device_properties(setup.device).total_memory
+    return batch_for(memory_bytes, of_80_gib=training.batch_of_80_gib)
+
+
+def _augmentation_row(training: Trained, name: str, augment: Augment, setup: Setup) -> dict[str, Any]:
+    batch_size = _batch(training, setup)
+    settings = replace(training.settings, augment=augment, batch=batch_size)
+    device = setup.device
+    door = open_attention("auto", device_type=device.type, compiles=False)
+    precision = open_precision("auto", device_type=device.type)
+    task = training.make_task(settings, door=door, device=device)
+    samples = task.training_set(World())
+    torch.manual_seed(0)
+    model: nn.Module = task.build_model(samples).to(device)
+    objective = task.build_objective(samples, World()).to(device)
+    optimizer = make_optimizer(model, objective, settings)
+    with closing(samples.batches(position=0, max_failures=0)) as batches:
+        batch: Batch = to_device(next(batches).batch, device)
+    step = Step(number=1, autocast=precision.autocast)
+
+    def take_step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        objective.backward(model, batch, step)
+        optimizer.step()
+
+    rounds = 1 if setup.is_dry_run else 10
+    pass_ms = device_ms(lambda: task.inputs(batch, is_training=True), device=device, rounds=rounds)
+    step_ms = device_ms(take_step, device=device, rounds=rounds)
+    return {
+        "training": training.name,
+        "augmentation": name,
+        "batch": batch_size,
+        "pass ms": round(pass_ms, 2),
+        "step ms": round(step_ms, 1),
+        "share of a step": round(pass_ms / step_ms, 4),
+    }
+
+
+def device_ms(work: Callable[[], object], *, device: torch.device, rounds: int) -> float:
+    """Median milliseconds of `work` on the device by CUDA events, after two rounds to warm up; wall time on a CPU."""
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        work()
+        return 1000 * (time.perf_counter() - begin_s)
+    for _ in range(2):
+        work()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    for begin, end in pairs:
+        torch.cuda.synchronize(device)
+        begin.record()
+        work()
+        end.record()
+    torch.cuda.synchronize(device)
+    return median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+def _clear(device: torch.device) -> None:
+    """Gives memory back, so that the next model has room."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,138 @@
+"""The loader with 1 to 16 threads beside as many processes; and the interpreter lock, which is between the two."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from benchmarks.gpu.feeding_data import require_repeated
+from benchmarks.gpu.feeding_server import LoaderServer, Shown
+from benchmarks.gpu.parts import Result, Setup, Target
+
+_NUMBERS = (1, 2, 4, 8, 16)
+_ENOUGH = 0.9  # of what as many processes reach
+_FOUR = Shown(num_frames=4, sampling="uniform", size_px=224, batch=64)
+_SIXTEEN = Shown(num_frames=16, sampling="stride", size_px=224, batch=32)
+
+
+def contestants(cores: int, *, is_dry_run: bool) -> list[int]:
+    """Numbers of threads and processes that this machine can tell something of."""
+    return [1, 2] if is_dry_run else [number for number in _NUMBERS if number <= max(cores, 2)]
+
+
+def shapes(*, is_dry_run: bool) -> dict[str, Shown]:
+    """What is loaded, by its name in the table."""
+    found = {"4 frames": _FOUR, "16 frames, stride 4": _SIXTEEN}
+    if is_dry_run:
+        return {name: replace(shown, size_px=32, batch=4) for name, shown in found.items()}
+    return found
+
+
+def measure_threads(setup: Setup, server: LoaderServer) -> Result:
+    """Clips a second of threads, processes and the ring of worker processes, in turns."""
+    require_repeated(setup)
+    numbers = contestants(_cores(), is_dry_run=setup.is_dry_run)
+    num_rounds, seconds = (1, 0.02) if setup.is_dry_run else (3, 1.0)
+    rows: list[dict[str, Any]] = []
+    targets = []
+    notes = [_CACHE_NOTE, f"{_cores()} cores; medians of {num_rounds} rounds in turns, {seconds:g} s a turn"]
+    for name, shown in shapes(is_dry_run=setup.is_dry_run).items():
+        ways = [(way, number) for number in numbers for way in ("threads", "processes")]
+        ways.append(("ring", numbers[-1]))
+        rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+        cpu_ms: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+        for turn in range(num_rounds):
+            for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
+                found = server.ask(way[0], shown, number=way[1], seconds=seconds)
+                rates[way].append(found["clips_per_s"])
+                cpu_ms[way].append(found["cpu_ms"])
+        for way in ways:
+            rows.append(_row(name, way, rates, cpu_ms))
+        is_same = server.ask("same", shown, number=min(2, numbers[-1]))["is_same"]
+        notes.append(f"{name}: the ring's batches are {'' if is_same else 'NOT '}those of the threads")
+        most = numbers[-1]
+        reached = ratio(rates["threads", most], rates["processes", most])
+        targets.append(Target(what=f"{name}: {most} threads / {most} processes", figure=reached, goal=_ENOUGH))
+        if not setup.is_dry_run:
+            notes.append(
+                decision(name, most, threads=reached, ring=ratio(rates["ring", most], rates["processes", most]))
+            )
+    return Result(rows=rows, notes=notes, targets=targets)
+
+
+def measure_lock(setup: Setup, server: LoaderServer) -> Result:
+    """The share of time that the interpreter lock is held, and what follows from it by arithmetic."""
+    require_repeated(setup)
+    cores = _cores()
+    numbers = [number for number in (1, 4, 8, 15) if number < cores] or [1]
+    seconds = 0.1 if setup.is_dry_run else 1.0
+    rows = []
+    for name, shown in shapes(is_dry_run=setup.is_dry_run).items():
+        for number in numbers[:1] if setup.is_dry_run else numbers:
+            found = server.ask("lock", shown, number=number, seconds=seconds)
+            rows.append(lock_row(name, number, **found))
+    return Result(
+        rows=rows,
+        notes=[
+            "measured: the share of time that the lock is held, by a thread that reads its state and takes a core",
+            f"load of the machine: {os.getloadavg()[0]:.1f}; on a busy one a thread may hold the lock without running",
+            "arithmetic: held us a clip = share / (clips/s); threads at most = 1 / share of one thread: beyond, the "
+            "lock is held all the time. Handing it over costs time that is in neither, so the real limit is lower",
+        ],
+    )
+
+
+def lock_row(clips: str, number: int, *, held_share: float, clips_per_s: float) -> dict[str, Any]:
+    """A row of the lock's table; the limit is said of one thread, where nobody waits for the lock."""
+    return {
+        "clips": clips,
+        "threads": number,
+        "clips/s": round(clips_per_s),
+        "lock held": round(held_share, 3),
+        "held us a clip": round(1e6 * held_share / clips_per_s) if clips_per_s else None,
+        "threads at most": round(1 / held_share, 1) if number == 1 and held_share else None,
+    }
+
+
+def _row(
+    clips: str,
+    way: tuple[str, int],
+    rates: dict[tuple[str, int], list[float]],
+    cpu_ms: dict[tuple[str, int], list[float]],
+) -> dict[str, Any]:
+    name, number = way
+    return {
+        "clips": clips,
+        "way": name,
+        "number": number,
+        "clips/s": round(median(rates[way])),
+        "lowest": round(min(rates[way])),
+        "highest": round(max(rates[way])),
+        "/ one thread": round(ratio(rates[way], rates["threads", 1]), 2),
+        "/ processes": round(ratio(rates[way], rates["processes", number]), 2),
+        "CPU ms a clip": round(median(cpu_ms[way]), 2) if name != "ring" else None,
+    }
+
+
+def ratio(own: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the ratios within each round."""
+    return median(one / other for one, other in zip(own, others, strict=True))
+
+
+def decision(name: str, most: int, *, threads: float, ring: float) -> str:
+    """What follows from what `most` threads, and the ring, reach of as many independent processes."""
+    if threads >= _ENOUGH:
+        return f"{name}: {most} threads reach {threads:.2f} of {most} processes, at least {_ENOUGH}: threads suffice"
+    better = "worker processes are worth building" if ring > threads else "this ring would not help"
+    reached = f"{most} threads reach {threads:.2f} of {most} processes, less than {_ENOUGH}"
+    return f"{name}: {reached}; the ring {ring:.2f}: {better}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+_CACHE_NOTE = (
+    "the chunks are copies of a few, just written: everything is read from the page cache, and no disk is measured"
+)

@@ -1,0 +1,110 @@
+"""`train doctor` on the machine of the tests, and where its child hangs, dies or talks nonsense."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import FailedWork, UserError
+from train.doctor.accelerator import Accelerator, accelerator_of, examine_accelerator
+from train.doctor.child import ask_child
+from train.doctor.commands import doctor_facts, run_doctor
+from train.doctor.examined import examine_decoder
+from train.doctor.host import examine_host, quota_of
+
+
+def test_this_machine_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_doctor(shards=None, device="cpu", is_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["training"]["device"] == "cpu" and found["training"]["attention"] == "sdpa"
+    tried = found["machine"]["accelerator"]["tried"]
+    assert {one["kind"] for one in tried} == {"clips", "packed captions"}
+    assert all(one["kernels"] and not one["error"] for one in tried if one["attention"] == "sdpa")
+    assert found["machine"]["decoder"]["missing"] == []
+    assert all(finding["level"] != "broken" and finding["hint"] for finding in found["findings"])
+    # What was found can be told again from its JSON.
+    accelerator_of(found["machine"]["accelerator"])
+
+
+def test_lines_fit_a_terminal_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_doctor(shards=None, device="cpu", is_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    for label in ("gpu", "torch", "attention", "decoder", "processor", "threads", "disk", "software", "training"):
+        assert any(line.startswith(f"{label} ") for line in lines), label
+    # Only a word that is longer than a line, as a path can be, goes on beyond it.
+    assert all(len(line) <= 80 or len(line.split()) <= 3 for line in lines)
+
+
+def test_what_stops_training_ends_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(FailedWork, match="1 thing would stop training"):
+        run_doctor(shards=None, device="cuda", is_json=True)
+
+
+def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no folder"):
+        run_doctor(shards=tmp_path / "nowhere", device="auto", is_json=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("import time; time.sleep(600)", "no answer within 3 s"),
+        ("import os; os.abort()", "ended with -6"),
+        ("raise SystemExit('the driver is gone')", "ended with 1: the driver is gone"),
+        ("print('{}')", "ended with 0"),
+        ("print('no JSON')", "ended with 0"),
+    ],
+)
+def test_a_driver_that_hangs_or_kills_is_told_of(
+    program: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "damaged_driver.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begin_s = time.monotonic()
+    found = ask_child(patience_s=3, module="damaged_driver")
+    assert words in (found.torch_error or "")
+    assert time.monotonic() - begin_s < 60  # it came back at all
+
+
+def test_a_run_carries_what_costs_it_nothing() -> None:
+    facts = doctor_facts(asked_device="auto", device_type="cpu")
+    assert {"torch", "decoder", "processor", "threads"} <= facts["lines"].keys()
+    assert not {"disk", "attention", "training"} & facts["lines"].keys()
+
+
+def test_a_run_looks_at_no_gpu_that_it_does_not_use() -> None:
+    found = examine_accelerator(tries=False, has_gpus=False)
+    assert (found.gpus, found.tried, found.cuda_error) == ([], [], None)
+    assert isinstance(found, Accelerator) and found.torch
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("200000 100000\n", 2.0),
+        ("50000 100000", 0.5),
+        ("max 100000", None),
+        ("-1 100000", None),
+        ("", None),
+        ("1 0", None),
+    ],
+)
+def test_the_cgroups_limit_is_read(text: str, cores: float | None) -> None:
+    assert quota_of(text) == cores
+
+
+def test_the_host_and_the_decoder_are_there() -> None:
+    host = examine_host()
+    assert 1 <= host.allowed_cores <= host.num_cores
+    assert host.memory_bytes is None or (host.free_bytes or 0) <= host.memory_bytes
+    decoder = examine_decoder()
+    assert decoder.error is None and "h264" not in decoder.missing

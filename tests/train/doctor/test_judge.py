@@ -1,0 +1,196 @@
+"""What is said of made-up machines."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from train.doctor.accelerator import Accelerator, Gpu, Tried
+from train.doctor.disk import Disk
+from train.doctor.examined import Decoder, Examined, used_by_training
+from train.doctor.host import Host
+from train.doctor.judge import judge
+from train.doctor.report import lines_of
+
+H200 = Gpu(name="NVIDIA H200", memory_bytes=150_000_000_000, free_bytes=149_000_000_000, capability=(9, 0))
+WORKS = [Tried(attention="sdpa", kind="clips", dtype="bfloat16", kernels="fused attention of cuDNN 9.26.0")]
+GOOD = Examined(
+    asked_device="auto",
+    host=Host(
+        processor="Xeon",
+        num_cores=16,
+        allowed_cores=16,
+        quota_cores=None,
+        memory_bytes=128 << 30,
+        free_bytes=100 << 30,
+        shm_bytes=64 << 30,
+        thread_variables={},
+        compiler="/usr/bin/cc",
+    ),
+    accelerator=Accelerator(
+        torch="2.15.0+cu132",
+        torch_cuda="13.2",
+        cudnn="9.26.0",
+        driver="580.65.06",
+        driver_cuda=(13, 0),
+        num_threads=16,
+        gpus=[H200],
+        xformers="0.0.35",
+        has_triton=True,
+        precision="bf16",
+        tried=WORKS,
+    ),
+    decoder=Decoder(pyav="18.1.0", libavcodec="62.28.102"),
+    disk=Disk(path="/data", file_system="ext4", kind="local", free_bytes=10**12, read_bytes_per_s=2e9, cached=False),
+    versions={"python": "3.12.3"},
+    system="Linux",
+)
+
+
+def machine(*, asked: str = "auto", **changes: dict[str, Any]) -> Examined:
+    """The good machine with other fields of its host, accelerator, decoder or disk."""
+    parts = {name: replace(getattr(GOOD, name), **fields) for name, fields in changes.items()}
+    return replace(GOOD, asked_device=asked, **parts)
+
+
+NO_GPU: dict[str, Any] = {
+    "gpus": [],
+    "driver": None,
+    "driver_cuda": None,
+    "cuda_error": "Found no NVIDIA driver",
+    "tried": [],
+}
+OLD_DRIVER: dict[str, Any] = {
+    "gpus": [],
+    "driver": "535.104.05",
+    "driver_cuda": (12, 2),
+    "cuda_error": "too old",
+    "tried": [],
+}
+
+
+def test_nothing_is_said_of_a_good_machine() -> None:
+    assert judge(GOOD) == []
+    assert judge(machine(accelerator=NO_GPU)) == []
+
+
+@pytest.mark.parametrize(
+    ("examined", "level", "words", "hint"),
+    [
+        (machine(asked="cuda", accelerator=NO_GPU), "broken", "no GPU here", "--device cpu"),
+        (machine(accelerator=OLD_DRIVER), "warning", "supports CUDA 12.2, and torch 2.15.0+cu132 needs 13.2", "update"),
+        (machine(asked="cuda", accelerator=OLD_DRIVER), "broken", "supports CUDA 12.2", "update the driver"),
+        (
+            machine(accelerator={**NO_GPU, "driver": "580.1", "torch": "2.15.0+cpu", "torch_cuda": None}),
+            "warning",
+            "built without CUDA",
+            "with CUDA",
+        ),
+        (machine(accelerator={"gpus": [], "tried": []}), "warning", "torch finds no GPU", "CUDA_VISIBLE_DEVICES"),
+        (machine(accelerator={"torch_error": "no answer within 180 s"}), "broken", "no answer within", "nvidia-smi"),
+        (machine(accelerator={"torch": "2.10.0+cu128"}), "warning", "older than any", "2.11"),
+        (
+            machine(accelerator={"gpus": [replace(H200, free_bytes=50_000_000_000)]}),
+            "warning",
+            "100 of the 150 GB of GPU 0 are in use",
+            "nvidia-smi",
+        ),
+        (
+            machine(accelerator={"gpus": [H200, replace(H200, name="NVIDIA L4")]}),
+            "warning",
+            "the GPUs differ (NVIDIA H200, NVIDIA L4)",
+            "CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            machine(accelerator={"tried": [replace(WORKS[0], kernels="", error="no kernel image")]}),
+            "broken",
+            "attention by sdpa fails for clips in bfloat16: no kernel image",
+            "build",
+        ),
+        (
+            machine(accelerator={"tried": [*WORKS, replace(WORKS[0], attention="xformers", error="no operator")]}),
+            "warning",
+            "attention by xformers fails",
+            "sdpa works",
+        ),
+        (
+            machine(accelerator={"tried": [replace(WORKS[0], kernels="math (all scores in memory) of torch")]}),
+            "warning",
+            "no fused kernel",
+            "built for this GPU",
+        ),
+        (
+            machine(accelerator={"xformers_library": "libcudart.so.12"}),
+            "note",
+            "own library: libcudart.so.12",
+            "no attention kernels",
+        ),
+        (machine(accelerator={"xformers": "not loaded"}), "warning", "cannot be loaded", "docs/models.md"),
+        (machine(accelerator={"has_triton": False}), "note", "triton", "triton"),
+        (machine(host={"compiler": None}), "note", "no C compiler", "gcc"),
+        (machine(host={"quota_cores": 4.0}), "warning", "allows the time of 4", "OMP_NUM_THREADS=4"),
+        (machine(host={"quota_cores": 0.5}), "warning", "allows the time of 0.5", "OMP_NUM_THREADS=1"),
+        (machine(host={"thread_variables": {"OMP_NUM_THREADS": "64"}}), "warning", "more than the 16", "unset"),
+        (
+            machine(host={"thread_variables": {"OMP_NUM_THREADS": "1"}}, accelerator=NO_GPU),
+            "warning",
+            "could use 16 cores",
+            "unset",
+        ),
+        (
+            machine(host={"shm_bytes": 64 << 20}, accelerator={"gpus": [H200, H200]}),
+            "warning",
+            "/dev/shm has 67 MB",
+            "--shm-size",
+        ),
+        (machine(decoder={"error": "No module named 'av'"}), "broken", "PyAV cannot be used", "install"),
+        (machine(decoder={"missing": ("h264",)}), "broken", "lacks decoders of h264", "wheel"),
+        (machine(decoder={"missing": ("vp9",)}), "warning", "lacks decoders of vp9", "wheel"),
+        (machine(disk={"kind": "network", "file_system": "nfs4"}), "warning", "network file system (nfs4)", "local"),
+        (machine(disk={"free_bytes": 10**9}), "warning", "1.0 GB left", "--out"),
+        (machine(disk={"read_bytes_per_s": 30e6}), "warning", "read at 30 MB/s", "train bench"),
+        (machine(disk={"piece_ms": 25.0}), "warning", "64 KiB somewhere on /data take 25 ms", "--workers"),
+        (machine(disk={"problem": "no answer within 15 s"}), "broken", "no answer within 15 s", "mount"),
+    ],
+)
+def test_what_is_wrong_is_said_with_a_hint(examined: Examined, level: str, words: str, hint: str) -> None:
+    (finding,) = judge(examined)
+    assert finding.level == level
+    assert words in finding.what and hint in finding.hint
+
+
+@pytest.mark.parametrize(
+    "examined",
+    [
+        machine(asked="cpu", accelerator=OLD_DRIVER),
+        machine(host={"thread_variables": {"OMP_NUM_THREADS": "1"}}),  # the GPU computes
+        machine(host={"shm_bytes": 64 << 20}),  # one GPU exchanges nothing
+        machine(disk={"read_bytes_per_s": 30e6, "piece_ms": 25.0, "cached": True}),
+        machine(disk={"read_bytes_per_s": 30e6, "piece_ms": 25.0, "cached": None}),
+        machine(accelerator={"gpus": [replace(H200, free_bytes=None)]}),
+    ],
+)
+def test_what_does_not_matter_is_not_said(examined: Examined) -> None:
+    assert judge(examined) == []
+
+
+def test_what_stops_training_comes_first() -> None:
+    findings = judge(machine(host={"compiler": None, "quota_cores": 4.0}, decoder={"error": "not there"}))
+    assert [finding.level for finding in findings] == ["broken", "warning", "note"]
+
+
+def test_what_training_uses_follows_from_the_machine() -> None:
+    used = used_by_training(GOOD)
+    assert (used.device, used.precision, used.compiles) == ("cuda", "bf16", True)
+    assert used.attention == "fastest of xformers, sdpa, cudnn, flash, measured when a run begins"
+    assert "xformers" not in used_by_training(machine(accelerator={"xformers": "not loaded"})).attention
+    for examined in (machine(asked="cpu"), machine(accelerator=NO_GPU)):
+        used = used_by_training(examined)
+        assert (used.device, used.precision, used.attention) == ("cpu", "fp32", "sdpa")
+
+
+def test_about_ten_lines_say_it_all() -> None:
+    lines = lines_of(machine(accelerator={"gpus": [H200, H200]}))
+    assert lines["gpu"] == ("2 x NVIDIA H200, 140 GiB, compute capability 9.0; driver 580.65.06 (CUDA 13.0)")
+    assert lines["torch"] == "2.15.0+cu132, CUDA 13.2, cuDNN 9.26.0, xformers 0.0.35"
+    assert len(lines) == 9
