@@ -125,9 +125,7 @@ def train(
                 scale=state.precision.scale,
                 synced=partial(synced, state.trained),
             )
-            loaded = agreed.loaded
-            if world.stages.size > 1:
-                loaded = replace(loaded, batch=to_device(loaded.batch, device))
+            loaded = _on_device(agreed.loaded, device, world=world)
             with explained(settings, world.replicas, device=device):
                 numbers = _take(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
             passed = {"epoch": _epoch(state, samples)} if samples.num_samples else {}
@@ -163,6 +161,11 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
             f"--batch is {settings.batch}, and there are {samples.num_samples} samples to train on",
             hint="use a smaller --batch, or more data",
         )
+
+
+def _on_device(loaded: LoadedBatch, device: torch.device, *, world: World) -> LoadedBatch:
+    """A batch whose tensors are all there; those that the stages of a pipeline were told are still on the CPU."""
+    return loaded if world.stages.size == 1 else replace(loaded, batch=to_device(loaded.batch, device))
 
 
 def _take(
