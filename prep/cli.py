@@ -7,8 +7,13 @@ from cyclopts import App, CycloptsError
 
 from manifests.errors import Stopped, UserError, run_command
 from manifests.whole_numbers import refuse_fractions
-from prep import advise_command, chunk_commands, latents_commands, retry_command, set_commands, text_commands
-from prep.manifest_commands import app as manifest_app
+from prep.commands import advise as advise_command
+from prep.commands import retry as retry_command
+from prep.commands import upkeep as set_commands
+from prep.commands.manifest import app as manifest_app
+from prep.latents import command as latents_commands
+from prep.text import command as text_commands
+from prep.video import command as chunk_commands
 
 app = App(
     name="prep",

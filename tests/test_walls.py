@@ -41,16 +41,16 @@ MODULES_OF_DISTRIBUTION = {
 DOORS = {
     "diffusers": {"prep/latents/vae.py"},
     "ray": {"prep/engines/ray.py"},
-    "imageio_ffmpeg": {"prep/ffmpeg.py"},
-    "ffmpeg": {"prep/encode.py"},
+    "imageio_ffmpeg": {"prep/video/ffmpeg.py"},
+    "ffmpeg": {"prep/video/encode.py"},
     "xformers": {"train/models/attention.py"},
     "torch.distributed": {"train/distributed/"},
     "torch.utils.tensorboard": {"train/tracking/tensor_board.py"},
     "wandb": {"train/tracking/weights_and_biases.py"},
 }
-TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/model_engine.py"}
+TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
-MAY_START_PROGRAMS = {"prep/ffmpeg.py", "prep/probe_processes.py", "train/caption/metrics/java.py"}
+MAY_START_PROGRAMS = {"prep/video/ffmpeg.py", "prep/video/probe_processes.py", "train/caption/metrics/java.py"}
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
 MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/evaluation/array_pickle.py"}
 

@@ -9,7 +9,7 @@ import av.error
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.failures import FailureCode, SourceFailure
+from prep.core.failures import FailureCode, SourceFailure
 from shards.format import PACKET_REFERENCE
 
 RgbFrame = NDArray[np.uint8]  # [H, W, 3]

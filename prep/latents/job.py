@@ -1,11 +1,11 @@
 """The plan of the `latents` column as a job that the driver carries out."""
 
-from prep.data_folder import LATENTS
+from prep.core.data_folder import LATENTS
+from prep.core.run import Job
 from prep.latents.plan import LatentsPlan
-from prep.latents.shard_task import LatentsTask, make_latents
 from prep.latents.vae import Device
-from prep.plan import ShardPlan
-from prep.run import Job
+from prep.latents.worker import LatentsTask, make_latents
+from prep.video.plan import ShardPlan
 
 
 def latents_job(plan: LatentsPlan, *, device: Device, batch: int, num_threads: int) -> Job[LatentsTask]:

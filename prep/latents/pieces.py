@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.failures import SourceFailure
+from prep.core.failures import SourceFailure
 from prep.latents.crops import Square
 from prep.latents.frames import decode_frames
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from prep.data_folder import LATENTS
-from prep.failures import TRANSIENT, FailureCode
+from prep.core.data_folder import LATENTS
+from prep.core.failures import TRANSIENT, FailureCode
 from prep.latents.frames import frames_on_screen
 from prep.latents.recipe import LatentsRecipe
 from prep.latents.sample import FINGERPRINT_COLUMNS, chunk_fingerprints
-from prep.plan import ShardPlan, ShardState, state_of
-from prep.planning import look_at
+from prep.video.plan import ShardPlan, ShardState, state_of
+from prep.video.planning import look_at
 from shards.commits import Commit, Failure, read_commits
 from shards.damage import DamagedIndex
 from shards.dataset import variant_dir

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from manifests.errors import UserError
-from prep.data_folder import LATENTS
+from prep.core.data_folder import LATENTS
 from prep.latents.settings import LatentsSettings
 from prep.latents.weights import Vae, find_vae
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from prep.failures import FailureCode, SourceFailure
+from prep.core.failures import FailureCode, SourceFailure
 from prep.latents.crops import Square, as_numbers, segment_squares
 from prep.latents.frames import frames_on_screen
 from prep.latents.pieces import ChunkVideo

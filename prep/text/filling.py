@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from prep.admission import worker_ticket
+from prep.core.failures import FailureCode
+from prep.core.progress import tell_refused
+from prep.core.run import with_work
 from prep.engines import Engine, Refused
-from prep.failures import FailureCode
-from prep.plan import ShardPlan
-from prep.progress import tell_refused
-from prep.run import with_work
+from prep.engines.admission import worker_ticket
 from prep.text.bank import Bank
 from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
 from prep.text.digests import DigestSet, digests_of
-from prep.text.planning import TextPlan
-from prep.text.taking_over import take_over
+from prep.text.plan import TextPlan
+from prep.text.reuse import take_over
+from prep.video.plan import ShardPlan
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which video lies in which shard of `text`. An assignment, once made, stands: adding videos never moves what is there.
 
 The layout lies in `<data>/layout/text.parquet` and serves every text tower. It is a table as that of `video`
-(prep.layout), in which each video is a single span. Only videos with captions get a place.
+(prep.core.layout), in which each video is a single span. Only videos with captions get a place.
 """
 
 from pathlib import Path
@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.data_folder import TEXT_LAYOUT_FILE
-from prep.layout import LAYOUT, LAYOUT_FOLDER, wanted_rows
+from prep.core.data_folder import TEXT_LAYOUT_FILE
+from prep.core.layout import LAYOUT, LAYOUT_FOLDER, wanted_rows
 
 MAX_SHARD_VIDEOS = 4096
 MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more has a shard of its own
@@ -28,7 +28,7 @@ def extend_text_layout(
     """Assigns every video with captions that has no shard yet; new videos go into new shards, split by split.
 
     Args:
-        layout: schema prep.layout.LAYOUT.
+        layout: schema prep.core.layout.LAYOUT.
         video_ids: of the videos, in manifest order.
         splits: of the videos, same order.
         num_captions: of the videos, int.

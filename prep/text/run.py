@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 
-from prep.data_folder import TEXT
+from prep.core.data_folder import TEXT
+from prep.core.layout import write_layout
+from prep.core.run import Job, execute, make_variant, with_work
 from prep.engines import Check, Engine, Outcome, R, T
-from prep.layout import write_layout
-from prep.plan import ShardPlan
-from prep.run import Job, execute, make_variant, with_work
 from prep.text.bank import BANK_FOLDER, Bank
 from prep.text.blocks import TowerUse
 from prep.text.captions import CaptionReader
 from prep.text.filling import fill, needed
 from prep.text.layout import text_layout_path
-from prep.text.planning import TextPlan
-from prep.text.shard_task import ShardMaker, TextShardTask
-from prep.text.summary import TextSummary
+from prep.text.plan import TextPlan
+from prep.text.report import TextSummary
+from prep.text.worker import ShardMaker, TextShardTask
+from prep.video.plan import ShardPlan
 
 
 def run_text(
