@@ -13,10 +13,10 @@ from pathlib import Path
 import ffmpeg
 import numpy as np
 
+from prep.sources.probe import SourceFacts, probe
 from prep.video.encode import encode_span, output_size, scaled_frames
 from prep.video.ffmpeg import Ffmpeg, run
 from prep.video.packets import read_chunk
-from prep.video.probe import SourceFacts, probe
 from prep.video.recipe import Recipe, resolve
 from prep.video.settings import ChunkSettings
 from prep.video.spans import Span, num_output_frames

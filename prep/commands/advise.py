@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.options import Data, Json
+from prep.core.make import Data, Json
 from prep.video.settings import require_bitrate_unit
 
 

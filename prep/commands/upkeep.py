@@ -5,20 +5,23 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import FailedWork, UserError
-from prep.core.options import Data, Json
+from prep.core.column import VIDEO
+from prep.core.make import Data, Json
+from prep.registry import column_named, column_names, columns
 
 VariantName = Annotated[
     str | None, Parameter(name="--variant", help="Variant to look at, as `prep status` names it; else the current one.")
 ]
-ColumnName = Annotated[
-    Literal["video", "latents", "text"] | None,
-    Parameter(name="--column", help="Column to look at; else all there are."),
-]
+if TYPE_CHECKING:
+    AnyColumn = str
+else:
+    AnyColumn = Literal[column_names()]
+ColumnName = Annotated[AnyColumn | None, Parameter(name="--column", help="Column to look at; else all there are.")]
 _MAX_FINDINGS = 200
 
 
@@ -50,39 +53,38 @@ def verify(
 
     Example: prep verify --deep
     """
-    from prep.core.data_folder import COLUMNS, VIDEO, require_data_folder
+    from prep.core.data_folder import require_data_folder
     from prep.core.progress import CountProgress
     from prep.upkeep.records import check_folder_records, check_variant_records
+    from prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
     from prep.upkeep.verify import verify_variant
-    from prep.upkeep.verify_text import failure_text, records_text, repairs_text, verified_text
     from shards.dataset import DamagedDataset, current_variant
     from shards.reader import Variant
 
     data_dir = require_data_folder(data)
     records = check_folder_records(data_dir)
-    if variant is not None:
-        columns = [column or VIDEO]
-    elif column is not None:
-        columns = [column]
+    if column is not None or variant is not None:
+        looked_at = [column_named(column or VIDEO)]
     else:
         try:
-            columns = [name for name in COLUMNS if current_variant(data_dir, name) is not None]
+            looked_at = [known for known in columns() if current_variant(data_dir, known.name) is not None]
         except DamagedDataset:
-            columns = []  # among the records
-        if not columns and not records:
-            columns = [VIDEO]
-    opened = {name: Variant.open(data_dir, column=name, variant=variant) for name in columns}
-    for name, of in opened.items():
-        records += check_variant_records(of, column=name, data_dir=data_dir)
+            looked_at = []  # among the records
+        if not looked_at and not records:
+            looked_at = [column_named(VIDEO)]
+    opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in looked_at}
+    for known in looked_at:
+        records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
     found = {
-        name: verify_variant(
-            of,
+        known.name: verify_variant(
+            opened[known.name],
+            column=known,
             deep=deep,
             num_workers=len(os.sched_getaffinity(0)),
-            on_shard=CountProgress(f"reading shards of {name}"),
-            on_deep_shard=CountProgress(f"looking into shards of {name}"),
+            on_shard=CountProgress(f"reading shards of {known.name}"),
+            on_deep_shard=CountProgress(f"looking into shards of {known.name}"),
         )
-        for name, of in opened.items()
+        for known in looked_at
     }
     if json:
         values = {name: asdict(verified) for name, verified in found.items()}
@@ -90,11 +92,11 @@ def verify(
     else:
         for line in records_text(records):
             print(line)
-        for name, verified in found.items():
-            print(verified_text(verified, column=name, max_findings=_MAX_FINDINGS))
-    damaged = [name for name, verified in found.items() if verified.num_problems]
+        for known in looked_at:
+            print(verified_text(found[known.name], column=known, max_findings=_MAX_FINDINGS))
+    damaged = [known for known in looked_at if found[known.name].num_problems]
     if damaged or records:
-        texts = [failure_text(found[name], opened[name], column=name, data_dir=data_dir) for name in damaged]
+        texts = [failure_text(found[of.name], opened[of.name], column=of, data_dir=data_dir) for of in damaged]
         raise FailedWork("\n".join([*repairs_text(records), *texts]))
 
 
@@ -102,6 +104,7 @@ def inspect(
     key: str | None = None,
     *,
     html: Annotated[Path | None, Parameter(help="Write a contact sheet of the set into this file.")] = None,
+    column: Annotated[AnyColumn, Parameter(name="--column", help="Column to look at.")] = VIDEO,
     variant: VariantName = None,
     data: Data = Path("data"),
     json: Json = False,
@@ -115,24 +118,28 @@ def inspect(
     key
         Key of a chunk, such as bikes_000015000.
     """
-    from prep.core.data_folder import VIDEO, require_data_folder
-    from prep.video.inspection import chunk_report, set_report
+    from prep.core.data_folder import require_data_folder
+    from prep.core.report import show
+    from prep.upkeep.inspection import sample_report, set_report
     from shards.reader import Variant
 
-    data_dir = require_data_folder(data)
-    opened = Variant.open(data_dir, column=VIDEO, variant=variant)
+    data_dir, known = require_data_folder(data), column_named(column)
+    opened = Variant.open(data_dir, column=column, variant=variant)
     if html is not None:
         from prep.core.progress import CountProgress
-        from prep.video.contact_sheet import write_contact_sheet
 
         if key is not None:
             raise UserError(f"--html shows the set, not one chunk ({key})", hint="leave out the key, or --html")
-        num_chunks = write_contact_sheet(html, opened, on_chunk=CountProgress("decoding chunks"))
+        if known.write_page is None:
+            raise UserError(f"there is no page of {column}", hint="leave out --html, or --column")
+        num_chunks = known.write_page(html, opened, CountProgress("decoding chunks"))
         page = {"html": os.fspath(html), "num_chunks": num_chunks}
         print(json_module.dumps(page, indent=1) if json else f"{html}: {num_chunks} chunks")
         return
-    report = set_report(opened) if key is None else chunk_report(opened, key, data_dir=data_dir)
-    print(json_module.dumps(report.values, indent=1, ensure_ascii=True) if json else report.text)
+    if key is None:
+        show(set_report(opened, column=known), json=json)
+    else:
+        show(sample_report(opened, key, column=known, data_dir=data_dir), json=json)
 
 
 def gc(
@@ -150,14 +157,14 @@ def gc(
     from contextlib import ExitStack
 
     from manifests.publish import folder_lock
-    from prep.core.data_folder import COLUMNS, holding, require_data_folder
+    from prep.core.data_folder import holding, require_data_folder
     from prep.upkeep.garbage import find_garbage, remove
-    from prep.upkeep.garbage_text import garbage_text, garbage_values
+    from prep.upkeep.texts import garbage_text, garbage_values
 
     data_dir = require_data_folder(data)
     with ExitStack() as held:
-        for column in COLUMNS:
-            held.enter_context(holding(data_dir, column=column))
+        for column in columns():
+            held.enter_context(holding(data_dir, column=column.name))
         held.enter_context(folder_lock(data_dir))
         garbage = find_garbage(data_dir)
         removed = None if dry_run else remove(garbage)

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import shards.format
 from manifests.errors import UserError
 from manifests.publish import folder_lock, naming, remove_temporaries, target_of
 from manifests.store import manifest_dir
+from prep.core.column import VIDEO
 from prep.core.heartbeat import RUNNING_FOLDER
-from prep.core.layout import LAYOUT_FOLDER
-from prep.video.sources import PROBES_FILE
+from prep.core.layout import LAYOUT_FOLDER, owner_of_layout
 from shards.dataset import list_variants, variant_dir
 from shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE
 
-VIDEO, LATENTS, TEXT = COLUMNS = shards.format.COLUMNS
-TEXT_LAYOUT_FILE = "text.parquet"
+PROBES_FILE = "probes.parquet"
 ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE})  # every command writes them, under the lock of the folder itself
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
@@ -57,8 +55,8 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
     """Holds one column; the kernel lets go when the process ends, however it ends.
 
-    Other columns can be written meanwhile. Who holds `video` holds the manifest and the layout of `video` too, who
-    holds `text` the layout of `text`.
+    Other columns can be written meanwhile. Who holds a column holds its layouts too, and who holds `video` the
+    manifest.
 
     Raises:
         UserError: another command holds it, or it cannot be written to.
@@ -96,9 +94,7 @@ def remove_left_behind(data_dir: Path, *, column: str) -> None:
     """
     with folder_lock(data_dir):
         remove_temporaries(data_dir, of=ROOT_FILES.__contains__)
-    if column != LATENTS:
-        is_of_text = column == TEXT
-        remove_temporaries(data_dir / LAYOUT_FOLDER, of=lambda target: (target == TEXT_LAYOUT_FILE) == is_of_text)
+    remove_temporaries(data_dir / LAYOUT_FOLDER, of=lambda target: owner_of_layout(target) == column)
     if column == VIDEO:
         remove_temporaries(manifest_dir(data_dir))
     for folder in half_made_variants(data_dir, column):

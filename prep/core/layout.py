@@ -1,11 +1,14 @@
-"""Which span goes into which shard. An assignment, once made, stands: adding videos never moves what is there.
+"""Which part of which video lies in which shard. An assignment, once made, stands: adding videos never moves what is
+there.
 
-The layout lies in `<data>/layout/<len>-<tail>.parquet` and serves every recipe with that chunk length, so that
-variants of a column have the same shards. New spans go into new shards, in manifest order, split by split.
+Layouts lie in `<data>/layout/`. Those of `video` are named after the length of its chunks and serve every recipe with
+that length, so that its variants have the same shards; another column that needs one has `<column>.parquet`. When such
+a file is damaged or gone, the layout is made anew from the commits: the shards themselves say what they hold. Spans of
+shards that were never committed get a place again when the layout is extended.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
-from prep.core.arrays import as_array
-from prep.core.table_file import read_table_file, write_table_file
-from prep.video.recipe import SPAN_CHUNKS
-from prep.video.settings import ChunkSettings
+from prep.core.column import VIDEO, command_for
+from prep.core.table_file import as_array, read_table_file, write_table_file
+from shards.commits import Commit, Failure
+from shards.damage import Damaged
+from shards.dataset import list_variants, variant_dir
+from shards.index import open_index
+from shards.reader import Variant
 
 LAYOUT_FOLDER = "layout"
-MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default recipe
-MIN_SHARDS = 16  # a small set still gives every core of a server something to do
+SpanId = tuple[str, int]  # video id, number of the span in its video
 
 LAYOUT = pa.schema(
     [
@@ -32,16 +37,16 @@ LAYOUT = pa.schema(
 )
 
 
-def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
-    """Where the layout for the recipe's chunk length lies."""
-    return data_dir / LAYOUT_FOLDER / f"{settings.len}-{settings.tail}.parquet"
+def owner_of_layout(file_name: str) -> str:
+    """The column whose layout a file is: those of `video` begin with a length."""
+    return VIDEO if file_name[:1].isdigit() else file_name.partition(".")[0]
 
 
 class DamagedLayout(UserError):
     """The file of a layout is damaged."""
 
     def __init__(self, path: Path, why: str) -> None:
-        command = "prep text" if path.name == "text.parquet" else "prep chunk"
+        command = f"prep {command_for(owner_of_layout(path.name))}"
         super().__init__(
             f"the layout {path} is damaged: {why}",
             hint=f"run `{command}` again with the settings of before: it makes the layout anew from the commits",
@@ -86,89 +91,73 @@ def write_layout(path: Path, layout: pa.Table) -> None:
     write_table_file(path, layout)
 
 
-def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> pa.Table:
-    """Assigns every span of the given videos that has no shard yet.
+def wanted_spans(
+    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_spans: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of `layout` whose span is wanted still, in layout order, and for each the row of its video.
+
+    A span is wanted while its video is in the manifest with the shard's split, and long enough to have it.
 
     Args:
         layout: schema LAYOUT.
         video_ids: of the videos, in manifest order.
         splits: of the videos, same order.
-        num_chunks: chunks of each video (0 for one that cannot be used), int64.
-
-    Returns:
-        `layout` with new rows at its end; itself when nothing is new.
-    """
-    spans_per_video = -(-num_chunks // SPAN_CHUNKS)
-    video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)
-    first = np.cumsum(spans_per_video) - spans_per_video
-    span_index = np.arange(len(video_rows)) - first[video_rows]
-    span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
-    is_new = ~np.isin(_codes(video_rows, span_index), _assigned_codes(layout, video_ids=video_ids, splits=splits))
-    if not is_new.any():
-        return layout
-    target = int(np.clip(-(-span_chunks[is_new].sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
-    next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
-    added = []
-    for split in sorted(pc.unique(splits).to_pylist()):
-        mine = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split))[video_rows])
-        shard_of, next_shard = _pack(span_chunks[mine], target=target, first_shard=next_shard)
-        added.append(
-            pa.table(
-                [
-                    pa.array(shard_of, pa.int32()),
-                    pa.repeat(split, len(mine)),
-                    video_ids.take(pa.array(video_rows[mine])),
-                    pa.array(span_index[mine], pa.int32()),
-                ],
-                schema=LAYOUT,
-            )
-        )
-    return pa.concat_tables([layout, *added]).combine_chunks()
-
-
-def wanted_rows(
-    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of `layout` whose span is wanted still, in layout order, and for each the row of its video.
-
-    A span is wanted while its video is in the manifest with the shard's split, and long enough to have it.
+        num_spans: of the videos, int64.
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    video_rows = _video_rows(layout, video_ids=video_ids)
+    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
+    video_rows = np.asarray(pc.fill_null(found, -1)).astype(np.int64)
     known = video_rows >= 0
     same_split = np.zeros(len(layout), bool)
     same_split[known] = np.asarray(
         pc.equal(as_array(layout["split"]).filter(pa.array(known)), splits.take(pa.array(video_rows[known])))
     )
     exists = np.zeros(len(layout), bool)
-    exists[known] = np.asarray(layout["span_index"])[known] * SPAN_CHUNKS < num_chunks[video_rows[known]]
+    exists[known] = np.asarray(layout["span_index"])[known] < num_spans[video_rows[known]]
     rows = np.flatnonzero(same_split & exists)
     return rows, video_rows[rows]
 
 
-def _assigned_codes(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array) -> np.ndarray:
-    everything = np.full(len(video_ids), np.iinfo(np.int64).max)
-    rows, video_rows = wanted_rows(layout, video_ids=video_ids, splits=splits, num_chunks=everything)
-    return _codes(video_rows, np.asarray(layout["span_index"])[rows])
+def variants_of(data_dir: Path, column: str) -> Iterator[Variant]:
+    """All variants of a column, opened."""
+    for name in list_variants(data_dir, column):
+        yield Variant(variant_dir(data_dir, column, name))
 
 
-def _video_rows(layout: pa.Table, *, video_ids: pa.Array) -> np.ndarray:
-    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
-    return np.asarray(pc.fill_null(found, -1)).astype(np.int64)
+def layout_of_commits(
+    variants: list[Variant],
+    video_ids: pa.Array,
+    *,
+    spans: Callable[[pa.Table], list[SpanId]],
+    span_of_failure: Callable[[Failure], SpanId | None],
+) -> pa.Table:
+    """The layout (schema LAYOUT) that the commits of some variants tell of.
+
+    Args:
+        video_ids: of the manifest, in its order.
+        spans: of a shard, from its index.
+        span_of_failure: the span that a failure of a commit is about, or None.
+    """
+    place = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
+    shards: dict[int, tuple[str, list[SpanId]]] = {}
+    for variant in variants:
+        for commit in variant.commits.values():
+            try:
+                there = _spans_of(variant.directory, commit, spans=spans)
+            except (Damaged, OSError):
+                continue  # made again, in a new shard
+            failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(there)
+            if failed:
+                # As the layout was made: in the order of the manifest.
+                there = sorted([*there, *failed], key=lambda span: (place.get(span[0], len(place)), span[1]))
+            if len(there) > len(shards.get(commit.shard_id, ("", []))[1]):
+                shards[commit.shard_id] = (commit.split, there)
+    rows = [(shard_id, split, *span) for shard_id, (split, of_shard) in sorted(shards.items()) for span in of_shard]
+    columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, LAYOUT, strict=True)]
+    return pa.table(arrays, schema=LAYOUT)
 
 
-def _codes(video_rows: np.ndarray, span_index: np.ndarray) -> np.ndarray:
-    return video_rows.astype(np.int64) << 32 | span_index.astype(np.int64)
-
-
-def _pack(span_chunks: np.ndarray, *, target: int, first_shard: int) -> tuple[np.ndarray, int]:
-    """Fills shards one after another up to `target` chunks; (shard of each span, next free shard id)."""
-    shard_of = np.empty(len(span_chunks), np.int64)
-    shard, held = first_shard, 0
-    for row, chunks in enumerate(span_chunks.tolist()):
-        if held and held + chunks > target:
-            shard, held = shard + 1, 0
-        shard_of[row] = shard
-        held += chunks
-    return shard_of, shard + 1 if held else shard
+def _spans_of(directory: Path, commit: Commit, *, spans: Callable[[pa.Table], list[SpanId]]) -> list[SpanId]:
+    return [] if commit.files is None else spans(open_index(directory / commit.files.index))

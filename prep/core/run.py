@@ -10,15 +10,15 @@ from typing import Any, Generic
 
 from manifests.json_text import parse_json
 from manifests.publish import publish_bytes, publish_json, read_record, sync, temporary_path
+from prep.core.column import ColumnSpec
 from prep.core.data_folder import remove_variant_temporaries
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import running_shards
+from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
 from prep.core.progress import ChunkProgress, tell_refused
 from prep.core.shard_result import ShardResult, Stop, W, stopped
 from prep.engines import Engine, Refused
 from prep.engines.admission import worker_ticket
-from prep.video.plan import ShardPlan, ShardState
-from prep.video.planning import look_at
 from shards.commits import Commit, Failure
 from shards.dataset import begin_variant, set_current_variant
 from shards.format import COMMITS_FOLDER, RECIPE_FILE
@@ -73,10 +73,10 @@ class Job(Generic[W]):
         video_ids: of the videos in a shard; one may come more than once.
         failed_before: failures that no shard tells of, such as sources that cannot be used.
         chunk_s: seconds of video in a full chunk, for the progress; None to leave them out.
-        ffmpeg_version: of the program that the workers need; None where they need none.
+        needs: what the workers need of their machine (`ColumnSpec.why_unfit`); None where they need nothing.
     """
 
-    column: str
+    column: ColumnSpec
     data_dir: Path
     variant_dir: Path
     recipe: dict[str, Any]
@@ -86,7 +86,7 @@ class Job(Generic[W]):
     video_ids: Callable[[ShardPlan], Iterable[str]]
     failed_before: Sequence[Failure]
     chunk_s: float | None
-    ffmpeg_version: str | None = None
+    needs: str | None = None
 
     @property
     def variant(self) -> str:
@@ -102,7 +102,7 @@ def execute(job: Job[W], engine: Engine) -> Summary:
     make_variant(folder, job.recipe)
     remove_variant_temporaries(folder)
     # The first variant can be read while it grows; a later one takes its place when it is whole.
-    begin_variant(job.data_dir, job.column, job.variant)
+    begin_variant(job.data_dir, job.column.name, job.variant)
     summary = Summary(job.variant)
     begin_s = time.monotonic()
     results = {result.shard_id: result for result in _results(job, engine, summary)}
@@ -145,7 +145,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     tasks = (job.task(shard) for shard in work)
     full_disks, made = 0, 0
     with (
-        worker_ticket(job.variant_dir, ffmpeg_version=job.ffmpeg_version) as ticket,
+        worker_ticket(job.variant_dir, column=job.column.import_path, needs=job.needs) as ticket,
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
     ):
         for outcome in engine.run(job.make, tasks, check=ticket):
@@ -165,11 +165,6 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
                     summary.gave_up = f"the disk was full for {full_disks} shards in a row, so no more were tried"
                     return
             progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
-
-
-def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """Shards with something to do, the longest first: a long one begun last would be waited for alone."""
-    return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
 def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:
@@ -193,7 +188,7 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
     ]
     write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
     if not missing and summary.num_chunks:  # one in which everything failed takes the place of none
-        set_current_variant(job.data_dir, job.column, job.variant)
+        set_current_variant(job.data_dir, job.column.name, job.variant)
 
 
 def _add(summary: Summary, result: ShardResult | None) -> None:
@@ -211,7 +206,9 @@ def _missing_shards(
 ) -> Iterator[tuple[ShardPlan, Stop]]:
     """The wanted shards that the data folder does not hold as planned, whatever their workers said, and why."""
     work = {shard.shard_id for shard in job.shards if shard.has_work}
-    problems = look_at(job.variant_dir, {shard_id: commit for shard_id, commit in commits.items() if shard_id in work})
+    problems = file_problems(
+        job.variant_dir, {shard_id: commit for shard_id, commit in commits.items() if shard_id in work}
+    )
     for shard in job.shards:
         if shard.state == ShardState.ORPHANED:
             continue

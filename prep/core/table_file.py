@@ -54,6 +54,11 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
     return table
 
 
+def as_array(column: pa.ChunkedArray) -> pa.Array:
+    """A column of a table as one array. `combine_chunks` would copy it even where it is one chunk already."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
 def _sha256(file_name: str, table: pa.Table) -> bytes:
     """Checksum (hex) of every column's type, nulls and values, of the table's metadata, and of the file's name.
 

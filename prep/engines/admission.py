@@ -1,11 +1,13 @@
-"""Which workers may work: those that see the driver's data folder and have its clipmill and its ffmpeg.
+"""Which workers may work: those that see the driver's data folder, have its clipmill and what its column needs.
 
 The driver publishes a token in the variant's folder and hands out a `Ticket`. A worker calls the ticket before its
 first task. This file imports the standard library only, and the Ray engine sends it along as source: a node answers
-with its driver's questions, whatever version of clipmill it has, or none.
+with its driver's questions, whatever version of clipmill it has, or none. The column is named by its import path, so
+that one from outside of clipmill is found and compared like any other.
 """
 
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -26,25 +28,29 @@ class Ticket:
     Attributes:
         token_file: published by the driver in the variant's folder.
         source_sha256: of the packages that a worker runs.
-        ffmpeg_version: of the program that the plan was made with; None where none is needed.
+        column: import path of the column's spec, `package.module:ATTRIBUTE`.
+        needs: what its workers need of their machine (`prep.core.column.ColumnSpec.why_unfit`); None for nothing.
     """
 
     token_file: Path
     token: str
     version: str
     source_sha256: str
-    ffmpeg_version: str | None
+    column: str
+    needs: str | None
 
     def __call__(self) -> str | None:
-        found = source_sha256()
+        found = source_sha256(self.column)
         if found is None:
-            return "clipmill is not installed there"
+            package = _package_of(self.column)
+            missing = "clipmill" if source_sha256() is None else f"the column's package {package}"
+            return f"{missing} is not installed there"
         if found != self.source_sha256:
             return (
                 f"it has clipmill {_version()} with source {found[:8]}, "
                 f"this command is clipmill {self.version} with source {self.source_sha256[:8]}"
             )
-        return self._why_not_the_folder() or self._why_not_the_program()
+        return self._why_not_the_folder() or self._why_not_the_column()
 
     def _why_not_the_folder(self) -> str | None:
         folder = self.token_file.parent
@@ -59,21 +65,16 @@ class Ticket:
             return f"it does not share the data folder: {folder} is another folder there"
         return None if os.access(folder, os.W_OK | os.X_OK) else f"it cannot write to {folder}"
 
-    def _why_not_the_program(self) -> str | None:
-        if self.ffmpeg_version is None:
+    def _why_not_the_column(self) -> str | None:
+        if self.needs is None:
             return None
-        from manifests.errors import UserError
-        from prep.video.ffmpeg import find_ffmpeg
-
-        try:
-            found = find_ffmpeg().version
-        except UserError as error:
-            return str(error)
-        return None if found == self.ffmpeg_version else f"it has ffmpeg {found}, the plan needs {self.ffmpeg_version}"
+        module, _, attribute = self.column.partition(":")
+        reason: str | None = getattr(importlib.import_module(module), attribute).why_unfit(self.needs)
+        return reason
 
 
 @contextmanager
-def worker_ticket(variant_dir: Path, *, ffmpeg_version: str | None = None) -> Iterator[Ticket]:
+def worker_ticket(variant_dir: Path, *, column: str, needs: str | None = None) -> Iterator[Ticket]:
     """Publishes the token of a run, which goes when the block ends; call it while holding the column."""
     from manifests.publish import naming, sync, temporary_path
 
@@ -85,24 +86,40 @@ def worker_ticket(variant_dir: Path, *, ffmpeg_version: str | None = None) -> It
             token_file.write_text(token)
             sync(token_file)
             sync(variant_dir)
-        yield Ticket(token_file, token, _version(), source_sha256() or "", ffmpeg_version)
+        yield Ticket(token_file, token, _version(), source_sha256(column) or "", column, needs)
     finally:
         with suppress(OSError):
             token_file.unlink(missing_ok=True)
 
 
-def source_sha256() -> str | None:
-    """Hash over the source files of the packages that a worker runs; None where one of them is not installed."""
+def source_sha256(column: str | None = None) -> str | None:
+    """Hash over the source files of the packages that a worker runs, that of a column from outside included.
+
+    None where one of them is not installed.
+    """
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        found = importlib.util.find_spec(package)
-        if found is None or not found.submodule_search_locations:
+    for package in dict.fromkeys([*_PACKAGES, *([] if column is None else [_package_of(column)])]):
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
             return None
-        root = Path(next(iter(found.submodule_search_locations)))
-        for path in sorted(root.rglob("*.py")):
+        if found is None:
+            return None
+        if found.submodule_search_locations:
+            root = Path(next(iter(found.submodule_search_locations)))
+            paths = sorted(root.rglob("*.py"))
+        else:
+            root, paths = Path(str(found.origin)).parent, [Path(str(found.origin))]
+        for path in paths:
             digest.update(f"{package}/{path.relative_to(root).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _package_of(column: str) -> str:
+    """The package with the column's code: clipmill's own, or the one that its module lies in."""
+    module = column.partition(":")[0]
+    return "prep" if module.startswith("prep.") else module.rpartition(".")[0] or module
 
 
 def _version() -> str:

@@ -211,7 +211,7 @@ class _Work:
             passed.append(True)
             import ray
 
-            from prep.video.ffmpeg import die_with_parent
+            from prep.engines import die_with_parent
 
             # A worker whose node has ended, as it does with a killed driver, would go on with its task for a while.
             die_with_parent()
@@ -232,7 +232,7 @@ class _Work:
             def work(self, packed: bytes) -> Any:
                 import ray
 
-                from prep.video.ffmpeg import die_with_parent
+                from prep.engines import die_with_parent
 
                 die_with_parent()
                 function, task = ray.cloudpickle.loads(packed)

@@ -2,17 +2,13 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from prep.core.data_folder import TEXT
 from prep.core.failure_list import failure_lines, failure_values
-from prep.core.report import Report, states_lines, states_values
+from prep.core.report import Report, changed_settings, states_lines, states_values
 from prep.engines import Refused
 from prep.text.plan import TextPlan
-from prep.video.recipe import recipe_differences
+from prep.text.recipe import TEXT
 from shards.commits import Failure
-from shards.dataset import current_variant
-from shards.reader import Variant
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,24 @@ class TextSummary:
         return len({failure.video_id for failure in self.failures})
 
 
-def text_summary_values(summary: TextSummary, *, listed: Path) -> dict[str, Any]:
-    """A run's summary as plain values for JSON; `listed` is the list of its failures."""
-    return {
+def text_summary(summary: TextSummary, *, listed: Path) -> Report:
+    """What a run did; `listed` is the list of its failures."""
+    lines = [
+        f"variant  {summary.variant}",
+        f"shards   {summary.num_shards} with {summary.num_videos} videos, of {summary.num_captions} captions in all",
+    ]
+    if summary.num_shards_made or summary.num_encoded:
+        lines.append(
+            f"made     {summary.num_shards_made} shards: {summary.num_texts} distinct texts,"
+            f" {summary.num_encoded} encoded, {summary.num_taken_over} taken over,"
+            f" {summary.num_bytes_written / 1e6:.1f} MB in {summary.wall_s:.1f} s"
+        )
+        if summary.num_cut:
+            lines.append(f"cut      {summary.num_cut} of the encoded texts are longer than the tower reads")
+    else:
+        lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
+    lines += failure_lines(summary.failures, listed=listed)
+    values = {
         "variant": summary.variant,
         "num_videos": summary.num_videos,
         "num_captions": summary.num_captions,
@@ -74,31 +85,13 @@ def text_summary_values(summary: TextSummary, *, listed: Path) -> dict[str, Any]
         "gave_up": summary.gave_up,
         "refused_workers": [asdict(refused) for refused in summary.refused_workers],
     }
-
-
-def text_summary_text(summary: TextSummary, *, listed: Path) -> str:
-    """A run's summary for people; `listed` is the list of its failures."""
-    lines = [
-        f"variant  {summary.variant}",
-        f"shards   {summary.num_shards} with {summary.num_videos} videos, of {summary.num_captions} captions in all",
-    ]
-    if summary.num_shards_made or summary.num_encoded:
-        lines.append(
-            f"made     {summary.num_shards_made} shards: {summary.num_texts} distinct texts,"
-            f" {summary.num_encoded} encoded, {summary.num_taken_over} taken over,"
-            f" {summary.num_bytes_written / 1e6:.1f} MB in {summary.wall_s:.1f} s"
-        )
-        if summary.num_cut:
-            lines.append(f"cut      {summary.num_cut} of the encoded texts are longer than the tower reads")
-    else:
-        lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
-    lines += failure_lines(summary.failures, listed=listed)
-    return "\n".join(lines)
+    return Report("\n".join(lines), values)
 
 
 def text_report(plan: TextPlan) -> Report:
     """What would be done, by state and reason. How many texts are new is not known before captions are read."""
-    differences = _differences(plan)
+    recipe = plan.recipe
+    differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.as_dict())
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
     lines += states_lines(plan.shards, of="videos")
@@ -112,11 +105,3 @@ def text_report(plan: TextPlan) -> Report:
         "estimate": {"num_videos": num_videos},
     }
     return Report("\n".join(lines), values)
-
-
-def _differences(plan: TextPlan) -> list[str]:
-    current = current_variant(plan.data_dir, TEXT)
-    if current is None or current == plan.recipe.variant:
-        return []
-    old = Variant.open(plan.data_dir, column=TEXT, variant=current).recipe
-    return recipe_differences(old, plan.recipe.as_dict())

@@ -5,29 +5,22 @@ not certain that the current variant is whole, all of the variants are kept.
 """
 
 import errno
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import target_of, temporary_path
-from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.core.data_folder import COLUMNS, ROOT_FILES, RUNNING_FILE, VIDEO, half_made_variants
+from manifests.store import manifest_dir
+from prep.core.column import ColumnSpec, recipe_fingerprint
+from prep.core.data_folder import ROOT_FILES, RUNNING_FILE, half_made_variants
 from prep.core.heartbeat import RUNNING_FOLDER
 from prep.core.layout import LAYOUT_FOLDER
+from prep.core.plan import problems_of
 from prep.core.run import FAILURES_FILE
-from prep.text.bank import BANK_FOLDER, BLOCK_FILE
-from prep.upkeep.pending import outlook_of
-from prep.upkeep.status import problems_of
-from prep.video.recipe import recipe_from_dict
-from prep.video.sources import read_probes
-from prep.video.wanted import wanted
+from prep.registry import columns
 from shards.dataset import current_variant, list_variants, variant_dir
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, RECIPE_FILE
 from shards.reader import Variant
@@ -88,35 +81,41 @@ def find_garbage(data_dir: Path) -> Garbage:
     """
     garbage = Garbage([], [], {})
     _look_for_temporaries(data_dir, garbage)
-    for column in COLUMNS:
-        if list_variants(data_dir, column):
+    for column in columns():
+        if list_variants(data_dir, column.name):
             _look_at_column(data_dir, column, garbage)
     return garbage
 
 
-def _look_at_column(data_dir: Path, column: str, garbage: Garbage) -> None:
+def _look_at_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
     """Adds what there is of one column to `garbage`."""
-    current = current_variant(data_dir, column)
+    current = current_variant(data_dir, column.name)
     reason = _why_keep_all(data_dir, column, current)
     if reason is not None:
-        garbage.kept_because[column] = reason
+        garbage.kept_because[column.name] = reason
         return
-    for entry in sorted((data_dir / column).iterdir()):
+    for entry in sorted((data_dir / column.name).iterdir()):
         if target_of(entry.name) is None and (entry.name.startswith(".") or not entry.is_dir()):
             garbage.unknown.append(entry)
-    for name in list_variants(data_dir, column):
-        folder = variant_dir(data_dir, column, name)
+    for name in list_variants(data_dir, column.name):
+        folder = variant_dir(data_dir, column.name, name)
         if name != current and not _is_variant(folder):
             garbage.unknown.append(folder)
             continue
-        known, strange = _sorted_files(folder)
+        known, strange = _sorted_files(folder, column)
         garbage.unknown.extend(strange)
         if name == current:
             garbage.items.extend(_uncommitted(folder, known))
         else:
             why = "not the current variant"
-            garbage.items.extend(Item(path, _size(path), why, variant=f"{column}/{name}") for path in known)
-            garbage.folders.extend((folder / COMMITS_FOLDER, folder / BANK_FOLDER))
+            garbage.items.extend(Item(path, _size(path), why, variant=f"{column.name}/{name}") for path in known)
+            garbage.folders.extend(folder / part for part in _parts(column))
+
+
+def _parts(column: ColumnSpec) -> dict[str, tuple[str, re.Pattern[str]]]:
+    """The folders in a variant's folder: what their files are, and how they are called."""
+    extra = {folder.name: ("data", folder.file_names) for folder in column.extra_folders}
+    return {COMMITS_FOLDER: ("commit", _COMMIT_FILE), **extra}
 
 
 def remove(garbage: Garbage) -> Removed:
@@ -162,11 +161,11 @@ def _remove_variant(folder: Path) -> None:
     leaving.rmdir()
 
 
-def _why_keep_all(data_dir: Path, column: str, current: str | None) -> str | None:
+def _why_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
     """Why nothing of any variant may go, or None."""
     if current is None:
         return "no variant is current"
-    folder = variant_dir(data_dir, column, current)
+    folder = variant_dir(data_dir, column.name, current)
     if not folder.is_dir():
         return f"the current variant {current} is missing"
     variant = Variant(folder)
@@ -175,47 +174,32 @@ def _why_keep_all(data_dir: Path, column: str, current: str | None) -> str | Non
         return f"the current variant is damaged: shard {shard_id:06d} is {state} ({why}), one of {len(problems)}"
     if not variant.shards():
         return "the current variant has no shards yet"
-    if column == VIDEO:
-        wanted_shards = _wanted_chunks(data_dir, variant.recipe)
-    else:
-        outlook = outlook_of(data_dir, column, variant)
-        if outlook.stale_because is not None:
-            return f"the current variant is stale: {outlook.stale_because}"
-        if outlook.wanted_shards is None:
-            return "it cannot be told whether the current variant is whole"
-        wanted_shards = outlook.wanted_shards
-    missing = wanted_shards - variant.commits.keys()
+    pending = column.pending(data_dir, variant)
+    if pending.stale_because is not None:
+        return f"the current variant is stale: {pending.stale_because}"
+    if pending.wanted_shards is None:
+        return "it cannot be told whether the current variant is whole"
+    missing = pending.wanted_shards - variant.commits.keys()
     if missing:
         return f"the current variant is not whole: shards not made yet: {len(missing)}"
     return None
-
-
-def _wanted_chunks(data_dir: Path, stored: dict[str, Any]) -> frozenset[int]:
-    if not (manifest_dir(data_dir) / MANIFEST_FILE).exists():
-        raise UserError(
-            f"{data_dir} has no manifest: what is needed cannot be told", hint="make it again with `prep manifest`"
-        )
-    settings = recipe_from_dict(stored).settings()
-    return wanted(data_dir, settings, videos=read_videos(data_dir), probes=read_probes(data_dir)).shard_ids
 
 
 def _is_variant(folder: Path) -> bool:
     """Whether a folder was made by prep: its name ends in the fingerprint of the recipe in it."""
     try:
         recipe = parse_json((folder / RECIPE_FILE).read_bytes())
-        canonical = json.dumps(recipe, sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(canonical.encode()).hexdigest()[:8]
-        made_here = "schema" in recipe and folder.name.endswith(f"-{digest}")
+        made_here = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
     except (OSError, ValueError, TypeError):
         return False
     return made_here and not folder.is_symlink()
 
 
-def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
+def _sorted_files(folder: Path, column: ColumnSpec) -> tuple[list[Path], list[Path]]:
     """The files of a variant in the order in which they can be removed, and what is not the format's."""
     known: dict[str, list[Path]] = {"commit": [], "data": [], "recipe": []}
     unknown: list[Path] = []
-    parts = {COMMITS_FOLDER: ("commit", _COMMIT_FILE), BANK_FOLDER: ("data", BLOCK_FILE)}
+    parts = _parts(column)
     for path in sorted(folder.iterdir()):
         is_folder = path.is_dir() and not path.is_symlink()
         if is_folder and path.name in parts:
@@ -251,15 +235,15 @@ def _look_for_temporaries(data_dir: Path, garbage: Garbage) -> None:
     _add_temporaries(data_dir, garbage, of=ROOT_FILES.__contains__)
     _add_temporaries(manifest_dir(data_dir), garbage)
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
-    for column in COLUMNS:
-        for folder in half_made_variants(data_dir, column):
+    for column in columns():
+        for folder in half_made_variants(data_dir, column.name):
             garbage.items.extend(Item(path, _size(path), _LEFT_BEHIND) for path in sorted(folder.iterdir()))
             garbage.folders.append(folder)
-        for name in list_variants(data_dir, column):
-            folder = variant_dir(data_dir, column, name)
+        for name in list_variants(data_dir, column.name):
+            folder = variant_dir(data_dir, column.name, name)
             if not (folder / RECIPE_FILE).is_file():
                 continue  # somebody's
-            for part in (folder, folder / COMMITS_FOLDER, folder / BANK_FOLDER):
+            for part in (folder, *(folder / part for part in _parts(column))):
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):

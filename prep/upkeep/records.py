@@ -3,8 +3,6 @@
 Shards and their commits are checked elsewhere (shards.verify). Each finding names the command that repairs it.
 """
 
-import hashlib
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,15 +14,13 @@ import pyarrow as pa
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
 from manifests.table_files import TABLE_FILES
-from prep.core.data_folder import COLUMNS, TEXT, VIDEO
-from prep.core.layout import LAYOUT_FOLDER, DamagedLayout, layout_path, read_layout
+from prep.core.column import ColumnSpec, command_for, recipe_fingerprint
+from prep.core.data_folder import PROBES_FILE
+from prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
 from prep.core.table_file import read_table_file
-from prep.text.bank import BANK_FOLDER, BLOCK_FILE
-from prep.text.layout import text_layout_path
-from prep.upkeep.recipe_text import command_for, command_of
-from prep.video.recipe import recipe_from_dict
-from prep.video.sources import PROBES, PROBES_FILE
-from shards.dataset import current_variant, list_variants, variant_dir
+from prep.registry import columns
+from prep.sources.table import PROBES
+from shards.dataset import current_variant, list_variants
 from shards.format import DATASET_FILE, RECIPE_FILE
 from shards.lists import damaged_lists
 from shards.reader import Variant
@@ -44,28 +40,28 @@ def check_folder_records(data_dir: Path) -> list[RecordFinding]:
     return [*_manifest(data_dir), *_probes(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
 
 
-def check_variant_records(variant: Variant, *, column: str, data_dir: Path) -> list[RecordFinding]:
+def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
     """Likewise the records of one variant: its recipe, its list of commits, its lists of shards, its bank."""
     folder = variant.directory
-    again = f"prep {command_for(column)} with the settings of {folder.name}"
+    again = f"prep {column.command} with the settings of {folder.name}"
     found = []
     try:
         recipe = variant.recipe
     except UserError as error:
         found.append((folder / RECIPE_FILE, str(error)))
     else:
-        canonical = json.dumps(recipe, sort_keys=True, separators=(",", ":"))
-        if not folder.name.endswith(f"-{hashlib.sha256(canonical.encode()).hexdigest()[:8]}"):
+        if not folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}"):
             found.append((folder / RECIPE_FILE, "it is not the recipe that the folder is named after"))
         else:
             with suppress(UserError):  # a recipe of another version, whose command is not known
-                again = command_of(column, recipe, data_dir=data_dir)
+                again = column.command_line(recipe, data_dir=data_dir)
     if variant.contents_damage is not None:
         found.append((variant.contents_damage.path, str(variant.contents_damage)))
     found += [(damage.path, str(damage)) for damage in damaged_lists(folder, variant.commits)]
-    for block in sorted((folder / BANK_FOLDER).glob("*.arrow")):
-        if BLOCK_FILE.fullmatch(block.name) and not _is_whole_block(block):
-            found.append((block, "its content is not what it is named after"))
+    for extra in column.extra_folders:
+        for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
+            if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
+                found.append((path, "its content is not what it is named after"))
     return [RecordFinding(str(path), message, again) for path, message in found]
 
 
@@ -104,14 +100,14 @@ def _probes(data_dir: Path) -> Iterator[RecordFinding]:
 
 def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
     path = data_dir / DATASET_FILE
-    with_variants = [column for column in COLUMNS if list_variants(data_dir, column)]
+    with_variants = [column for column in columns() if list_variants(data_dir, column.name)]
     try:
-        missing = [column for column in with_variants if current_variant(data_dir, column) is None]
+        missing = [column for column in with_variants if current_variant(data_dir, column.name) is None]
     except UserError as error:
         yield RecordFinding(str(path), str(error), str(getattr(error, "hint", "")))
         return
     if missing and not path.exists():
-        commands = ", ".join(f"prep {command_for(column)}" for column in missing)
+        commands = ", ".join(f"prep {column.command}" for column in missing)
         yield RecordFinding(str(path), "the file is missing, although there are variants", f"{commands}, as before")
 
 
@@ -130,30 +126,17 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
 def _needed_layouts(data_dir: Path) -> set[Path]:
     """The layouts that committed shards follow."""
     needed = set()
-    for column in (VIDEO, TEXT):
-        for name in list_variants(data_dir, column):
-            variant = Variant(variant_dir(data_dir, column, name))
-            if not variant.commits:
+    for column in columns():
+        for variant in variants_of(data_dir, column.name) if column.layout_file is not None else ():
+            if not variant.commits or column.layout_file is None:
                 continue
-            try:
-                path = text_layout_path(data_dir) if column == TEXT else _video_layout_path(data_dir, variant)
-            except UserError:
-                continue  # its recipe is told of by itself, or of another version
-            needed.add(path)
+            with suppress(UserError):  # its recipe is told of by itself, or of another version
+                needed.add(data_dir / LAYOUT_FOLDER / column.layout_file(variant.recipe))
     return needed
 
 
-def _video_layout_path(data_dir: Path, variant: Variant) -> Path:
-    return layout_path(data_dir, recipe_from_dict(variant.recipe).settings())
-
-
 def _layout_repair(path: Path) -> str:
-    return f"prep {TEXT if path.name == 'text.parquet' else 'chunk'} with the settings of before"
-
-
-def _is_whole_block(path: Path) -> bool:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
+    return f"prep {command_for(owner_of_layout(path.name))} with the settings of before"
 
 
 def _with_data(command: str, data_dir: Path) -> str:

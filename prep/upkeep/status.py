@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,21 +14,17 @@ import pyarrow.compute as pc
 
 from manifests.errors import UserError
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
-from prep.core.data_folder import COLUMNS, VIDEO
+from prep.core.column import ColumnSpec, Pending
 from prep.core.failure_list import MAX_NAMED, Named, first_failures, first_few, named_values
 from prep.core.heartbeat import running_shards
+from prep.core.layout import DamagedLayout, variants_of
+from prep.core.plan import NUM_LOOKING_THREADS, is_readable, problems_of
 from prep.core.run import FAILURES_FILE
-from prep.upkeep.pending import Outlook, outlook_of
-from prep.video.planning import look_at
-from prep.video.recipe import recipe_from_dict
-from prep.video.sources import read_probes
-from prep.video.wanted import Wanted, wanted
+from prep.registry import columns
+from prep.sources.table import read_probes
 from shards.commits import Failure
-from shards.damage import Damaged
-from shards.dataset import current_variant, list_variants, variant_dir
+from shards.dataset import current_variant
 from shards.reader import CommittedShard, Variant
-
-_NUM_THREADS = 8  # looking at files waits more than it computes
 
 
 @dataclass(frozen=True)
@@ -147,63 +143,45 @@ def read_status(data_dir: Path) -> Status:
     table = read_videos(data_dir) if has_manifest else None
     probes = read_probes(data_dir)
 
-    def wanted_chunks(variant: Variant) -> Wanted | None:
-        return None if table is None else _wanted_chunks(data_dir, variant, videos=table, probes=probes)
-
     videos = None if table is None else _videos_status(table, probes)
 
-    def column_status(column: str) -> ColumnStatus:
-        unusable = videos.first_unusable if videos is not None and column == VIDEO else []
-        return _column_status(data_dir, column, wanted_chunks=wanted_chunks, unusable=unusable)
+    def column_status(column: ColumnSpec) -> ColumnStatus:
+        unusable = videos.first_unusable if videos is not None and column.is_first else []
+        return _column_status(data_dir, column, unusable=unusable)
 
-    return Status(data_dir, videos=videos, columns={column: column_status(column) for column in COLUMNS})
+    return Status(data_dir, videos=videos, columns={column.name: column_status(column) for column in columns()})
 
 
-def _column_status(
-    data_dir: Path, column: str, *, wanted_chunks: Callable[[Variant], Wanted | None], unusable: list[Named]
-) -> ColumnStatus:
-    current = current_variant(data_dir, column)
-    variants, status = [], ColumnStatus(column, first_failures=unusable)
-    for name in list_variants(data_dir, column):
-        opened = Variant(variant_dir(data_dir, column, name))
-        outlook = Outlook()
-        chunks = wanted_chunks(opened) if column == VIDEO else None
+def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Named]) -> ColumnStatus:
+    current = current_variant(data_dir, column.name)
+    variants, status = [], ColumnStatus(column.name, first_failures=unusable)
+    for opened in variants_of(data_dir, column.name):
+        name, pending = opened.directory.name, _pending(data_dir, column, opened)
         if name == current:
-            outlook = outlook_of(data_dir, column, opened)
-            missing = 0 if chunks is None else len(chunks.shard_ids - opened.commits.keys())
             listed = opened.directory / FAILURES_FILE
             status = ColumnStatus(
-                column,
+                column.name,
                 problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
-                stale_because=outlook.stale_because,
-                to_make={"missing": missing} if missing else outlook.to_make,
+                stale_because=pending.stale_because,
+                to_make=pending.to_make,
                 failures_file=listed if listed.exists() else None,
                 first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
             )
-        num_wanted = outlook.num_wanted if chunks is None else chunks.num_chunks
-        variants.append(_variant_status(opened, is_current=name == current, num_wanted=num_wanted))
+        variants.append(_variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted))
     return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
+
+
+def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:
+    try:
+        return column.pending(data_dir, variant)
+    except DamagedLayout:
+        raise
+    except UserError:
+        return Pending()
 
 
 def _failures(variant: Variant) -> Iterator[Failure]:
     return (failure for commit in variant.commits.values() for failure in commit.failures)
-
-
-def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
-    """Shard id -> what is wrong and why, from a quick look at the files of every commit."""
-    found: dict[int, tuple[str, str]] = {
-        shard_id: (str(state), why) for shard_id, (state, why) in look_at(variant.directory, variant.commits).items()
-    }
-    found |= {damaged.shard_id: ("corrupt", str(damaged)) for damaged in variant.damaged}
-    return dict(sorted(found.items()))
-
-
-def is_readable(shard: CommittedShard) -> bool:
-    """Whether the shard's index can be used."""
-    try:
-        return shard.index.num_rows > 0
-    except (Damaged, OSError):
-        return False
 
 
 def folder_bytes(folder: Path) -> int:
@@ -245,7 +223,7 @@ def _first_sources(probes: pa.Table) -> list[Named]:
 
 def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | None) -> VariantStatus:
     shards, running = variant.shards(), running_shards(variant.directory)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
         hours = sum(pool.map(_hours, shards))
     codes = Counter(failure.code for failure in _failures(variant))
     done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
@@ -269,11 +247,3 @@ def _hours(shard: CommittedShard) -> float:
         np.asarray(shard.index[name], np.float64) for name in ("num_frames", "fps_num", "fps_den")
     )
     return float((frames * fps_den / fps_num).sum() / 3600)
-
-
-def _wanted_chunks(data_dir: Path, variant: Variant, *, videos: pa.Table, probes: pa.Table) -> Wanted | None:
-    try:
-        settings = recipe_from_dict(variant.recipe).settings()
-    except UserError:
-        return None
-    return wanted(data_dir, settings, videos=videos, probes=probes)

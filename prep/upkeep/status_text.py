@@ -5,9 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 from manifests.errors import UserError
-from prep.core.data_folder import TEXT, VIDEO
 from prep.core.failure_list import named_lines
-from prep.upkeep.recipe_text import command_for, command_of
+from prep.core.report import size_text
+from prep.registry import column_named
 from prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
 from shards.dataset import variant_dir
 from shards.reader import Variant
@@ -25,7 +25,7 @@ def status_text(status: Status) -> str:
     lines += _failure_lines(status)
     problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
     for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
-        lines.append(f"{state:<10}{'' if name == VIDEO else f'{name} '}shard {shard_id:06d}: {why}")
+        lines.append(f"{state:<10}{'' if column_named(name).is_first else f'{name} '}shard {shard_id:06d}: {why}")
     if len(problems) > _MAX_LISTED:
         lines.append(f"          ... and {len(problems) - _MAX_LISTED} shards more")
     if (hint := _next_step(status)) is not None:
@@ -35,30 +35,23 @@ def status_text(status: Status) -> str:
 
 def repair_command(status: Status) -> str:
     """The command that makes missing and damaged shards again, of the first column that has some."""
-    column = next((of for of in status.columns.values() if of.problems), status.columns[VIDEO])
+    found = list(status.columns.values())
+    column = next((of for of in found if of.problems), found[0])
     return _command_of(column, status.data_dir)
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
     """The command that asks for the recipe of the current variant, or of the first one where none is current."""
-    command = f"prep {command_for(column.column)}"
+    spec = column_named(column.column)
     variant = column.current or next(iter(column.variants), None)
     if variant is None:
-        length = " --len 15s" if column.column == VIDEO else ""
-        return f"{command}{length} --data {shlex.quote(str(data_dir))}"
+        length = " --len 15s" if spec.is_first else ""
+        return f"prep {spec.command}{length} --data {shlex.quote(str(data_dir))}"
     try:
         stored = Variant(variant_dir(data_dir, column.column, variant.name)).recipe
-        return command_of(column.column, stored, data_dir=data_dir)
+        return spec.command_line(stored, data_dir=data_dir)
     except UserError:
-        return f"{command}, with the settings of {variant.name} (its recipe.json cannot be read)"
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes in a unit that suits them: 12.3 MB."""
-    size, units = float(size_bytes), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+        return f"prep {spec.command}, with the settings of {variant.name} (its recipe.json cannot be read)"
 
 
 def _videos_lines(videos: VideosStatus) -> list[str]:
@@ -88,8 +81,9 @@ def _column_lines(column: ColumnStatus) -> list[str]:
 
 
 def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
-    samples = "videos" if column == TEXT else "chunks"
-    hours = "" if column == TEXT else f" {variant.hours:.2f} h of video,"
+    spec = column_named(column)
+    samples = spec.samples
+    hours = f" {variant.hours:.2f} h of video," if spec.has_hours else ""
     lines = [
         f"{column:<10}{variant.name}{' (current)' if variant.is_current else ''}",
         f"          {variant.num_samples} {samples} in {variant.num_shards} shards,{hours}"
@@ -108,9 +102,10 @@ def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
 def _failure_lines(status: Status) -> list[str]:
     lines = []
     for column in status.columns.values():
-        failures = Counter(status.videos.unusable if status.videos is not None and column.column == VIDEO else {})
+        is_first = column_named(column.column).is_first
+        failures = Counter(status.videos.unusable if status.videos is not None and is_first else {})
         failures.update(column.current.failures if column.current is not None else {})
-        where = "" if column.column == VIDEO else f" of {column.column}"
+        where = "" if is_first else f" of {column.column}"
         lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
         lines += named_lines(
             column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
@@ -122,10 +117,10 @@ def _next_step(status: Status) -> str | None:
     columns = status.columns.values()
     if any(variant.num_running is not None for column in columns for variant in column.variants):
         return None
-    video = status.columns[VIDEO]
-    if status.videos is None and not video.variants:
+    first = next(iter(columns))
+    if status.videos is None and not first.variants:
         return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
-    if video.current is None or not video.current.num_samples:
-        return _command_of(video, status.data_dir)
+    if first.current is None or not first.current.num_samples:
+        return _command_of(first, status.data_dir)
     behind = (column for column in columns if column.problems or column.stale_because or column.to_make)
     return next((_command_of(column, status.data_dir) for column in behind), None)

@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from prep.core.column import ColumnSpec, DeepCode, load_column
 from prep.engines import Outcome
 from prep.engines.processes import ProcessEngine
-from prep.upkeep.deep_check import DeepResult, DeepTask, check_deep
 from shards.commits import Commit, commit_path
+from shards.damage import Damaged
+from shards.index import extensions_of, open_index
 from shards.reader import Variant
 from shards.verify import Code, Problem, damaged_commit, quick_check, verify_shard
 
@@ -58,9 +61,28 @@ class Verified:
         return len(self.findings) + len(self.deep_findings)
 
 
+@dataclass(frozen=True)
+class DeepTask:
+    """One shard to look into; `column` is the import path of its column's spec."""
+
+    variant_dir: Path
+    commit: Commit
+    column: str
+
+
+@dataclass(frozen=True)
+class DeepResult:
+    """What a look into a shard showed: frames decoded, or rows of arrays; findings are (key, code, message)."""
+
+    shard_id: int
+    num_looked_at: int
+    findings: tuple[tuple[str | None, str, str], ...]
+
+
 def verify_variant(
     variant: Variant,
     *,
+    column: ColumnSpec,
     deep: bool,
     num_workers: int,
     on_shard: Callable[[int, int], None] = lambda done, total: None,
@@ -85,7 +107,7 @@ def verify_variant(
     whole = [commit for shard_id, commit in variant.commits.items() if shard_id not in problems and commit.files]
     results = []
     if deep:
-        for result in _check_deep(variant.directory, whole, num_workers=num_workers):
+        for result in _check_deep(variant, whole, column=column, num_workers=num_workers):
             results.append(result)
             on_deep_shard(len(results), len(whole))
     files = [commit.files for commit in variant.commits.values() if commit.files is not None]
@@ -135,8 +157,11 @@ def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commi
             pool.shutdown(cancel_futures=True)
 
 
-def _check_deep(folder: Path, commits: list[Commit], *, num_workers: int) -> Iterator[DeepResult]:
-    tasks = (DeepTask(folder, commit) for commit in sorted(commits, key=lambda commit: -_num_chunks(commit)))
+def _check_deep(
+    variant: Variant, commits: list[Commit], *, column: ColumnSpec, num_workers: int
+) -> Iterator[DeepResult]:
+    longest_first = sorted(commits, key=lambda commit: -(commit.files.num_samples if commit.files else 0))
+    tasks = (DeepTask(variant.directory, commit, column.import_path) for commit in longest_first)
     for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks):
         if not isinstance(outcome, Outcome):
             continue
@@ -144,5 +169,31 @@ def _check_deep(folder: Path, commits: list[Commit], *, num_workers: int) -> Ite
         yield outcome.result or lost
 
 
-def _num_chunks(commit: Commit) -> int:
-    return commit.files.num_samples if commit.files else 0
+def check_deep(task: DeepTask) -> DeepResult:
+    """What a worker does: looks into the samples of a shard one by one; one sample is in memory at a time."""
+    check_sample = load_column(task.column).check_sample
+    findings: list[tuple[str | None, str, str]] = []
+    num_looked_at = 0
+    try:
+        for row, members in _samples(task):
+            checked = check_sample(row, members, task.commit.split)
+            num_looked_at += checked.num_looked_at
+            findings += [(row["key"], str(code), message) for code, message in checked.differences]
+    except (Damaged, OSError) as error:
+        findings.append((None, str(DeepCode.UNREADABLE), str(error)))
+    return DeepResult(task.commit.shard_id, num_looked_at, tuple(findings))
+
+
+def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
+    """Each sample's row of the index, and its members."""
+    if task.commit.files is None:
+        return
+    table = open_index(task.variant_dir / task.commit.files.index)
+    with (task.variant_dir / task.commit.files.tar).open("rb") as tar:
+        for number in range(table.num_rows):
+            row = {name: table[name][number].as_py() for name in table.column_names}
+            members = {}
+            for extension in extensions_of(table):
+                tar.seek(row[f"{extension}_offset"])
+                members[extension] = tar.read(row[f"{extension}_size"])
+            yield row, members

@@ -10,8 +10,12 @@ frames and the settings alone. GOP layouts:
     intra   every frame is a key frame
 
 docs/encoding.md has what they cost and give.
+
+Whatever is changed here changes bytes; `changed_arguments` makes it part of the fingerprint of the recipes concerned.
 """
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -210,3 +214,47 @@ def codec_named(name: str) -> Codec:
         return CODECS[name]
     except KeyError:
         raise UserError(f'unknown codec "{name}"', hint=f"--codec is one of {', '.join(CODECS)}") from None
+
+
+# Key frame intervals that tell arguments apart: bounds of what a layout takes, its default, and those of COMB_STEP.
+_INTERVALS = {COMB: (3, 16, 17, 18, 90, 600), STAR: (3, 16, 18), CLOSED: (1, 30, 90, 600), INTRA: (1,)}
+
+
+def changed_arguments(name: str, gop: str) -> str | None:
+    """A hash over all that a codec tells its encoder for a GOP layout, where that is not what it was at schema 1.
+
+    It is part of a recipe's fingerprint, so that a change of this file makes the chunks that it concerns stale, and no
+    others.
+    """
+    found = _arguments_sha256(codec_named(name), gop)
+    return None if found == _AT_SCHEMA_1.get(name, {}).get(gop) else found
+
+
+def _arguments_sha256(codec: Codec, gop: str) -> str:
+    """The first 16 digits (hex) of a SHA-256."""
+    names = [codec.encoder, codec.crf_argument, codec.preset_argument, *map(list, codec.fixed_arguments)]
+    arguments = [sorted(codec.gop_arguments(gop, keyint).items()) for keyint in _INTERVALS[gop]]
+    told = [*names, *arguments]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+# Never change an entry: a codec that is newer than schema 1, or tells its encoder something else since, is hashed.
+_AT_SCHEMA_1: dict[str, dict[str, str]] = {
+    "h264": {
+        "comb": "29127b4a227db357",
+        "star": "16a2be4aadcebc91",
+        "closed": "89049e4b0e6cdf16",
+        "intra": "449e90fc4a049bfa",
+    },
+    "hevc": {
+        "comb": "004d9cb05bdd0087",
+        "star": "178e0d0ebee55ecc",
+        "closed": "ae883c3f929cf200",
+        "intra": "9a5daf1c1bf9436f",
+    },
+    "av1": {"closed": "57b10e7b9328c97e", "intra": "ae3ae2854ce6204f"},
+    "vp9": {"closed": "56a90a86f3c1edd9", "intra": "20f08caefa79cd27"},
+    "mjpeg": {"intra": "728a6525ec0748ff"},
+    "h264_nvenc": {"closed": "5b96ab4bad6de135", "intra": "de69c0882433c69a"},
+    "hevc_nvenc": {"closed": "747cb8515f59b6df", "intra": "ce204b1071d00701"},
+}

@@ -1,26 +1,32 @@
-"""A contact sheet: one HTML file, whole in itself, that shows what is in a shard set."""
+"""A contact sheet: one HTML file, whole in itself, that shows what is in a shard set.
+
+Pictures are single frames of a chunk, decoded from its packet table without touching the other frames.
+"""
 
 import base64
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
+import pyarrow as pa
+from av.video.frame import VideoFrame
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
-from prep.upkeep.recipe_text import settings_line
-from prep.upkeep.status import is_readable
-from prep.upkeep.status_text import size_text
-from prep.video.contact_style import STYLE
-from prep.video.inspection import clock, sorted_chunks
-from prep.video.thumbnails import NoPicture, decode_frames, jpeg, spread
+from prep.core.plan import is_readable
+from prep.core.report import size_text
+from prep.video.inspection import clock
+from prep.video.recipe import settings_line
 from shards.damage import DamagedTar
+from shards.format import PACKET_KEY, PACKET_REFERENCE
 from shards.reader import CommittedShard, Variant
 
 MAX_CHUNKS = 150
@@ -56,7 +62,7 @@ def write_contact_sheet(
         raise UserError(f"--html {path} {why}", hint="name a file in a folder that exists")
     if not shards:
         raise UserError(f"no shard of {variant.directory} can be read", hint="`prep verify` tells what is damaged")
-    chunks = sorted_chunks(shards)
+    chunks = _sorted_chunks(shards)
     picked = np.unique(np.linspace(0, len(chunks) - 1, min(MAX_CHUNKS, len(chunks))).round().astype(np.int64))
     cards = []
     for shard, row in zip(*(chunks.take(picked)[name].to_pylist() for name in ("shard", "row")), strict=True):
@@ -80,6 +86,18 @@ def write_contact_sheet(
     except OSError as error:
         raise UserError(f"--html {path} cannot be written: {error.strerror}", hint="name another file") from None
     return len(cards)
+
+
+def _sorted_chunks(shards: list[CommittedShard]) -> pa.Table:
+    """video_id, start_ms, shard (number in `shards`) and row of every chunk, by video and time."""
+    parts = [
+        shard.index.select(["video_id", "start_ms"])
+        .append_column("shard", pa.array(np.full(shard.index.num_rows, number, np.int32)))
+        .append_column("row", pa.array(np.arange(shard.index.num_rows, dtype=np.int32)))
+        .replace_schema_metadata()
+        for number, shard in enumerate(shards)
+    ]
+    return pa.concat_tables(parts).sort_by([("video_id", "ascending"), ("start_ms", "ascending")])
 
 
 def read_card(shard: CommittedShard, number: int) -> Card:
@@ -149,3 +167,99 @@ def _card_html(card: Card) -> Iterator[str]:
     if len(card.captions) > _MAX_CAPTIONS:
         yield f'<p class="more">and {len(card.captions) - _MAX_CAPTIONS} captions more</p>'
     yield "</article>"
+
+
+_JPEG_QUANTISER = 5  # 2 (best) to 31
+_DECODERS = {"av1": "libdav1d"}  # libav's own av1 needs hardware
+
+
+class NoPicture(Exception):
+    """A frame that should be there does not come out of the decoder."""
+
+
+def spread(num_frames: int, *, num_pictures: int) -> list[int]:
+    """Frames in the middle of `num_pictures` equal parts of a chunk."""
+    count = min(num_pictures, num_frames)
+    return [(2 * part + 1) * num_frames // (2 * count) for part in range(count)]
+
+
+def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
+    """Decodes single frames of a chunk.
+
+    Args:
+        content: the mp4.
+        row: of the index (shards.format.VIDEO_FIELDS).
+        frames: presentation indices.
+
+    Raises:
+        NoPicture: a frame does not decode.
+        av.error.FFmpegError: the packets are damaged.
+    """
+    context = av.CodecContext.create(_DECODERS.get(row["codec"], row["codec"]), "r")
+    context.extradata = row["extradata"]
+    context.thread_count = 1
+    place_of = {frame: place for place, frame in enumerate(row["packet_frame"])}
+    pictures = []
+    for wanted in frames:
+        found = None
+        for place in _needed(row["packet_flags"], place_of[wanted]):
+            begin = row["packet_offset"][place]
+            packet = av.Packet(content[begin : begin + row["packet_size"][place]])
+            packet.pts, packet.time_base = row["packet_frame"][place], Fraction(1)
+            found = _pick(context.decode(packet), wanted) or found
+        found = _pick(context.decode(None), wanted) or found
+        context.flush_buffers()
+        if found is None:
+            raise NoPicture(f"frame {wanted} does not decode")
+        pictures.append(found)
+    return pictures
+
+
+def jpeg(frame: VideoFrame, *, height: int) -> bytes:
+    """A JPEG picture of `frame`, scaled to `height` pixels."""
+    width = max(2, round(frame.width * height / frame.height / 2) * 2)
+    small = frame.reformat(width=width, height=height, format="yuvj420p")
+    context = av.CodecContext.create("mjpeg", "w")
+    context.width, context.height, context.pix_fmt, context.time_base = width, height, "yuvj420p", Fraction(1, 25)
+    context.qmin = context.qmax = _JPEG_QUANTISER
+    small.pts, small.time_base = 0, Fraction(1, 25)
+    return b"".join(bytes(packet) for packet in [*context.encode(small), *context.encode(None)])
+
+
+def _needed(flags: Sequence[int], target: int) -> list[int]:
+    """Packets to feed for the one at `target`: from its key packet on, references only."""
+    begin = max(place for place in range(target + 1) if flags[place] & PACKET_KEY)
+    return [place for place in range(begin, target + 1) if place == target or flags[place] & PACKET_REFERENCE]
+
+
+def _pick(frames: Sequence[Any], wanted: int) -> VideoFrame | None:
+    return next((frame for frame in frames if frame.pts == wanted), None)
+
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #f6f6f4; --card: #fff; --ink: #1d1d1b; --soft: #6b6b66; --line: #e2e2dc;
+  --alarm: #b3261e; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #141413; --card: #1e1e1c; --ink: #ececE6; --soft: #9c9c95; --line: #32322e; --alarm: #f2b8b5; } }
+* { box-sizing: border-box; margin: 0; }
+body { background: var(--paper); color: var(--ink); font: 14px/1.45 system-ui, sans-serif; padding: 24px; }
+header { margin-bottom: 24px; }
+h1 { font-size: 20px; font-weight: 600; overflow-wrap: anywhere; }
+header p { color: var(--soft); margin-top: 4px; overflow-wrap: anywhere; }
+h2 { font-size: 14px; font-weight: 600; margin: 20px 0 8px; padding-top: 12px; border-top: 1px solid var(--line);
+  overflow-wrap: anywhere; }
+h2 span { color: var(--soft); font-weight: 400; margin-left: 8px; }
+code { font: 12px/1.4 ui-monospace, monospace; color: var(--soft); overflow-wrap: anywhere; }
+.row { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr)); gap: 12px; }
+article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; overflow: hidden;
+  padding-bottom: 8px; }
+.strip { display: flex; gap: 1px; background: #000; align-items: center; }
+.strip img { flex: 1 1 0; min-width: 0; max-width: 25%; height: auto; max-height: 140px; object-fit: contain;
+  display: block; }
+article p { padding: 4px 10px 0; }
+.place { display: flex; justify-content: space-between; gap: 10px; flex-wrap: wrap; }
+time { font-variant-numeric: tabular-nums; font-weight: 600; }
+.caption { overflow-wrap: anywhere; }
+.more { color: var(--soft); }
+.problem { color: var(--alarm); min-height: 72px; padding-top: 10px; overflow-wrap: anywhere; }
+"""

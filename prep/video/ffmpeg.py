@@ -4,7 +4,6 @@ The program is `$CLIPMILL_FFMPEG`, else the `ffmpeg` on PATH if it is new enough
 imageio-ffmpeg ships.
 """
 
-import ctypes
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from manifests.errors import UserError
+from prep.engines import die_with_parent
 from prep.video.codecs import CODECS
 
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
@@ -24,7 +24,6 @@ LEAST_VERSION = ".".join(map(str, MIN_VERSION))
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
 _STDERR_BYTES = 4000  # of its beginning, and of its end
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -236,15 +235,3 @@ def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]
             return head, tail
         head = (head + piece)[:_STDERR_BYTES] if len(head) < _STDERR_BYTES else head
         tail = (tail + piece)[-_STDERR_BYTES:]
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
-
-
-def die_with_parent() -> None:
-    """Asks the kernel (Linux) to kill this process when its parent dies.
-
-    Takes no lock, since it may run between fork and exec.
-    """
-    if _libc is not None and hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

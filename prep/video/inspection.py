@@ -1,4 +1,4 @@
-"""What `prep inspect` shows: a shard set as a table, or everything about one chunk."""
+"""What `prep inspect` shows of one chunk."""
 
 import json
 from itertools import groupby
@@ -6,83 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
-from manifests.keys import split_key
 from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
 from prep.core.report import Report
-from prep.upkeep.recipe_text import settings_line
-from prep.upkeep.status import is_readable, problems_of
-from prep.upkeep.status_text import size_text
 from shards.damage import DamagedTar
 from shards.format import PACKET_KEY, PACKET_REFERENCE
-from shards.reader import CommittedShard, Variant
+from shards.reader import CommittedShard
 
-_MAX_SHARD_ROWS = 30
 _MAX_CAPTIONS = 20
 _MAX_PATTERN = 32  # frames of a group that are spelled out
 _MAX_PATTERNS = 4
-_NUM_NEAREST = 4
 
 
-def set_report(variant: Variant) -> Report:
-    """The shards of a variant, its totals and its settings."""
-    problems, recipe = problems_of(variant), variant.recipe
-    rows: list[dict[str, Any]] = []
-    for shard_id, commit in variant.commits.items():
-        files = commit.files
-        rows.append(
-            {
-                "shard_id": shard_id,
-                "split": commit.split,
-                "num_chunks": files.num_samples if files else 0,
-                "tar": files.tar if files else None,
-                "tar_bytes": files.tar_bytes if files else 0,
-                "num_failures": len(commit.failures),
-                "state": problems.get(shard_id, ("committed", ""))[0],
-            }
-        )
-    rows += [
-        {"shard_id": damaged.shard_id, "split": "?", "num_chunks": 0, "tar": None, "tar_bytes": 0}
-        | {"num_failures": 0, "state": "corrupt"}
-        for damaged in variant.damaged
-    ]
-    num_chunks, num_bytes = (sum(row[name] for row in rows) for name in ("num_chunks", "tar_bytes"))
-    num_shards = sum(row["tar"] is not None for row in rows)
-    lines = [
-        f"variant   {variant.directory.name}",
-        f"settings  {settings_line(recipe)}",
-        f"total     {num_chunks} chunks in {num_shards} shards, {size_text(num_bytes)}",
-        "",
-        " shard  split   chunks        MB  failed  state",
-    ]
-    lines += [
-        f"{row['shard_id']:06d}  {row['split']:<6}{row['num_chunks']:>8}{row['tar_bytes'] / 1e6:>10.1f}"
-        f"{row['num_failures']:>8}  {row['state']}"
-        for row in rows[:_MAX_SHARD_ROWS]
-    ]
-    if len(rows) > _MAX_SHARD_ROWS:
-        lines.append(f"... and {len(rows) - _MAX_SHARD_ROWS} shards more")
-    values = {
-        "variant": variant.directory.name,
-        "recipe": recipe,
-        "num_chunks": num_chunks,
-        "tar_bytes": num_bytes,
-        "shards": rows,
-    }
-    return Report("\n".join(lines), values)
-
-
-def chunk_report(variant: Variant, key: str, *, data_dir: Path) -> Report:
+def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Report:
     """Everything about one chunk.
 
     Raises:
-        UserError: no readable shard has it, or it cannot be read.
+        UserError: it cannot be read.
     """
-    shard, number = find_chunk(variant, key)
     row = {name: shard.index[name][number].as_py() for name in shard.index.column_names}
+    key = row["key"]
     try:
         description = json.loads(shard.read(number, "json"))
     except (DamagedTar, OSError, ValueError) as error:
@@ -115,7 +60,7 @@ def chunk_report(variant: Variant, key: str, *, data_dir: Path) -> Report:
     if len(captions) > _MAX_CAPTIONS:
         lines.append(f"  ... and {len(captions) - _MAX_CAPTIONS} more")
     values = {
-        "variant": variant.directory.name,
+        "variant": shard.tar_path.parent.name,
         "shard_id": shard.shard_id,
         "tar": str(shard.tar_path),
         "members": members,
@@ -124,22 +69,6 @@ def chunk_report(variant: Variant, key: str, *, data_dir: Path) -> Report:
         **description,
     }
     return Report("\n".join(lines), values)
-
-
-def find_chunk(variant: Variant, key: str) -> tuple[CommittedShard, int]:
-    """Shard and row of a chunk.
-
-    Raises:
-        UserError: there is none of that key; the hint names its neighbours.
-    """
-    shards = [shard for shard in variant.shards() if is_readable(shard)]
-    for shard in shards:
-        row = pc.index(shard.index["key"], key).as_py()
-        if row >= 0:
-            return shard, row
-    unread = len(variant.shards()) - len(shards) + len(variant.damaged)
-    hint = f"shards that cannot be read: {unread}; see `prep verify`" if unread else _nearest(shards, key)
-    raise UserError(f'no chunk "{key}" in variant {variant.directory.name}', hint=hint)
 
 
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
@@ -185,31 +114,3 @@ def _source_path(data_dir: Path, video_id: str) -> str | None:
     videos = read_videos(data_dir)
     row = pc.index(videos["video_id"], video_id).as_py()
     return None if row < 0 else str(videos["path"][row].as_py())
-
-
-def _nearest(shards: list[CommittedShard], key: str) -> str:
-    try:
-        video_id, start_ms = split_key(key)
-    except ValueError:
-        video_id, start_ms = key, 0
-    found: list[tuple[int, str]] = []
-    for shard in shards:
-        mine = shard.index.select(["video_id", "key", "start_ms"]).filter(pc.equal(shard.index["video_id"], video_id))
-        found += zip(mine["start_ms"].to_pylist(), mine["key"].to_pylist(), strict=True)
-    if found:
-        nearest = sorted(found, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
-        return f"nearest of that video: {', '.join(name for _, name in sorted(nearest))}"
-    first = [shard.index["key"][0].as_py() for shard in shards[:_NUM_NEAREST]]
-    return f"no video has that id; keys look like {', '.join(first)}" if first else "no shard holds a chunk"
-
-
-def sorted_chunks(shards: list[CommittedShard]) -> pa.Table:
-    """video_id, start_ms, shard (number in `shards`) and row of every chunk, by video and time."""
-    parts = [
-        shard.index.select(["video_id", "start_ms"])
-        .append_column("shard", pa.array(np.full(shard.index.num_rows, number, np.int32)))
-        .append_column("row", pa.array(np.arange(shard.index.num_rows, dtype=np.int32)))
-        .replace_schema_metadata()
-        for number, shard in enumerate(shards)
-    ]
-    return pa.concat_tables(parts).sort_by([("video_id", "ascending"), ("start_ms", "ascending")])

@@ -1,4 +1,5 @@
-"""The plan: for each shard, what has to be done and why. A function of manifest, probes, layout, recipe and commits.
+"""The plan of `video`: for each shard, what has to be done and why. A function of manifest, probes, layout, recipe and
+commits.
 
 Planning touches nothing but the files that it is about: tables are columns, and a span costs one hash update, so that a
 million chunks take seconds.
@@ -8,54 +9,19 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.core.arrays import as_array
-from prep.core.failures import SOURCE_AWAY, TRANSIENT
-from prep.core.layout import extend_layout, wanted_rows
-from prep.video.probe import SourceFacts
+from prep.core.plan import Problems, ShardPlan, WantedShard, plan_shards
+from prep.core.table_file import as_array
+from prep.sources.probe import SourceFacts
+from prep.video.layout import extend_layout, wanted_rows
 from prep.video.recipe import SPAN_CHUNKS, ResolvedRecipe
 from prep.video.spans import Span, chunks_of, num_chunks_of, num_output_frames, span_of
 from shards.commits import Commit, Failure
-
-
-class ShardState(StrEnum):
-    """What a plan says of a shard."""
-
-    CURRENT = "current"  # committed as planned
-    NEW = "new"
-    CHANGED = "changed"  # sources, captions or videos differ from what was committed
-    MISSING = "missing"  # committed, but a file is gone
-    CORRUPT = "corrupt"  # committed, but a file is damaged
-    RETRY = "retry"  # committed with failures that another try may cure
-    ORPHANED = "orphaned"  # committed, but nothing of it is wanted any more
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """One shard of the plan.
-
-    Attributes:
-        rows: of the plan's spans, in the order in which the shard holds them.
-        num_chunks: planned.
-    """
-
-    shard_id: int
-    split: str
-    state: ShardState
-    reason: str
-    plan_fingerprint: str
-    rows: range
-    num_chunks: int
-
-    @property
-    def has_work(self) -> bool:
-        return self.state not in (ShardState.CURRENT, ShardState.ORPHANED)
 
 
 @dataclass(frozen=True)
@@ -99,17 +65,17 @@ class Plan:
         probes: pa.Table,
         layout: pa.Table,
         commits: Mapping[int, Commit],
-        problems: Mapping[int, tuple[ShardState, str]],
+        problems: Problems,
         retry_codes: frozenset[str] = frozenset(),
     ) -> None:
         """Plans.
 
         Args:
             videos: the manifest's table (manifests.schema.VIDEOS).
-            probes: one row a video, same order (prep.video.sources.PROBES).
+            probes: one row a video, same order (prep.sources.table.PROBES).
             layout: as stored (prep.core.layout.LAYOUT).
             commits: of the variant, by shard id.
-            problems: shard id -> MISSING or CORRUPT and why, from a look at the committed files.
+            problems: from a look at the committed files.
             retry_codes: failures with these codes are tried again even if nothing changed.
         """
         self.recipe = recipe
@@ -125,7 +91,7 @@ class Plan:
         self._span_index = np.asarray(self.layout["span_index"])[rows]
         self.unusable = Counter(probes["code"].filter(pa.array(self._is_unusable)).to_pylist())
         self.has_captions = bool(len(videos)) and pc.sum(videos["num_captions"]).as_py() > 0
-        self.shards = list(self._plan_shards(rows, commits, problems, TRANSIENT | retry_codes))
+        self.shards = list(self._plan_shards(rows, commits, problems, retry_codes))
 
     @property
     def num_chunks(self) -> int:
@@ -183,57 +149,39 @@ class Plan:
         self,
         layout_rows: np.ndarray,
         commits: Mapping[int, Commit],
-        problems: Mapping[int, tuple[ShardState, str]],
+        problems: Problems,
         retry_codes: frozenset[str],
     ) -> Iterator[ShardPlan]:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
         # The layout grows in shard order, so the rows of a shard lie together.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
         describe = self._description()
-        held = self._held_shards()
         unreadable = frozenset(self._videos["video_id"].filter(pc.is_valid(self._probes["code"])).to_pylist())
         splits = as_array(self.layout["split"])
-        wanted = set()
-        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            shard_id, rows = int(shard_ids[begin]), range(begin, end)
-            wanted.add(shard_id)
-            digest = hashlib.sha256(f"{self.recipe.fingerprint} {self.has_captions}".encode())
-            digest.update(describe(rows))
-            fingerprint = digest.hexdigest()
-            state, reason = state_of(
-                commits.get(shard_id),
-                fingerprint,
-                problem=problems.get(shard_id),
-                retry_codes=retry_codes,
-                unreadable=unreadable,
-            )
-            if state == ShardState.CHANGED and shard_id in held:
-                yield _kept(commits[shard_id])
-                continue
-            yield ShardPlan(
-                shard_id=shard_id,
-                split=splits[int(layout_rows[begin])].as_py(),
-                state=state,
-                reason=reason,
-                plan_fingerprint=fingerprint,
-                rows=rows,
-                num_chunks=int(self._span_chunk_counts(rows).sum()),
-            )
-        for shard_id, commit in commits.items():
-            if shard_id in wanted:
-                continue
-            if shard_id in held:
-                yield _kept(commit)
-            else:
-                yield ShardPlan(
-                    shard_id=shard_id,
-                    split=commit.split,
-                    state=ShardState.ORPHANED,
-                    reason="none of its videos is in the manifest any more",
-                    plan_fingerprint=commit.plan_fingerprint,
-                    rows=range(0),
-                    num_chunks=0,
+
+        def wanted() -> Iterator[WantedShard]:
+            for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+                rows = range(begin, end)
+                digest = hashlib.sha256(f"{self.recipe.fingerprint} {self.has_captions}".encode())
+                digest.update(describe(rows))
+                yield WantedShard(
+                    shard_id=int(shard_ids[begin]),
+                    split=splits[int(layout_rows[begin])].as_py(),
+                    fingerprint=digest.hexdigest(),
+                    num_chunks=int(self._span_chunk_counts(rows).sum()),
+                    rows=rows,
                 )
+
+        return plan_shards(
+            wanted(),
+            commits,
+            problems=problems,
+            what_changed="its videos, their files or their captions",
+            orphaned_because="none of its videos is in the manifest any more",
+            retry_codes=retry_codes,
+            unreadable=unreadable,
+            held=self._held_shards(),
+        )
 
     def _held_shards(self) -> frozenset[int]:
         """Shards with a video that is wanted and whose length is not known: its source cannot be read, and the probe
@@ -267,47 +215,8 @@ class Plan:
         return describe
 
 
-def _kept(commit: Commit) -> ShardPlan:
-    return ShardPlan(
-        shard_id=commit.shard_id,
-        split=commit.split,
-        state=ShardState.CURRENT,
-        reason="a source of it cannot be read, and how long it was is not known any more",
-        plan_fingerprint=commit.plan_fingerprint,
-        rows=range(0),
-        num_chunks=commit.files.num_samples if commit.files else 0,
-    )
-
-
 def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Span) -> str:
     """SHA-256 (hex) of everything that the bytes of a span's chunks depend on."""
     frames = ",".join(map(str, span.chunk_frames))
     text = f"{recipe_fingerprint} {source_fingerprint} {span.first_frame} {frames}"
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def state_of(
-    commit: Commit | None,
-    fingerprint: str,
-    *,
-    problem: tuple[ShardState, str] | None,
-    retry_codes: frozenset[str],
-    unreadable: frozenset[str] = frozenset(),
-    what_changed: str = "its videos, their files or their captions",
-) -> tuple[ShardState, str]:
-    """State of a shard, and why; `unreadable` are the videos whose sources cannot be read now."""
-    if problem is not None:
-        return problem
-    if commit is None:
-        return ShardState.NEW, "not committed yet"
-    if commit.plan_fingerprint != fingerprint:
-        return ShardState.CHANGED, f"{what_changed} have changed"
-    again = Counter(
-        failure.code
-        for failure in commit.failures
-        if failure.code in retry_codes or (failure.code in SOURCE_AWAY and failure.video_id not in unreadable)
-    )
-    if again:
-        listed = ", ".join(f"{count} x {code}" for code, count in sorted(again.items()))
-        return ShardState.RETRY, f"failed before and may pass now: {listed}"
-    return ShardState.CURRENT, "committed as planned"

@@ -1,29 +1,31 @@
-"""Gathering what a plan is a function of: manifest, probes, layout, recipe, commits, and the state of the files."""
+"""Gathering what a plan of `video` is a function of; and what the manifest wants of a recipe, by stored records alone.
+
+A plan looks at the sources. `wanted_chunks` does not: it serves commands that look after a data folder.
+"""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from manifests.store import read_videos
-from prep.core.arrays import as_array
-from prep.core.data_folder import VIDEO
-from prep.core.layout import layout_path, stored_or_rebuilt_layout
-from prep.core.layout_repair import video_layout_of_commits
-from prep.video.estimate import Estimate, estimate
-from prep.video.plan import Plan, ShardState
-from prep.video.recipe import ResolvedRecipe
-from prep.video.sources import probe_sources
-from shards.commits import Commit, read_commits
-from shards.damage import DamagedIndex
+from manifests.errors import UserError
+from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from prep.core.column import VIDEO, Pending
+from prep.core.layout import read_layout, stored_or_rebuilt_layout
+from prep.core.plan import NUM_LOOKING_THREADS, ShardPlan, stored_shards
+from prep.core.table_file import as_array
+from prep.sources.table import probe_sources, read_probes
+from prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
+from prep.video.plan import Plan
+from prep.video.recipe import ResolvedRecipe, recipe_from_dict
+from prep.video.settings import ChunkSettings
+from prep.video.spans import num_chunks_of, num_output_frames
+from shards.commits import Commit
 from shards.dataset import variant_dir
-from shards.index import open_index
-from shards.verify import Code, quick_check
-
-_MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
-_MANY_THREADS = 8  # looking at files waits more than it computes
+from shards.reader import Variant
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,13 @@ class Planned:
     variant_dir: Path
     commits: dict[int, Commit]
 
-    def estimate(self) -> Estimate:
-        """Cost of the shards that have to be encoded; those that are only written anew count as nothing."""
-        ranges = [
-            np.asarray(shard.rows) for shard in self.plan.shards if shard.has_work and shard.state != ShardState.CHANGED
-        ]
-        work = self.plan.workload(np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64))
-        return estimate(work, settings=self.plan.recipe.settings, bytes_per_second=self._bytes_per_second())
+    @property
+    def shards(self) -> list[ShardPlan]:
+        return self.plan.shards
 
-    def _bytes_per_second(self) -> float | None:
-        """Measured on one committed shard of this variant."""
-        for commit in self.commits.values():
-            if commit.files is None:
-                continue
-            try:
-                frames = open_index(self.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
-            except (DamagedIndex, OSError):
-                continue  # its shard is planned anew; another one will do
-            return float(commit.files.tar_bytes * self.plan.recipe.settings.fps_exact / int(frames))
-        return None
+    @property
+    def num_videos(self) -> int:
+        return self.plan.num_videos
 
 
 def make_plan(
@@ -73,15 +63,12 @@ def make_plan(
     probes = probe_sources(
         data_dir,
         videos["path"],
-        num_workers=_MANY_THREADS,
+        num_workers=NUM_LOOKING_THREADS,
         again_failed=bool(retry_codes),
         on_progress=on_probe,
     )
     folder = variant_dir(data_dir, VIDEO, recipe.variant)
-    found = read_commits(folder)
-    problems = look_at(folder, found.commits)
-    for damaged in found.damaged:
-        problems[damaged.shard_id] = (ShardState.CORRUPT, str(damaged))
+    stored = stored_shards(folder)
     plan = Plan(
         recipe=recipe,
         videos=videos,
@@ -90,19 +77,62 @@ def make_plan(
             layout_path(data_dir, recipe.settings),
             lambda: video_layout_of_commits(data_dir, recipe.settings, video_ids=as_array(videos["video_id"])),
         ),
-        commits=found.commits,
-        problems=problems,
+        commits=stored.commits,
+        problems=stored.problems,
         retry_codes=retry_codes,
     )
-    return Planned(plan, data_dir, folder, found.commits)
+    return Planned(plan, data_dir, folder, stored.commits)
 
 
-def look_at(folder: Path, commits: dict[int, Commit]) -> dict[int, tuple[ShardState, str]]:
-    """Shards whose files are missing or damaged, by a quick look at each."""
-    with ThreadPoolExecutor(_MANY_THREADS) as pool:
-        checked = zip(commits, pool.map(lambda commit: quick_check(folder, commit), commits.values()), strict=True)
-        return {
-            shard_id: (ShardState.MISSING if problems[0].code in _MISSING else ShardState.CORRUPT, problems[0].message)
-            for shard_id, problems in checked
-            if problems
-        }
+@dataclass(frozen=True)
+class WantedChunks:
+    """Chunks and shards that the manifest wants.
+
+    Attributes:
+        num_chunks: of all videos whose probe is known.
+        shard_ids: of the layout, with anything in them that is wanted. A video that was not probed yet counts as long.
+    """
+
+    num_chunks: int
+    shard_ids: frozenset[int]
+
+
+def wanted_chunks(data_dir: Path, settings: ChunkSettings, *, videos: pa.Table, probes: pa.Table) -> WantedChunks:
+    """What `videos` (manifests.schema.VIDEOS) make, as far as `probes` (prep.sources.table.PROBES) know them.
+
+    Raises:
+        UserError: the layout is damaged.
+    """
+    rows = np.asarray(pc.fill_null(pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"]), -1))
+    is_known = rows >= 0
+    ends_s = probes["end_s"].take(pa.array(rows[is_known])).combine_chunks()
+    is_usable = np.asarray(pc.is_valid(probes["fingerprint"].take(pa.array(rows[is_known]))))
+    frames = num_output_frames(np.asarray(pc.fill_null(ends_s, 0.0)), fps=settings.fps_exact)
+    num_chunks = np.zeros(len(videos), np.int64)
+    num_chunks[is_known] = num_chunks_of(
+        np.where(is_usable, frames, 0), chunk_frames=settings.chunk_frames, tail=settings.tail
+    )
+    layout = read_layout(layout_path(data_dir, settings))
+    ids, splits = videos["video_id"].combine_chunks(), videos["split"].combine_chunks()
+    for_ever = np.where(is_known, num_chunks, np.iinfo(np.int64).max)
+    layout_rows, _ = wanted_rows(layout, video_ids=ids, splits=splits, num_chunks=for_ever)
+    return WantedChunks(
+        num_chunks=int(num_chunks.sum()),
+        shard_ids=frozenset(np.asarray(layout["shard_id"])[layout_rows].tolist()),
+    )
+
+
+def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
+    """What is wanted of a variant; whether its sources have changed is not looked at.
+
+    Raises:
+        UserError: there is no manifest, the recipe is of another version, or the layout is damaged.
+    """
+    if not (manifest_dir(data_dir) / MANIFEST_FILE).exists():
+        raise UserError(
+            f"{data_dir} has no manifest: what is needed cannot be told", hint="make it again with `prep manifest`"
+        )
+    settings = recipe_from_dict(variant.recipe).settings()
+    chunks = wanted_chunks(data_dir, settings, videos=read_videos(data_dir), probes=read_probes(data_dir))
+    missing = len(chunks.shard_ids - variant.commits.keys())
+    return Pending(chunks.num_chunks, chunks.shard_ids, {"missing": missing} if missing else {})

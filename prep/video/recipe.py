@@ -5,8 +5,6 @@ adds the ffmpeg build. The resolved recipe is what is fingerprinted, stored besi
 repeated; the name is not part of it.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
@@ -15,7 +13,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.video.codecs import DEFAULT_KEYINT, INTRA, codec_named
+from prep.core.column import recipe_fingerprint
+from prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
 from prep.video.settings import Audio, ChunkSettings, Gop, Scaler, Tail, require_bitrate_unit
 
 RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
@@ -116,8 +115,7 @@ class ResolvedRecipe:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the canonical JSON of `as_dict`."""
-        canonical = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return recipe_fingerprint(self.as_dict())
 
     @property
     def variant(self) -> str:
@@ -130,12 +128,14 @@ class ResolvedRecipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
+        changed = changed_arguments(self.settings.codec, self.settings.gop)
         return {
             "schema": RECIPE_SCHEMA,
             "ffmpeg": self.ffmpeg,
             "span_chunks": SPAN_CHUNKS,
             "threads": 1,
             **asdict(self.settings),
+            **({} if changed is None else {"arguments": changed}),
         }
 
 
@@ -144,7 +144,7 @@ def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
     return ResolvedRecipe(settings=recipe.settings(), ffmpeg=ffmpeg_version)
 
 
-def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
+def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
     """The recipe in a variant's recipe.json, as written by `ResolvedRecipe.as_dict`: every setting is given.
 
     Raises:
@@ -159,10 +159,10 @@ def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
     return Recipe(**{name: value for name, value in stored.items() if name in names})
 
 
-def recipe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What changed between two `as_dict`s, as `name: old → new`, in the order of the new one."""
-    names = [*new, *(name for name in old if name not in new)]
-    return [f"{name}: {old.get(name)} → {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+def settings_line(stored: Mapping[str, Any]) -> str:
+    """The settings of a recipe.json that say something, on one line."""
+    names = [field.name for field in fields(ChunkSettings)]
+    return " ".join(f"{name}={stored[name]}" for name in [*names, "ffmpeg"] if stored.get(name) is not None)
 
 
 def _canonical_length(length_s: Fraction) -> str:

@@ -1,19 +1,28 @@
-"""Making the chunks of one span: encode, read back, compare with the plan. A span stands or falls as one."""
+"""The chunks of one span: encoded, read back and compared with the plan; or what can be taken over of an old shard.
 
+A span stands or falls as one. Intact bytes of an encoder pass that the new plan wants as well are kept.
+"""
+
+import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from manifests.keys import split_key
 from prep.core.failures import TRANSIENT, FailureCode, SourceFailure
+from prep.sources.files import current_fingerprint
 from prep.video.codecs import codec_named
 from prep.video.encode import EncodedSpan, encode_span, output_size
 from prep.video.packets import ChunkFacts, check_chunk, read_chunk
 from prep.video.plan import SpanPlan
 from prep.video.recipe import ResolvedRecipe
-from prep.video.source_files import current_fingerprint
+from prep.video.spans import start_ms
+from shards.commits import Commit
+from shards.salvage import readable_rows
 
 _TRIES = 2  # of a span whose failure may pass
 
@@ -85,7 +94,7 @@ def checked_chunk(
 
 
 def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
-    # Only the last span of a video may be shorter than planned (prep.video.encode): its last chunk is short, or missing.
+    # Only the last span of a video may be shorter than planned (prep.video.encode): its last chunk is cut, or missing.
     times_s, frames = encoded.source_times_s, []
     for planned in plan.span.chunk_frames:
         if len(times_s):
@@ -108,3 +117,58 @@ def _require_source(plan: SpanPlan) -> None:
         raise SourceFailure(failure.code, f"{plan.path}: {failure.message}") from None
     if found != plan.source.fingerprint:
         raise SourceFailure(FailureCode.SOURCE_CHANGED, f"{plan.path}: not the file that was planned with")
+
+
+@dataclass(frozen=True)
+class SpanChunks:
+    """Chunks of one span: all that it has, or what is left of them.
+
+    Attributes:
+        chunks: by their number in the span, ascending.
+        num_chunks: that the span has when it is whole.
+    """
+
+    chunks: dict[int, ReadyChunk]
+    num_chunks: int
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.chunks) == self.num_chunks
+
+
+class OldChunks:
+    """The intact chunks of a shard's last commit, unpacked into scratch space."""
+
+    def __init__(self, variant_dir: Path, commit: Commit | None, *, plans: Iterable[SpanPlan], folder: Path) -> None:
+        """Unpacks the chunks of those spans of `plans` whose fingerprint has not changed into `folder`."""
+        wanted = {(plan.video_id, plan.fingerprint) for plan in plans}
+        self._found: dict[tuple[str, str], dict[int, tuple[Path, dict[str, Any]]]] = {}
+        for sample in readable_rows(variant_dir, commit) if commit is not None else ():
+            description = json.loads(sample.members["json"])
+            video_id, begin_ms = split_key(sample.key)
+            span = (video_id, description["span_fingerprint"])
+            if span in wanted:
+                path = folder / f"{sample.key}.mp4"
+                path.write_bytes(sample.members["mp4"])
+                self._found.setdefault(span, {})[begin_ms] = path, description
+
+    def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
+        """What is left of one span; each chunk of it was read back and compared with the plan."""
+        found = self._found.get((plan.video_id, plan.fingerprint), {})
+        chunks, num_chunks = {}, len(plan.span.chunk_frames)
+        for number, first_frame in enumerate(plan.span.chunk_starts()):
+            path, description = found.get(start_ms(first_frame, fps=recipe.settings.fps_exact), (None, {}))
+            if path is None:
+                continue
+            num_chunks = description["span_chunks"]
+            try:
+                chunks[number] = checked_chunk(
+                    path,
+                    num_frames=description["num_frames"],
+                    num_source_frames=description["num_source_frames"],
+                    plan=plan,
+                    recipe=recipe,
+                )
+            except SourceFailure:  # made by something else than this recipe: not ours to take over
+                continue
+        return SpanChunks(chunks, num_chunks)

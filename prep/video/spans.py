@@ -78,3 +78,8 @@ def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
         chunk_frames=tuple(chunks[begin : begin + span_chunks]),
         is_last=begin + span_chunks >= len(chunks),
     )
+
+
+def start_ms(first_frame: int, *, fps: Fraction) -> int:
+    """Start of a chunk in milliseconds; exact, since chunk lengths are whole milliseconds."""
+    return round(first_frame / fps * 1000)

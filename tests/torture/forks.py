@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 _IMPORTED = (
     *("prep.cli", "prep.engines.processes", "prep.latents.worker", "prep.latents.vae", "prep.video.worker"),
-    *("prep.latents.job", "prep.latents.plan", "prep.text.run", "prep.text.tower", "prep.text.plan"),
-    *("prep.video.plan", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.verify", "prep.upkeep.deep_check"),
+    *("prep.latents.plan", "prep.text.run", "prep.text.tower", "prep.text.plan"),
+    *("prep.video.plan", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.verify"),
     *("prep.synthetic.make",),
     *("train.cli", "train.commands", "train.loop", "train.report", "torch.distributed.checkpoint"),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip", "torch.utils.flop_counter"),

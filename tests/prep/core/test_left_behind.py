@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from manifests.publish import temporary_path
-from prep.core.data_folder import COLUMNS, writing
+from prep.core.data_folder import writing
+from shards.format import COLUMNS
 from tests.conftest import ROOT
 from tests.prep.running import Ran, chunk
 from tests.prep.sets import LEN, ShardSet, rerun

@@ -13,10 +13,9 @@ from prep.core.run import Summary, execute
 from prep.core.shard_result import ShardResult, stopped
 from prep.engines import Check, Outcome, R, T
 from prep.video.ffmpeg import find_ffmpeg
-from prep.video.job import chunk_job
 from prep.video.planning import make_plan
 from prep.video.recipe import Recipe, resolve
-from prep.video.worker import ShardTask, make_shard
+from prep.video.worker import ShardTask, chunk_job, make_shard
 from shards.dataset import current_variant
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet
@@ -47,9 +46,9 @@ def data(tmp_path: Path, write_video: Callable[..., Path]) -> Path:
 def run(
     data: Path, make: Callable[[ShardTask], ShardResult], monkeypatch: pytest.MonkeyPatch, *, per_shard: int = 2
 ) -> Summary:
-    monkeypatch.setattr("prep.core.layout.MIN_SHARDS", 1)
-    monkeypatch.setattr("prep.core.layout.MAX_SHARD_CHUNKS", per_shard)
-    monkeypatch.setattr("prep.core.layout.SPAN_CHUNKS", 1)
+    monkeypatch.setattr("prep.video.layout.MIN_SHARDS", 1)
+    monkeypatch.setattr("prep.video.layout.MAX_SHARD_CHUNKS", per_shard)
+    monkeypatch.setattr("prep.video.layout.SPAN_CHUNKS", 1)
     recipe = resolve(Recipe(len="1s", preset="ultrafast", short_side=32), ffmpeg_version=find_ffmpeg().version)
     job = chunk_job(make_plan(data, recipe))
     return execute(replace(job, make=make), Here())

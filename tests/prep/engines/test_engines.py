@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from manifests.errors import UserError
 from prep.engines import Engine, Outcome
+from prep.engines.admission import worker_ticket
 from prep.engines.processes import ProcessEngine
 from prep.engines.ray import RayEngine
 
@@ -53,7 +55,7 @@ def work(task: Task) -> tuple[int, int]:
 def test_workers_keep_what_they_loaded_and_outlive_each_other(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     outcomes: list[Outcome[Task, tuple[int, int]]] = [
         outcome
         for outcome in engine.run(work, (Task(number, tmp_path) for number in range(NUM_TASKS)))
@@ -66,3 +68,15 @@ def test_workers_keep_what_they_loaded_and_outlive_each_other(
     loaded = list(tmp_path.glob("loaded-*"))
     assert {path.read_text() for path in loaded} == {"x"}
     assert len(loaded) <= 2 + 1 + 3  # two workers, and one for each that died
+
+
+def test_a_worker_without_the_package_of_a_column_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    (tmp_path / "hidden" / "hidden_column").mkdir(parents=True)
+    (tmp_path / "hidden" / "hidden_column" / "column.py").write_text("COLUMN = None\n")
+    monkeypatch.syspath_prepend(tmp_path / "hidden")
+    engine = RayEngine(num_workers=1, address=None)
+    with worker_ticket(tmp_path, column="hidden_column.column:COLUMN") as ticket:
+        assert ticket() is None
+        with pytest.raises(UserError, match="the column's package hidden_column is not installed there"):
+            list(engine.run(work, [Task(0, tmp_path)], check=ticket))

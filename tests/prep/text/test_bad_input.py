@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prep.core.failures import FailureCode
+from prep.core.plan import ShardState
 from prep.engines import Check, Outcome, R, T
 from prep.text.blocks import Block, TowerUse
 from prep.text.plan import make_text_plan
 from prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
 from prep.text.run import run_text
-from prep.video.plan import ShardState
 from shards.commits import read_commits
 from tests.prep.running import Ran
 from tests.prep.text.conftest import Checkpoints

@@ -12,9 +12,8 @@ import av
 import pytest
 
 from prep.synthetic.frame_code import read_frame_number
-from prep.video.contact_sheet import MAX_CHUNKS, Card, page, write_contact_sheet
+from prep.video.contact_sheet import MAX_CHUNKS, Card, decode_frames, jpeg, page, spread, write_contact_sheet
 from prep.video.inspection import clock, gop_line
-from prep.video.thumbnails import decode_frames, jpeg, spread
 from shards.format import PACKET_KEY, PACKET_REFERENCE
 from shards.reader import Variant
 from tests.prep.running import Ran

@@ -9,12 +9,12 @@ import pytest
 
 from manifests.errors import UserError
 from prep.core.layout import LAYOUT, read_layout
+from prep.core.plan import ShardState
 from prep.core.table_file import read_table_file
 from prep.latents.plan import make_latents_plan
 from prep.latents.recipe import latents_recipe_from_dict
-from prep.video.plan import ShardState
+from prep.sources.table import PROBES, PROBES_FILE
 from prep.video.recipe import recipe_from_dict
-from prep.video.sources import PROBES, PROBES_FILE
 from shards.commits import read_commits
 from shards.contents import read_contents
 from shards.damage import Damaged

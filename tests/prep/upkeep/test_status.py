@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 
 from prep.core.heartbeat import RUNNING_FOLDER, Heartbeat
 from prep.core.table_file import read_table_file, write_table_file
+from prep.sources.table import PROBES
 from prep.upkeep.status import ColumnStatus, Status, VariantStatus
 from prep.upkeep.status_text import status_text
-from prep.video.sources import PROBES
 from shards.commits import Commit, Failure, commit_path, read_commit, write_commit
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet, rerun

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import UserError
-from prep.core.layout import LAYOUT, MAX_SHARD_CHUNKS, extend_layout, read_layout, wanted_rows, write_layout
+from prep.core.layout import LAYOUT, read_layout, write_layout
+from prep.video.layout import MAX_SHARD_CHUNKS, extend_layout, wanted_rows
 from prep.video.recipe import SPAN_CHUNKS
 
 Videos = list[tuple[str, str, int]]  # video_id, split, chunks

@@ -9,9 +9,10 @@ import pytest
 
 from manifests.schema import VIDEOS
 from prep.core.layout import LAYOUT
-from prep.video.plan import Plan, ShardState
+from prep.core.plan import ShardState
+from prep.sources.table import PROBES
+from prep.video.plan import Plan
 from prep.video.recipe import Recipe, resolve
-from prep.video.sources import PROBES
 from shards.commits import Commit, Failure
 
 RECIPE = resolve(Recipe(len="1s"), ffmpeg_version="9.0")

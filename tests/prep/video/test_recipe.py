@@ -9,8 +9,9 @@ import pytest
 
 from manifests.errors import UserError
 from prep.cli import app
-from prep.upkeep.recipe_text import command_of
-from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_differences, recipe_from_dict, resolve
+from prep.core.column import recipe_differences
+from prep.video.column import COLUMN
+from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, resolve
 from prep.video.settings import ChunkSettings
 
 
@@ -126,7 +127,7 @@ def test_a_stored_recipe_is_read_back_and_compared() -> None:
 def test_the_command_of_a_stored_recipe_asks_for_the_same(settings: dict[str, Any]) -> None:
     made = resolve(Recipe(**settings), ffmpeg_version="9.0")
     stored = json.loads(json.dumps(made.as_dict()))
-    words = shlex.split(command_of("video", stored, data_dir=Path("elsewhere")))
+    words = shlex.split(COLUMN.command_line(stored, data_dir=Path("elsewhere")))
     assert words[:2] == ["prep", "chunk"] and words[-2:] == ["--data", "elsewhere"]
     _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
     asked = bound.arguments.get("recipe", Recipe())
@@ -137,8 +138,8 @@ def test_the_name_of_a_recipe_is_not_stored_and_its_command_is_short() -> None:
     made = resolve(Recipe(recipe="small"), ffmpeg_version="9.0")
     assert "recipe" not in made.as_dict()
     assert "small" not in made.variant
-    assert command_of("video", made.as_dict(), data_dir=Path("data")) == "prep chunk --len 15s --recipe small"
-    assert command_of("video", resolve(Recipe(), ffmpeg_version="9.0").as_dict(), data_dir=Path("data")) == (
+    assert COLUMN.command_line(made.as_dict(), data_dir=Path("data")) == "prep chunk --len 15s --recipe small"
+    assert COLUMN.command_line(resolve(Recipe(), ffmpeg_version="9.0").as_dict(), data_dir=Path("data")) == (
         "prep chunk --len 15s"
     )
 

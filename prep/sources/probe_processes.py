@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from prep.core.failures import FailureCode, SourceFailure
-from prep.video.ffmpeg import die_with_parent
-from prep.video.probe import SourceFacts, probe
+from prep.engines import die_with_parent
+from prep.sources.probe import SourceFacts, probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease hold up an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # of address space: enough for a frame of 16k and what it refers to
 _SIGN_OF_LIFE_S = 1.0
 _GIVEN_AT_ONCE = 4  # so that a reader has the next source when it has read one
 _IMPATIENCE_S = 0.1  # until another reader is started beside those that are still busy
-_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.video.probe_processes import serve; serve()"
+_PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.sources.probe_processes import serve; serve()"
 
 
 def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:

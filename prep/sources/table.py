@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.publish import folder_lock, remove_temporaries
+from prep.core.data_folder import PROBES_FILE
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.table_file import read_table_file, write_table_file
-from prep.video.source_files import NO_FILE, look_at_sources
+from prep.sources.files import NO_FILE, look_at_sources
 
 if TYPE_CHECKING:
-    from prep.video.probe import SourceFacts
+    from prep.sources.probe import SourceFacts
 
-PROBES_FILE = "probes.parquet"
 _SAVE_INTERVAL_S = 30.0
 _NEVER = -1  # a time of change that no file has: the row is not kept for the next run
 # Goes up when probes begin to accept what they refused before: older failures are then looked into again.
@@ -119,7 +119,7 @@ def _outcomes(
     yield from ((row, failures[row]) for row in todo if row in failures)
     readable = [row for row in todo if row not in failures]
     if readable:
-        from prep.video.probe_processes import probe_each
+        from prep.sources.probe_processes import probe_each
 
         # Size and time stay as found before the probe: if the file grew meanwhile, the next run sees it.
         given = paths.take(pa.array(readable)).to_pylist()

@@ -17,11 +17,13 @@ import pyarrow as pa
 import pytest
 
 from prep.core.failures import FailureCode, SourceFailure
-from prep.video import probe_processes, source_files, sources
+from prep.sources import files as source_files
+from prep.sources import probe_processes
+from prep.sources import table as sources
+from prep.sources.files import NO_FILE, current_fingerprint, look_at_sources
+from prep.sources.probe import SourceFacts, probe
+from prep.sources.table import probe_sources, read_probes
 from prep.video.ffmpeg import find_ffmpeg
-from prep.video.probe import SourceFacts, probe
-from prep.video.source_files import NO_FILE, current_fingerprint, look_at_sources
-from prep.video.sources import probe_sources, read_probes
 from shards.reader import Variant
 from tests.conftest import ROOT
 from tests.prep.numbered import Source
@@ -141,7 +143,7 @@ def test_a_reader_has_only_so_much_memory(
     tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = probe_processes._PROGRAM.replace(
-        "serve()", "import prep.video.probe_processes as reader; reader.MEMORY_LIMIT_BYTES = 260 << 20; serve()"
+        "serve()", "import prep.sources.probe_processes as reader; reader.MEMORY_LIMIT_BYTES = 260 << 20; serve()"
     )
     monkeypatch.setattr(probe_processes, "_PROGRAM", program)
     wide, good = tmp_path / "wide.avi", write_video(tmp_path / "good.mp4", seconds=1)
@@ -297,7 +299,7 @@ def test_timestamps_that_jump_by_hours_are_refused(whole: dict[str, Path], tmp_p
 
 def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable[..., Path]) -> None:
     path = write_video(leasable / "v.mp4", seconds=1)
-    program = f"from prep.video.probe_processes import probe_each; list(probe_each([{str(path)!r}], max_processes=1))"
+    program = f"from prep.sources.probe_processes import probe_each; list(probe_each([{str(path)!r}], max_processes=1))"
     with lease(path):
         driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
         wait_until(lambda: _waits_for_lease(driver.pid))

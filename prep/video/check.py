@@ -1,14 +1,8 @@
-"""Looking into every sample of a shard and comparing it with the index: what a worker does.
+"""Looking into a sample of `video`: every frame is decoded, and the json is compared with the row of the index."""
 
-Chunks are decoded; arrays of `latents` and `text` are loaded (prep.upkeep.deep_arrays).
-"""
-
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from fractions import Fraction
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import av
@@ -16,62 +10,15 @@ import av.error
 
 from manifests.json_text import parse_json
 from manifests.keys import chunk_key
-from prep.core.data_folder import LATENTS, VIDEO
+from prep.core.column import CheckedSample, DeepCode
 from prep.core.failures import SourceFailure
-from prep.upkeep.deep_arrays import check_latents, check_text
 from prep.video.packets import check_chunk, read_chunk
-from shards.commits import Commit
-from shards.damage import Damaged
-from shards.index import extensions_of, open_index
 
 
-class DeepCode(StrEnum):
-    """What can be wrong with a chunk whose bytes are those that were committed."""
-
-    UNREADABLE = "unreadable"
-    PACKETS_DIFFER = "packets_differ"  # the index's packet table is not what demuxing shows
-    DECODE_ERRORS = "decode_errors"
-    FRAMES_DIFFER = "frames_differ"  # number, order or size of the decoded frames
-    ARRAY_DIFFERS = "array_differs"  # an array is not as its row of the index says, or its numbers are not sound
-    JSON_DIFFERS = "json_differs"  # the json, or the txt, and the index disagree
-
-
-@dataclass(frozen=True)
-class DeepTask:
-    """One shard to decode."""
-
-    variant_dir: Path
-    commit: Commit
-
-
-@dataclass(frozen=True)
-class DeepResult:
-    """What a look into a shard showed: frames decoded, or rows of arrays; findings are (key, code, message)."""
-
-    shard_id: int
-    num_looked_at: int
-    findings: tuple[tuple[str | None, str, str], ...]
-
-
-def check_deep(task: DeepTask) -> DeepResult:
-    """Looks into the samples of a shard one by one; one sample and one frame are in memory at a time."""
-    shard_id = task.commit.shard_id
-    findings: list[tuple[str | None, str, str]] = []
-    num_looked_at = 0
-    try:
-        for row, members in _samples(task):
-            if task.commit.column == VIDEO:
-                found, num_rows = _check_video(members["mp4"], row)
-                found += check_description(row, members, split=task.commit.split)
-            else:
-                check = check_latents if task.commit.column == LATENTS else check_text
-                differences, num_rows = check(row, members)
-                found = [(DeepCode.ARRAY_DIFFERS, difference) for difference in differences]
-            num_looked_at += num_rows
-            findings += [(row["key"], str(code), message) for code, message in found]
-    except (Damaged, OSError) as error:
-        findings.append((None, str(DeepCode.UNREADABLE), str(error)))
-    return DeepResult(shard_id, num_looked_at, tuple(findings))
+def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    """Compares a chunk with its row of the index; one frame is in memory at a time."""
+    found, num_decoded = _check_video(members["mp4"], row)
+    return CheckedSample([*found, *check_description(row, members, split=split)], num_decoded)
 
 
 def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
@@ -102,21 +49,6 @@ def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: 
     if "txt" in members and members["txt"] != "\n".join(captions).encode("utf-8", "replace"):
         differences.append((DeepCode.JSON_DIFFERS, "the txt member does not hold the captions of the json"))
     return differences
-
-
-def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
-    """Each chunk's row of the index, and its members."""
-    if task.commit.files is None:
-        return
-    table = open_index(task.variant_dir / task.commit.files.index)
-    with (task.variant_dir / task.commit.files.tar).open("rb") as tar:
-        for number in range(table.num_rows):
-            row = {name: table[name][number].as_py() for name in table.column_names}
-            members = {}
-            for extension in extensions_of(table):
-                tar.seek(row[f"{extension}_offset"])
-                members[extension] = tar.read(row[f"{extension}_size"])
-            yield row, members
 
 
 def _check_video(content: bytes, row: dict[str, Any]) -> tuple[list[tuple[DeepCode, str]], int]:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from prep.core.failures import FailureCode, SourceFailure
-from prep.video.source_access import access_failure, source_fingerprint
+from prep.sources.access import access_failure, source_fingerprint
 
 LOOK_LIMIT_S = 60.0  # of one file
 _SHORT_LIMIT_S = 1.0  # of the others in a folder where one did not answer: a dead mount may hold thousands

@@ -7,8 +7,8 @@ and rotation.
 A file is only opened as one of `DEMUXERS`, through the file protocol: a playlist or a concat script that poses as a
 video is refused, and nothing else is read on its behalf.
 
-`prep.video.probe_processes` runs this in processes of their own: a file that hangs, crashes or bloats its reader costs that
-process alone.
+`prep.sources.probe_processes` runs this in processes of their own: a file that hangs, crashes or bloats its reader
+costs that process alone.
 """
 
 import errno
@@ -25,9 +25,9 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 
 from prep.core.failures import FailureCode, SourceFailure
-from prep.video.container_ends import missing_end
-from prep.video.packet_times import demuxed_times, indexed_times, is_indexed
-from prep.video.source_access import source_fingerprint
+from prep.sources.access import source_fingerprint
+from prep.sources.container_ends import missing_end
+from prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
 from shards.containers import CONTAINERS, FILE_PROTOCOLS
 
 DEMUXERS = f"{CONTAINERS},h264,hevc"
