@@ -1,7 +1,7 @@
 """The columns that the commands know: one row each.
 
 A column from outside of clipmill is a row too: a program of its own registers the column's spec and then becomes
-`prep`, which a worker process never needs to do: it is told the spec's import path.
+`prep`. A worker process never needs to: what it runs is named by its import path.
 
     from prep.registry import register
     from loudness.column import COLUMN

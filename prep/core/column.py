@@ -101,16 +101,13 @@ class ExtraFolder:
     is_whole: Callable[[Path], bool]
 
 
-def _any_machine(needs: str) -> str | None:
-    return None
-
-
 def _any_settings(settings: Any) -> None:
     return None
 
 
 def _all_settings(stored: Stored) -> str:
-    return " ".join(f"{name}={value}" for name, value in stored.items() if value is not None and name != "column")
+    settings = {name: value for name, value in stored.items() if value is not None and name not in ("column", "schema")}
+    return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +116,7 @@ class ColumnSpec:
 
     Attributes:
         name: of its folder and of `--column`: lower case, beginning with a letter. Its command is `prep NAME`.
-        import_path: `package.module:ATTRIBUTE` of this spec, by which a worker finds it.
+        package: with its code, as Python imports it; workers have to have the same.
         samples: what its samples are called, in the plural.
         looked_at: what `verify --deep` counts, and what it does with it.
         has_hours: whether `status` tells hours of video, from num_frames and the rate in the index.
@@ -130,12 +127,12 @@ class ColumnSpec:
         run: (plan, settings, request) -> what became of it; called while the column is held.
         plan_report: of a plan.
         summary_report: (summary, settings, path of the list of failures).
-        why_unfit: in a worker: why it must not work for a job with these `needs`, or None.
         flags: the flags of `prep NAME` that ask for a stored recipe; UserError where another version wrote it.
         settings_line: the settings in a stored recipe on one line.
         retry: (stored recipe, --weights, request): makes again what failed.
         pending: (data folder, variant) -> what is wanted of it now.
-        check_sample: (row of the index, members, split): compares a sample with its row.
+        check_sample: import path, `package.module:function`, of a function of (row of the index, members, split) that
+            compares a sample with its row, a `CheckedSample`. It runs in workers, which load nothing else.
         layout_file: the file of the layout that a variant with this recipe follows, or None; named after the column.
         extra_folders: of a variant.
         sample_report: (shard, row, data folder): what `prep inspect KEY` says; by default the row of the index.
@@ -143,7 +140,7 @@ class ColumnSpec:
     """
 
     name: str
-    import_path: str
+    package: str
     samples: str = "chunks"
     looked_at: str = "rows looked at"
     has_hours: bool = True
@@ -154,12 +151,11 @@ class ColumnSpec:
     run: "Callable[[Any, Any, Request], RunSummary]"
     plan_report: "Callable[[Any], Report]"
     summary_report: "Callable[[Any, Any, Path], Report]"
-    why_unfit: Callable[[str], str | None] = _any_machine
     flags: Callable[[Stored], list[str]]
     settings_line: Callable[[Stored], str] = _all_settings
     retry: "Callable[[Stored, str | None, Request], None]"
     pending: "Callable[[Path, Variant], Pending]"
-    check_sample: Callable[[dict[str, Any], dict[str, bytes], str], CheckedSample]
+    check_sample: str
     layout_file: Callable[[Stored], str] | None = None
     extra_folders: tuple[ExtraFolder, ...] = ()
     sample_report: "Callable[[CommittedShard, int, Path], Report] | None" = None
@@ -192,11 +188,10 @@ def command_for(column: str) -> str:
     return "chunk" if column == VIDEO else column
 
 
-def load_column(import_path: str) -> ColumnSpec:
-    """The spec at `package.module:ATTRIBUTE`."""
-    module, _, attribute = import_path.partition(":")
-    found: ColumnSpec = getattr(importlib.import_module(module), attribute)
-    return found
+def imported(path: str) -> Any:
+    """What stands at `package.module:NAME`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -73,7 +73,7 @@ class Job(Generic[W]):
         video_ids: of the videos in a shard; one may come more than once.
         failed_before: failures that no shard tells of, such as sources that cannot be used.
         chunk_s: seconds of video in a full chunk, for the progress; None to leave them out.
-        needs: what the workers need of their machine (`ColumnSpec.why_unfit`); None where they need nothing.
+        needs: what the workers need of their machine (`prep.engines.admission.Ticket`); None where they need nothing.
     """
 
     column: ColumnSpec
@@ -86,7 +86,7 @@ class Job(Generic[W]):
     video_ids: Callable[[ShardPlan], Iterable[str]]
     failed_before: Sequence[Failure]
     chunk_s: float | None
-    needs: str | None = None
+    needs: tuple[str, str] | None = None
 
     @property
     def variant(self) -> str:
@@ -145,7 +145,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
     tasks = (job.task(shard) for shard in work)
     full_disks, made = 0, 0
     with (
-        worker_ticket(job.variant_dir, column=job.column.import_path, needs=job.needs) as ticket,
+        worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
         ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
     ):
         for outcome in engine.run(job.make, tasks, check=ticket):

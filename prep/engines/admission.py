@@ -28,29 +28,29 @@ class Ticket:
     Attributes:
         token_file: published by the driver in the variant's folder.
         source_sha256: of the packages that a worker runs.
-        column: import path of the column's spec, `package.module:ATTRIBUTE`.
-        needs: what its workers need of their machine (`prep.core.column.ColumnSpec.why_unfit`); None for nothing.
+        package: of the column's code.
+        needs: import path, `package.module:function`, of a function that says why a machine must not work, or None; and
+            its argument. None where any machine will do.
     """
 
     token_file: Path
     token: str
     version: str
     source_sha256: str
-    column: str
-    needs: str | None
+    package: str
+    needs: tuple[str, str] | None
 
     def __call__(self) -> str | None:
-        found = source_sha256(self.column)
+        found = source_sha256(self.package)
         if found is None:
-            package = _package_of(self.column)
-            missing = "clipmill" if source_sha256() is None else f"the column's package {package}"
+            missing = "clipmill" if source_sha256("prep") is None else f"the column's package {self.package}"
             return f"{missing} is not installed there"
         if found != self.source_sha256:
             return (
                 f"it has clipmill {_version()} with source {found[:8]}, "
                 f"this command is clipmill {self.version} with source {self.source_sha256[:8]}"
             )
-        return self._why_not_the_folder() or self._why_not_the_column()
+        return self._why_not_the_folder() or self._why_not_the_machine()
 
     def _why_not_the_folder(self) -> str | None:
         folder = self.token_file.parent
@@ -65,16 +65,17 @@ class Ticket:
             return f"it does not share the data folder: {folder} is another folder there"
         return None if os.access(folder, os.W_OK | os.X_OK) else f"it cannot write to {folder}"
 
-    def _why_not_the_column(self) -> str | None:
+    def _why_not_the_machine(self) -> str | None:
         if self.needs is None:
             return None
-        module, _, attribute = self.column.partition(":")
-        reason: str | None = getattr(importlib.import_module(module), attribute).why_unfit(self.needs)
+        path, argument = self.needs
+        module, _, function = path.partition(":")
+        reason: str | None = getattr(importlib.import_module(module), function)(argument)
         return reason
 
 
 @contextmanager
-def worker_ticket(variant_dir: Path, *, column: str, needs: str | None = None) -> Iterator[Ticket]:
+def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | None = None) -> Iterator[Ticket]:
     """Publishes the token of a run, which goes when the block ends; call it while holding the column."""
     from manifests.publish import naming, sync, temporary_path
 
@@ -86,19 +87,17 @@ def worker_ticket(variant_dir: Path, *, column: str, needs: str | None = None) -
             token_file.write_text(token)
             sync(token_file)
             sync(variant_dir)
-        yield Ticket(token_file, token, _version(), source_sha256(column) or "", column, needs)
+        yield Ticket(token_file, token, _version(), source_sha256(package) or "", package, needs)
     finally:
         with suppress(OSError):
             token_file.unlink(missing_ok=True)
 
 
-def source_sha256(column: str | None = None) -> str | None:
-    """Hash over the source files of the packages that a worker runs, that of a column from outside included.
-
-    None where one of them is not installed.
-    """
+def source_sha256(column_package: str) -> str | None:
+    """Hash over the source files of the packages that a worker runs; None where one of them is not installed."""
     digest = hashlib.sha256()
-    for package in dict.fromkeys([*_PACKAGES, *([] if column is None else [_package_of(column)])]):
+    is_ours = column_package.partition(".")[0] in _PACKAGES
+    for package in _PACKAGES if is_ours else (*_PACKAGES, column_package):
         try:
             found = importlib.util.find_spec(package)
         except ModuleNotFoundError:
@@ -114,12 +113,6 @@ def source_sha256(column: str | None = None) -> str | None:
             digest.update(f"{package}/{path.relative_to(root).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _package_of(column: str) -> str:
-    """The package with the column's code: clipmill's own, or the one that its module lies in."""
-    module = column.partition(":")[0]
-    return "prep" if module.startswith("prep.") else module.rpartition(".")[0] or module
 
 
 def _version() -> str:

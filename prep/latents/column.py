@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, CheckedSample, ColumnSpec, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
 from prep.core.make import (
     Address,
     Data,
@@ -100,7 +100,7 @@ def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> "Laten
 def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "Summary":
     from prep.core.run import execute
     from prep.engines.choice import gpus_of_a_worker, open_engine, threads_of_a_worker
-    from prep.latents.worker import latents_job
+    from prep.latents.plan import latents_job
 
     # Looking for GPUs takes seconds, which a run with nothing to do need not spend.
     gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
@@ -137,15 +137,9 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_latents(data_dir, variant)
 
 
-def _check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    from prep.latents.sample import check_latents
-
-    return check_latents(row, members, split)
-
-
 COLUMN = ColumnSpec(
     name=LATENTS,
-    import_path="prep.latents.column:COLUMN",
+    package="prep.latents",
     make_command=latents,
     plan_command=plan_latents,
     plan=_plan,
@@ -155,5 +149,5 @@ COLUMN = ColumnSpec(
     flags=_flags,
     retry=_retry,
     pending=_pending,
-    check_sample=_check_sample,
+    check_sample="prep.latents.sample:check_latents",
 )

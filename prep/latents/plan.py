@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from manifests.errors import UserError
 from prep.core.column import VIDEO, Pending
 from prep.core.failures import FailureCode
 from prep.core.plan import NUM_LOOKING_THREADS, ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from prep.latents.column import COLUMN
 from prep.latents.frames import frames_on_screen
 from prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
 from prep.latents.sample import FINGERPRINT_COLUMNS, chunk_fingerprints
@@ -26,6 +28,11 @@ from shards.damage import DamagedIndex
 from shards.dataset import current_variant, variant_dir
 from shards.index import open_index
 from shards.reader import Variant
+
+if TYPE_CHECKING:
+    from prep.core.run import Job
+    from prep.latents.vae import Device
+    from prep.latents.worker import LatentsTask
 
 _COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
 
@@ -104,6 +111,40 @@ def make_latents_plan(
         video_shards={shard.shard_id: shard for shard in video_shards},
         num_videos=len(pa.chunked_array([shard.video_ids for shard in video_shards], pa.string()).unique()),
         unreadable=list(unreadable.values()),
+    )
+
+
+def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads: int) -> "Job[LatentsTask]":
+    """The plan as a job that the driver carries out; see `LatentsTask` for the arguments."""
+    from prep.core.run import Job
+    from prep.latents.worker import LatentsTask, make_latents
+
+    def task(shard: ShardPlan) -> "LatentsTask":
+        video_commit = plan.video_commits[shard.shard_id]
+        return LatentsTask(
+            variant_dir=plan.variant_dir,
+            shard_id=shard.shard_id,
+            plan_fingerprint=shard.plan_fingerprint,
+            recipe=plan.recipe,
+            video_dir=plan.video_dir,
+            video_commit=video_commit,
+            old_commit=plan.commits.get(shard.shard_id),
+            device=device,
+            batch=batch,
+            num_threads=num_threads,
+        )
+
+    return Job(
+        column=COLUMN,
+        data_dir=plan.data_dir,
+        variant_dir=plan.variant_dir,
+        recipe=plan.recipe.as_dict(),
+        shards=plan.shards,
+        make=make_latents,
+        task=task,
+        video_ids=lambda shard: plan.video_shards[shard.shard_id].video_ids.to_pylist(),
+        failed_before=plan.unreadable,
+        chunk_s=None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Making one shard of the `latents` column: what a worker does, and the job of making all that a plan wants.
+"""Making one shard of the `latents` column: what a worker does.
 
 Latents of chunks that have not changed are taken over from the old shard; the others are decoded and encoded. A chunk
 that fails is named in the commit and does not hold up the others.
@@ -17,14 +17,10 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
-from prep.core.plan import ShardPlan
-from prep.core.run import Job
 from prep.core.shard_result import ShardResult, cpu_s, stopped, stopping_at_trouble
 from prep.latents.batches import Part, encoded_chunks
-from prep.latents.column import COLUMN
 from prep.latents.frames import generator
 from prep.latents.pieces import pieces_in_order
-from prep.latents.plan import LatentsPlan
 from prep.latents.recipe import LATENTS, LatentsRecipe
 from prep.latents.sample import (
     EXTENSION,
@@ -167,35 +163,3 @@ def _make_samples(
             failure = SourceFailure(FailureCode.NOT_FINITE, f"its latents are not all finite in {settings.dtype}")
         code, message = (failure.code, failure.message) if failure else (FailureCode.FRAMES_DIFFER, "it has no frames")
         yield Failure(video.index["video_id"][row].as_py(), keys[row].as_py(), str(code), message)
-
-
-def latents_job(plan: LatentsPlan, *, device: Device, batch: int, num_threads: int) -> Job[LatentsTask]:
-    """The plan as a job that the driver carries out; see `LatentsTask` for the arguments."""
-
-    def task(shard: ShardPlan) -> LatentsTask:
-        video_commit = plan.video_commits[shard.shard_id]
-        return LatentsTask(
-            variant_dir=plan.variant_dir,
-            shard_id=shard.shard_id,
-            plan_fingerprint=shard.plan_fingerprint,
-            recipe=plan.recipe,
-            video_dir=plan.video_dir,
-            video_commit=video_commit,
-            old_commit=plan.commits.get(shard.shard_id),
-            device=device,
-            batch=batch,
-            num_threads=num_threads,
-        )
-
-    return Job(
-        column=COLUMN,
-        data_dir=plan.data_dir,
-        variant_dir=plan.variant_dir,
-        recipe=plan.recipe.as_dict(),
-        shards=plan.shards,
-        make=make_latents,
-        task=task,
-        video_ids=lambda shard: plan.video_shards[shard.shard_id].video_ids.to_pylist(),
-        failed_before=plan.unreadable,
-        chunk_s=None,
-    )

@@ -14,14 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from manifests.publish import publish_bytes, remove_temporaries
-from prep.text.column import BLOCK_FILE
 from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, places_in
+from prep.text.recipe import BLOCK_FILE, MEMBER
 from shards.damage import Damaged
 from shards.npy import data_offset
 from shards.reader import CommittedShard, Variant
 
 _ROWS_PER_BLOCK = 4096
-MEMBER = "text.npy"
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:

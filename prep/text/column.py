@@ -1,6 +1,5 @@
 """The column `text`: its commands, and what the commands of all columns know of it."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import CheckedSample, ColumnSpec, ExtraFolder, Pending
+from prep.core.column import ColumnSpec, ExtraFolder, Pending
 from prep.core.make import (
     Address,
     Data,
@@ -22,7 +21,7 @@ from prep.core.make import (
     make_column,
     plan_column,
 )
-from prep.text.recipe import TEXT, TextRecipe, text_recipe_from_dict
+from prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextRecipe, text_recipe_from_dict
 
 if TYPE_CHECKING:
     from prep.core.report import Report
@@ -34,8 +33,6 @@ Settings = Annotated[TextRecipe, Parameter(name="*")]
 Batch = Annotated[
     int | None, Parameter(help="Texts that the tower gets at a time; by default 32 on a CPU, 256 on a GPU.")
 ]
-BANK_FOLDER = "bank"  # of a variant: embeddings that are made but not in their shard yet
-BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are filled up, which costs a CPU more than larger ones bring
 
 
@@ -136,12 +133,6 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_text(data_dir, variant)
 
 
-def _check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    from prep.text.worker import check_text
-
-    return check_text(row, members, split)
-
-
 def _layout_file(stored: Mapping[str, Any]) -> str:
     return f"{TEXT}.parquet"
 
@@ -154,7 +145,7 @@ def _is_whole_block(path: Path) -> bool:
 
 COLUMN = ColumnSpec(
     name=TEXT,
-    import_path="prep.text.column:COLUMN",
+    package="prep.text",
     samples="videos",
     has_hours=False,
     make_command=text,
@@ -166,7 +157,7 @@ COLUMN = ColumnSpec(
     flags=_flags,
     retry=_retry,
     pending=_pending,
-    check_sample=_check_sample,
+    check_sample="prep.text.check:check_text",
     layout_file=_layout_file,
     extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, _is_whole_block),),
 )

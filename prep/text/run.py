@@ -22,10 +22,11 @@ from prep.engines.admission import worker_ticket
 from prep.text.bank import Bank, take_over
 from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
-from prep.text.column import BANK_FOLDER, COLUMN
+from prep.text.column import COLUMN
 from prep.text.digests import DigestSet, digests_of
 from prep.text.layout import text_layout_path
 from prep.text.plan import TextPlan
+from prep.text.recipe import BANK_FOLDER
 from prep.text.report import TextSummary
 from prep.text.worker import ShardMaker, TextShardTask
 
@@ -175,7 +176,7 @@ def fill(
         return Filled(0, 0, frozenset(), None)
     blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
     refused: list[Refused] = []
-    with worker_ticket(plan.variant_dir, column=COLUMN.import_path) as ticket:
+    with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket:
         for outcome in engine.run(encode_block, blocks, check=ticket):
             if isinstance(outcome, Refused):
                 refused.append(outcome)

@@ -1,30 +1,26 @@
-"""Making one shard of the `text` column from the manifest's captions and the bank; comparing a sample with its row."""
+"""Making one shard of the `text` column from the manifest's captions and the bank."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from manifests.json_text import parse_json
-from prep.core.column import CheckedSample, DeepCode
 from prep.core.failures import FailureCode
 from prep.core.heartbeat import Heartbeat
 from prep.core.shard_result import ShardResult, stopped, stopping_at_trouble
-from prep.text.bank import MEMBER, Bank
+from prep.text.bank import Bank
 from prep.text.captions import CaptionReader
-from prep.text.digests import digests_of, text_digest
+from prep.text.digests import digests_of
 from prep.text.plan import TextPlan
-from prep.text.recipe import TEXT
+from prep.text.recipe import MEMBER, TEXT
 from shards.commits import Commit, Failure, write_commit
 from shards.format import TEXT_FIELDS
-from shards.npy import load_npy, npy_bytes
+from shards.npy import npy_bytes
 from shards.writer import Sample, ShardWriter
 
-_MAX_LENGTH_ERROR = 0.01  # float16 rounds a unit vector by far less
 EXTENSIONS = (MEMBER, "json")
 
 
@@ -154,30 +150,3 @@ class _VideoTexts:
                 "caption_row": self.caption_rows,
             },
         )
-
-
-def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Loads the array of a sample and compares it, and the json, with its row of the index."""
-    array = load_npy(members[MEMBER])
-    wanted = (row["num_rows"], row["width"])
-    if array is None:
-        return CheckedSample([(DeepCode.ARRAY_DIFFERS, "text.npy cannot be loaded")], 0)
-    if array.shape != wanted or array.dtype.str != "<f2":
-        found = f"text.npy is {array.dtype} {array.shape}, the index says float16 {wanted}"
-        return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
-    differences = []
-    lengths = np.linalg.norm(array.astype(np.float32), axis=1)
-    if not bool((np.abs(lengths - 1) < _MAX_LENGTH_ERROR).all()):
-        differences.append("text.npy has rows that are not of unit length")
-    try:
-        described = parse_json(members["json"])
-        digests = [text_digest(text) for text in described["texts"]]
-        rows = described["caption_id"], described["caption_row"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        differences.append(f"the json member cannot be read: {error!r}")
-    else:
-        if digests != row["text_digest"]:
-            differences.append("the texts of the json are not those of the index")
-        if rows != (row["caption_id"], row["caption_row"]):
-            differences.append("the captions' rows in the json are not those of the index")
-    return CheckedSample([(DeepCode.ARRAY_DIFFERS, difference) for difference in differences], len(array))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prep.core.column import ColumnSpec, DeepCode, load_column
+from prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
 from prep.engines import Outcome
 from prep.engines.processes import ProcessEngine
 from shards.commits import Commit, commit_path
@@ -63,11 +63,11 @@ class Verified:
 
 @dataclass(frozen=True)
 class DeepTask:
-    """One shard to look into; `column` is the import path of its column's spec."""
+    """One shard to look into; `check` is the import path of its column's `check_sample`."""
 
     variant_dir: Path
     commit: Commit
-    column: str
+    check: str
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _check_deep(
     variant: Variant, commits: list[Commit], *, column: ColumnSpec, num_workers: int
 ) -> Iterator[DeepResult]:
     longest_first = sorted(commits, key=lambda commit: -(commit.files.num_samples if commit.files else 0))
-    tasks = (DeepTask(variant.directory, commit, column.import_path) for commit in longest_first)
+    tasks = (DeepTask(variant.directory, commit, column.check_sample) for commit in longest_first)
     for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks):
         if not isinstance(outcome, Outcome):
             continue
@@ -171,12 +171,12 @@ def _check_deep(
 
 def check_deep(task: DeepTask) -> DeepResult:
     """What a worker does: looks into the samples of a shard one by one; one sample is in memory at a time."""
-    check_sample = load_column(task.column).check_sample
+    check_sample = imported(task.check)
     findings: list[tuple[str | None, str, str]] = []
     num_looked_at = 0
     try:
         for row, members in _samples(task):
-            checked = check_sample(row, members, task.commit.split)
+            checked: CheckedSample = check_sample(row, members, task.commit.split)
             num_looked_at += checked.num_looked_at
             findings += [(row["key"], str(code), message) for code, message in checked.differences]
     except (Damaged, OSError) as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from prep.core.column import VIDEO, CheckedSample, ColumnSpec, Pending, changed_flags
+from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
 from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
 from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
 
@@ -90,25 +90,13 @@ def _plan(data_dir: Path, recipe: Recipe, request: Request) -> "Planned":
 def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
     from prep.core.run import execute
     from prep.engines.choice import open_engine
+    from prep.video.planning import chunk_job
     from prep.video.scratch import remove_abandoned
-    from prep.video.worker import chunk_job
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
     summary = execute(chunk_job(plan), engine)
     remove_abandoned()  # of workers that were lost, now or in an earlier run
     return summary
-
-
-def _why_unfit(needs: str) -> str | None:
-    """Why a machine must not work for a plan that was made with ffmpeg `needs`."""
-    from manifests.errors import UserError
-    from prep.video.ffmpeg import find_ffmpeg
-
-    try:
-        found = find_ffmpeg().version
-    except UserError as error:
-        return str(error)
-    return None if found == needs else f"it has ffmpeg {found}, the plan needs {needs}"
 
 
 def _plan_report(plan: "Planned") -> "Report":
@@ -141,12 +129,6 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_chunks(data_dir, variant)
 
 
-def _check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    from prep.video.check import check_video
-
-    return check_video(row, members, split)
-
-
 def _layout_file(stored: Mapping[str, Any]) -> str:
     from prep.video.layout import layout_file
 
@@ -167,21 +149,20 @@ def _write_page(path: Path, variant: "Variant", on_chunk: Callable[[int, int], N
 
 COLUMN = ColumnSpec(
     name=VIDEO,
-    import_path="prep.video.column:COLUMN",
+    package="prep.video",
     looked_at="frames decoded",
     make_command=chunk,
     plan_command=plan,
     require=_require,
     plan=_plan,
     run=_run,
-    why_unfit=_why_unfit,
     plan_report=_plan_report,
     summary_report=_summary_report,
     flags=_flags,
     settings_line=settings_line,
     retry=_retry,
     pending=_pending,
-    check_sample=_check_sample,
+    check_sample="prep.video.check:check_video",
     layout_file=_layout_file,
     sample_report=_sample_report,
     write_page=_write_page,

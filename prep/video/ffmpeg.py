@@ -91,6 +91,15 @@ def find_ffmpeg() -> Ffmpeg:
     return Ffmpeg(shipped, _version(shipped, where="the imageio-ffmpeg package"), passed_over=passed_over)
 
 
+def why_not_version(version: str) -> str | None:
+    """Why a worker's machine must not work for a plan that was made with ffmpeg `version`; None where it may."""
+    try:
+        found = find_ffmpeg().version
+    except UserError as error:
+        return str(error)
+    return None if found == version else f"it has ffmpeg {found}, the plan needs {version}"
+
+
 @cache
 def _version(path: str, *, where: str) -> str:
     try:

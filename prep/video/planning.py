@@ -1,23 +1,26 @@
-"""Gathering what a plan of `video` is a function of; and what the manifest wants of a recipe, by stored records alone.
+"""Gathering what a plan of `video` is a function of, and carrying it out as a job; what the manifest wants of a recipe.
 
-A plan looks at the sources. `wanted_chunks` does not: it serves commands that look after a data folder.
+A plan looks at the sources. `wanted_chunks` goes by stored records alone: it serves commands that look after a data
+folder.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from manifests.errors import UserError
-from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from manifests.store import MANIFEST_FILE, captions_path, manifest_dir, read_videos
 from prep.core.column import VIDEO, Pending
-from prep.core.layout import read_layout, stored_or_rebuilt_layout
+from prep.core.layout import read_layout, stored_or_rebuilt_layout, write_layout
 from prep.core.plan import NUM_LOOKING_THREADS, ShardPlan, stored_shards
 from prep.core.table_file import as_array
 from prep.sources.table import probe_sources, read_probes
+from prep.video.column import COLUMN
 from prep.video.layout import layout_path, video_layout_of_commits, wanted_rows
 from prep.video.plan import Plan
 from prep.video.recipe import ResolvedRecipe, recipe_from_dict
@@ -26,6 +29,10 @@ from prep.video.spans import num_chunks_of, num_output_frames
 from shards.commits import Commit
 from shards.dataset import variant_dir
 from shards.reader import Variant
+
+if TYPE_CHECKING:
+    from prep.core.run import Job
+    from prep.video.worker import ShardTask
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,43 @@ def make_plan(
         retry_codes=retry_codes,
     )
     return Planned(plan, data_dir, folder, stored.commits)
+
+
+def chunk_job(planned: Planned) -> "Job[ShardTask]":
+    """The plan as a job that the driver carries out; the layout that it relies on is written first."""
+    from prep.core.run import Job
+    from prep.video.worker import ShardTask, make_shard
+
+    plan = planned.plan
+    write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
+    has_work = any(shard.has_work for shard in plan.shards)
+    captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
+
+    def task(shard: ShardPlan) -> "ShardTask":
+        return ShardTask(
+            variant_dir=planned.variant_dir,
+            shard_id=shard.shard_id,
+            split=shard.split,
+            plan_fingerprint=shard.plan_fingerprint,
+            recipe=plan.recipe,
+            spans=tuple(plan.spans(shard.rows)),
+            old_commit=planned.commits.get(shard.shard_id),
+            captions_file=captions_file,
+        )
+
+    return Job(
+        column=COLUMN,
+        data_dir=planned.data_dir,
+        variant_dir=planned.variant_dir,
+        recipe=plan.recipe.as_dict(),
+        shards=plan.shards,
+        make=make_shard,
+        task=task,
+        video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
+        failed_before=list(plan.failed_sources()),
+        chunk_s=float(plan.recipe.settings.len_s),
+        needs=("prep.video.ffmpeg:why_not_version", plan.recipe.ffmpeg),
+    )
 
 
 @dataclass(frozen=True)

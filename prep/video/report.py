@@ -16,6 +16,7 @@ from prep.core.column import VIDEO
 from prep.core.plan import ShardState
 from prep.core.report import Report, changed_settings, states_lines, states_values, summary_report
 from prep.core.run import Summary
+from prep.video.codecs import codec_named
 from prep.video.plan import Workload
 from prep.video.planning import Planned
 from prep.video.settings import ChunkSettings, bits_per_second
@@ -24,24 +25,6 @@ from shards.index import open_index
 
 # Core-seconds for a million pixels, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
-_ENCODE_S_PER_MEGAPIXEL = {
-    "h264": 0.0026,
-    "hevc": 0.019,
-    "av1": 0.014,
-    "vp9": 0.045,
-    "mjpeg": 0.001,
-    "h264_nvenc": 0.0007,
-    "hevc_nvenc": 0.0007,
-}
-_BITS_PER_PIXEL = {
-    "h264": 0.13,
-    "hevc": 0.1,
-    "av1": 0.03,
-    "vp9": 0.12,
-    "mjpeg": 0.8,
-    "h264_nvenc": 0.2,
-    "hevc_nvenc": 0.12,
-}
 
 
 @dataclass(frozen=True)
@@ -59,13 +42,13 @@ def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float
     Args:
         bytes_per_second: of video, measured on shards of the same variant; None where there are none yet.
     """
+    codec = codec_named(settings.codec)
     source_pixels = work.width * work.height
     scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
     output_megapixels_per_s = source_pixels * scale**2 * float(settings.fps_exact) / 1e6
     source_megapixels_per_s = source_pixels * work.fps / 1e6
     core_s = work.seconds * (
-        source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL
-        + output_megapixels_per_s * _ENCODE_S_PER_MEGAPIXEL[settings.codec]
+        source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL + output_megapixels_per_s * codec.encode_s_per_megapixel
     )
     video_s = float(work.seconds.sum())
     if bytes_per_second is not None:
@@ -73,8 +56,7 @@ def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float
     elif settings.bitrate is not None:
         size_bytes = video_s * bits_per_second(settings.bitrate) / 8
     else:
-        bits_per_pixel = _BITS_PER_PIXEL[settings.codec]
-        size_bytes = float((work.seconds * output_megapixels_per_s).sum()) * 1e6 * bits_per_pixel / 8
+        size_bytes = float((work.seconds * output_megapixels_per_s).sum()) * 1e6 * codec.bits_per_pixel / 8
     return Estimate(core_hours=float(core_s.sum()) / 3600, size_bytes=size_bytes, video_hours=video_s / 3600)
 
 

@@ -11,19 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.keys import chunk_key
-from manifests.store import captions_path
 from prep.core.column import VIDEO
 from prep.core.failures import FailureCode, SourceFailure
 from prep.core.heartbeat import Heartbeat
-from prep.core.layout import write_layout
-from prep.core.plan import ShardPlan
-from prep.core.run import Job
 from prep.core.shard_result import ShardResult, cpu_s, stopped, stopping_at_trouble
-from prep.video.column import COLUMN
 from prep.video.ffmpeg import Ffmpeg, find_ffmpeg
-from prep.video.layout import layout_path
 from prep.video.plan import SpanPlan
-from prep.video.planning import Planned
 from prep.video.recipe import ResolvedRecipe
 from prep.video.sample import captions_of, video_sample
 from prep.video.scratch import scratch_folder
@@ -137,38 +130,4 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
         failures=commit.failures,
         encoded_s=encoded_s,
         cpu_s=cpu_s() - begin_cpu_s,
-    )
-
-
-def chunk_job(planned: Planned) -> Job[ShardTask]:
-    """The plan as a job that the driver carries out; the layout that it relies on is written first."""
-    plan = planned.plan
-    write_layout(layout_path(planned.data_dir, plan.recipe.settings), plan.layout)
-    has_work = any(shard.has_work for shard in plan.shards)
-    captions_file = captions_path(planned.data_dir) if plan.has_captions and has_work else None
-
-    def task(shard: ShardPlan) -> ShardTask:
-        return ShardTask(
-            variant_dir=planned.variant_dir,
-            shard_id=shard.shard_id,
-            split=shard.split,
-            plan_fingerprint=shard.plan_fingerprint,
-            recipe=plan.recipe,
-            spans=tuple(plan.spans(shard.rows)),
-            old_commit=planned.commits.get(shard.shard_id),
-            captions_file=captions_file,
-        )
-
-    return Job(
-        column=COLUMN,
-        data_dir=planned.data_dir,
-        variant_dir=planned.variant_dir,
-        recipe=plan.recipe.as_dict(),
-        shards=plan.shards,
-        make=make_shard,
-        task=task,
-        video_ids=lambda shard: [span.video_id for span in plan.spans(shard.rows)],
-        failed_before=list(plan.failed_sources()),
-        chunk_s=float(plan.recipe.settings.len_s),
-        needs=plan.recipe.ffmpeg,
     )

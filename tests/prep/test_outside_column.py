@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prep.core.column import DeepCode
+from prep.core.column import DeepCode, imported
 from prep.registry import column_names, register
 from shards.dataset import current_variant
 from shards.reader import Variant
@@ -80,7 +80,7 @@ def test_it_is_planned_made_and_looked_after(shard_set: ShardSet) -> None:
     assert f"brightness {made['variant']}: 5 chunks in 2 shards" in verified
     assert "240 frames looked at: all right" in verified
     shown = run("inspect", "--column", "brightness", "--data", data).stdout
-    assert "schema=1" in shown and "every=1" in shown and "5 chunks in 2 shards" in shown
+    assert "every=1 video=h264" in shown and "5 chunks in 2 shards" in shown
     key = next(iter(stored(data)))
     one = run("inspect", key, "--column", "brightness", "--data", data, "--json").summary
     assert (one["key"], one["num_frames"], set(one["members"])) == (key, 60, {"brightness.npy"})
@@ -125,7 +125,10 @@ def test_damage_is_found_and_repaired_by_the_command_that_is_named(shard_set: Sh
 
 def test_a_sample_that_differs_from_its_row_is_found() -> None:
     row = {"num_frames": 3}
-    assert COLUMN.check_sample(row, {"brightness.npy": b"none"}, "train").differences[0][0] == DeepCode.ARRAY_DIFFERS
+    assert (
+        imported(COLUMN.check_sample)(row, {"brightness.npy": b"none"}, "train").differences[0][0]
+        == DeepCode.ARRAY_DIFFERS
+    )
 
 
 def test_a_failed_chunk_is_named_and_tried_again(shard_set: ShardSet) -> None:

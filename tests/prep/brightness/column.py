@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from prep.core.column import VIDEO, CheckedSample, ColumnSpec, Pending, changed_flags, recipe_fingerprint
+from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags, recipe_fingerprint
 from prep.core.make import Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
 
 if TYPE_CHECKING:
@@ -128,15 +128,9 @@ def _pending(data_dir: Path, variant: "Variant") -> Pending:
     return pending_of(make_plan(data_dir, recipe).shards)
 
 
-def _check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    from tests.prep.brightness.work import check_sample
-
-    return check_sample(row, members)
-
-
 COLUMN = ColumnSpec(
     name=BRIGHTNESS,
-    import_path="tests.prep.brightness.column:COLUMN",
+    package="tests.prep.brightness",
     looked_at="frames looked at",
     make_command=brightness,
     plan_command=plan_brightness,
@@ -147,5 +141,5 @@ COLUMN = ColumnSpec(
     flags=_flags,
     retry=_retry,
     pending=_pending,
-    check_sample=_check_sample,
+    check_sample="tests.prep.brightness.work:check_sample",
 )

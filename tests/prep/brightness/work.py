@@ -153,7 +153,7 @@ def measure(content: bytes, *, every: int) -> np.ndarray:
     return np.asarray(frames[::every], np.float32)
 
 
-def check_sample(row: dict[str, Any], members: dict[str, bytes]) -> CheckedSample:
+def check_sample(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
     array = load_npy(members[EXTENSION])
     if array is None or array.shape != (row["num_frames"],) or not bool(((array >= 0) & (array <= 255)).all()):
         return CheckedSample([(DeepCode.ARRAY_DIFFERS, "the array is not as its row says")], 0)

@@ -13,9 +13,9 @@ from prep.core.run import Summary, execute
 from prep.core.shard_result import ShardResult, stopped
 from prep.engines import Check, Outcome, R, T
 from prep.video.ffmpeg import find_ffmpeg
-from prep.video.planning import make_plan
+from prep.video.planning import chunk_job, make_plan
 from prep.video.recipe import Recipe, resolve
-from prep.video.worker import ShardTask, chunk_job, make_shard
+from prep.video.worker import ShardTask, make_shard
 from shards.dataset import current_variant
 from tests.prep.running import Ran, manifest
 from tests.prep.sets import LEN, ShardSet

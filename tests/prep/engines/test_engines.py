@@ -73,10 +73,10 @@ def test_workers_keep_what_they_loaded_and_outlive_each_other(
 def test_a_worker_without_the_package_of_a_column_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     (tmp_path / "hidden" / "hidden_column").mkdir(parents=True)
-    (tmp_path / "hidden" / "hidden_column" / "column.py").write_text("COLUMN = None\n")
+    (tmp_path / "hidden" / "hidden_column" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "hidden")
     engine = RayEngine(num_workers=1, address=None)
-    with worker_ticket(tmp_path, column="hidden_column.column:COLUMN") as ticket:
+    with worker_ticket(tmp_path, package="hidden_column") as ticket:
         assert ticket() is None
         with pytest.raises(UserError, match="the column's package hidden_column is not installed there"):
             list(engine.run(work, [Task(0, tmp_path)], check=ticket))

@@ -12,9 +12,8 @@ from prep.core.column import VIDEO
 from prep.core.data_folder import writing
 from prep.core.run import Summary, execute
 from prep.engines import Check, Outcome, R, T
-from prep.latents.plan import make_latents_plan
+from prep.latents.plan import latents_job, make_latents_plan
 from prep.latents.recipe import LATENTS, LatentsSettings, resolve
-from prep.latents.worker import latents_job
 from shards.dataset import current_variant
 
 AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its methods

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from prep.core.plan import ShardState
-from prep.text.column import BANK_FOLDER
 from prep.text.digests import text_digest
+from prep.text.recipe import BANK_FOLDER
 from shards.commits import read_commits
 from shards.dataset import current_variant, set_current_variant
 from shards.format import BLOCK_BYTES
