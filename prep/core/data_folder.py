@@ -94,7 +94,8 @@ def remove_left_behind(data_dir: Path, *, column: str) -> None:
     """
     with folder_lock(data_dir):
         remove_temporaries(data_dir, of=ROOT_FILES.__contains__)
-    remove_temporaries(data_dir / LAYOUT_FOLDER, of=lambda target: owner_of_layout(target) == column)
+    layouts = data_dir / LAYOUT_FOLDER
+    remove_temporaries(layouts, of=lambda target: owner_of_layout(layouts / target) == column)
     if column == VIDEO:
         remove_temporaries(manifest_dir(data_dir))
     for folder in half_made_variants(data_dir, column):

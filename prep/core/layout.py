@@ -21,6 +21,7 @@ from prep.core.table_file import as_array, read_table_file, write_table_file
 from shards.commits import Commit, Failure
 from shards.damage import Damaged
 from shards.dataset import list_variants, variant_dir
+from shards.format import COLUMNS
 from shards.index import open_index
 from shards.reader import Variant
 
@@ -37,16 +38,17 @@ LAYOUT = pa.schema(
 )
 
 
-def owner_of_layout(file_name: str) -> str:
-    """The column whose layout a file is: those of `video` begin with a length."""
-    return VIDEO if file_name[:1].isdigit() else file_name.partition(".")[0]
+def owner_of_layout(path: Path) -> str:
+    """The column that a layout belongs to: the one that it is named after, else `video`."""
+    name = path.name.partition(".")[0]
+    return name if name in COLUMNS or (path.parent.parent / name).is_dir() else VIDEO
 
 
 class DamagedLayout(UserError):
     """The file of a layout is damaged."""
 
     def __init__(self, path: Path, why: str) -> None:
-        command = f"prep {command_for(owner_of_layout(path.name))}"
+        command = f"prep {command_for(owner_of_layout(path))}"
         super().__init__(
             f"the layout {path} is damaged: {why}",
             hint=f"run `{command}` again with the settings of before: it makes the layout anew from the commits",

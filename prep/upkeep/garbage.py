@@ -102,19 +102,19 @@ def _look_at_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
         if name != current and not _is_variant(folder):
             garbage.unknown.append(folder)
             continue
-        known, strange = _sorted_files(folder, column)
+        known, strange = _sorted_files(folder)
         garbage.unknown.extend(strange)
         if name == current:
             garbage.items.extend(_uncommitted(folder, known))
         else:
             why = "not the current variant"
             garbage.items.extend(Item(path, _size(path), why, variant=f"{column.name}/{name}") for path in known)
-            garbage.folders.extend(folder / part for part in _parts(column))
+            garbage.folders.extend(folder / part for part in _parts())
 
 
-def _parts(column: ColumnSpec) -> dict[str, tuple[str, re.Pattern[str]]]:
-    """The folders in a variant's folder: what their files are, and how they are called."""
-    extra = {folder.name: ("data", folder.file_names) for folder in column.extra_folders}
+def _parts() -> dict[str, tuple[str, re.Pattern[str]]]:
+    """The folders that a variant's folder may have: what their files are, and how they are called."""
+    extra = {part.name: ("data", part.file_names) for column in columns() for part in column.extra_folders}
     return {COMMITS_FOLDER: ("commit", _COMMIT_FILE), **extra}
 
 
@@ -195,11 +195,11 @@ def _is_variant(folder: Path) -> bool:
     return made_here and not folder.is_symlink()
 
 
-def _sorted_files(folder: Path, column: ColumnSpec) -> tuple[list[Path], list[Path]]:
+def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files of a variant in the order in which they can be removed, and what is not the format's."""
     known: dict[str, list[Path]] = {"commit": [], "data": [], "recipe": []}
     unknown: list[Path] = []
-    parts = _parts(column)
+    parts = _parts()
     for path in sorted(folder.iterdir()):
         is_folder = path.is_dir() and not path.is_symlink()
         if is_folder and path.name in parts:
@@ -243,7 +243,7 @@ def _look_for_temporaries(data_dir: Path, garbage: Garbage) -> None:
             folder = variant_dir(data_dir, column.name, name)
             if not (folder / RECIPE_FILE).is_file():
                 continue  # somebody's
-            for part in (folder, *(folder / part for part in _parts(column))):
+            for part in (folder, *(folder / part for part in _parts())):
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):
                 if RUNNING_FILE.fullmatch(path.name):

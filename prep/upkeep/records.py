@@ -136,7 +136,7 @@ def _needed_layouts(data_dir: Path) -> set[Path]:
 
 
 def _layout_repair(path: Path) -> str:
-    return f"prep {command_for(owner_of_layout(path.name))} with the settings of before"
+    return f"prep {command_for(owner_of_layout(path))} with the settings of before"
 
 
 def _with_data(command: str, data_dir: Path) -> str:

@@ -24,7 +24,7 @@ import os, shutil, sys, tempfile
 from pathlib import Path
 from manifests.errors import run_command
 from prep import cli
-import manifests.adapters.folder, prep.upkeep.garbage, prep.upkeep.garbage_text  # once, not in every child
+import manifests.adapters.folder, prep.upkeep.garbage, prep.upkeep.texts  # once, not in every child
 
 pristine, work, expected = map(Path, sys.argv[1:4])
 command = sys.argv[4:]
