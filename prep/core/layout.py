@@ -21,7 +21,7 @@ from prep.core.table_file import as_array, read_table_file, write_table_file
 from shards.commits import Commit, Failure
 from shards.damage import Damaged
 from shards.dataset import list_variants, variant_dir
-from shards.format import COLUMNS
+from shards.format import COLUMNS, RECIPE_FILE
 from shards.index import open_index
 from shards.reader import Variant
 
@@ -41,7 +41,8 @@ LAYOUT = pa.schema(
 def owner_of_layout(path: Path) -> str:
     """The column that a layout belongs to: the one that it is named after, else `video`."""
     name = path.name.partition(".")[0]
-    return name if name in COLUMNS or (path.parent.parent / name).is_dir() else VIDEO
+    is_column = name in COLUMNS or any((path.parent.parent / name).glob(f"*/{RECIPE_FILE}"))
+    return name if is_column else VIDEO
 
 
 class DamagedLayout(UserError):
