@@ -49,6 +49,7 @@ $(READY): $(UV_READY) requirements.lock pyproject.toml
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m mypy
 
 test: lint

@@ -26,7 +26,7 @@ from benchmarks.decode_peers.chunk_sets import OWN, make_set, write_captions
 from benchmarks.decode_peers.clip_set import data_folder
 from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.report import parser_for, print_report
-from prep.ffmpeg import find_ffmpeg
+from prep.video.ffmpeg import find_ffmpeg
 from train.augment.pictures import to_model_input
 from train.data.chunk_clips import ChunkClips
 from train.data.clips import Sampling

@@ -84,7 +84,7 @@ from benchmarks.decode_peers.pieces import pieces_of
 from benchmarks.decode_peers.torchcodec_reader import links_to_libraries
 from benchmarks.report import Rows, parser_for, print_report
 from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
-from prep.ffmpeg import find_ffmpeg
+from prep.video.ffmpeg import find_ffmpeg
 
 AT_LEAST_S, LOADER_AT_LEAST_S = 0.5, 1.0
 NUM_LOADER_TURNS = 3  # a round: what else runs on the machine changes from second to second

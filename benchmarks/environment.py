@@ -34,7 +34,7 @@ def commit() -> str:
 
 def ffmpeg_version() -> str:
     """The version that `prep` would use; `none` on a machine that only trains."""
-    from prep.ffmpeg import find_ffmpeg
+    from prep.video.ffmpeg import find_ffmpeg
 
     try:
         return find_ffmpeg().version

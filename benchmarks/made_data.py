@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 from manifests.keys import chunk_key
 from manifests.schema import CAPTIONS
 from manifests.store import write_manifest
-from prep.layout import layout_path, write_layout
-from prep.plan import Plan, ShardPlan
-from prep.planning import make_plan
-from prep.recipe import ResolvedRecipe
-from prep.sources import PROBES, PROBES_FILE
+from prep.core.layout import write_layout
+from prep.sources.table import PROBES, PROBES_FILE
+from prep.video.layout import layout_path
+from prep.video.plan import Plan, ShardPlan
+from prep.video.planning import make_plan
+from prep.video.recipe import ResolvedRecipe
 from shards.commits import Commit, ShardFiles, write_commit
 from shards.dataset import set_current_variant, variant_dir
 from shards.format import COMMITS_FOLDER, PACKET_KEY, PACKET_REFERENCE, VIDEO_FIELDS, ShardName

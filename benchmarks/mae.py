@@ -40,7 +40,7 @@ from benchmarks.decode_peers.clip_set import data_folder
 from benchmarks.mae_data import LATENT_PX, LATENT_SEGMENT, DataSteps, make_folders
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, peak_bytes_of_pass, seconds, take
 from benchmarks.report import Rows, parser_for, print_report
-from prep.ffmpeg import find_ffmpeg
+from prep.video.ffmpeg import find_ffmpeg
 from train.augment.settings import Augment
 from train.mae.settings import MaeSettings
 

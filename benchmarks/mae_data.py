@@ -15,7 +15,7 @@ from benchmarks.measure import prep_command, run_measured
 from benchmarks.vit_steps import wait_for
 from manifests.keys import chunk_key
 from manifests.store import read_videos
-from prep.packets import read_chunk
+from prep.video.packets import read_chunk
 from shards.commits import Commit, write_commit
 from shards.dataset import set_current_variant
 from shards.format import VIDEO_FIELDS

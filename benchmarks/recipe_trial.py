@@ -13,13 +13,13 @@ from pathlib import Path
 import ffmpeg
 import numpy as np
 
-from prep.chunk_settings import ChunkSettings
-from prep.encode import encode_span, output_size, scaled_frames
-from prep.ffmpeg import Ffmpeg, run
-from prep.packets import read_chunk
-from prep.probe import SourceFacts, probe
-from prep.recipe import Recipe, resolve
-from prep.spans import Span, num_output_frames
+from prep.sources.probe import SourceFacts, probe
+from prep.video.encode import encode_span, output_size, scaled_frames
+from prep.video.ffmpeg import Ffmpeg, run
+from prep.video.packets import read_chunk
+from prep.video.recipe import Recipe, resolve
+from prep.video.settings import ChunkSettings
+from prep.video.spans import Span, num_output_frames
 from shards.packets import PacketTable
 from train.data.decoding.packets import PacketDecoder
 

@@ -48,10 +48,10 @@ from benchmarks.recipe_trial import (
 )
 from benchmarks.report import parser_for, print_report
 from manifests.store import read_videos
-from prep.chunk_settings import Gop, Scaler
-from prep.encode import output_size
-from prep.ffmpeg import Ffmpeg, find_ffmpeg
-from prep.recipe import NAMED_RECIPES, Recipe
+from prep.video.encode import output_size
+from prep.video.ffmpeg import Ffmpeg, find_ffmpeg
+from prep.video.recipe import NAMED_RECIPES, Recipe
+from prep.video.settings import Gop, Scaler
 from train.data.decoding.packets import PacketDecoder
 
 BASE = "x264 defaults"

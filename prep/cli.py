@@ -7,32 +7,37 @@ from cyclopts import App, CycloptsError
 
 from manifests.errors import Stopped, UserError, run_command
 from manifests.whole_numbers import refuse_fractions
-from prep import advise_command, chunk_commands, latents_commands, retry_command, set_commands, text_commands
-from prep.manifest_commands import app as manifest_app
+from prep.commands import advise, manifest, retry, upkeep
+from prep.registry import columns
 
-app = App(
-    name="prep",
-    help="Turn long videos into training shards, once; again only what a change changes.",
-    help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
-    version_flags=["--version"],
-    config=refuse_fractions,
-    suppress_keyboard_interrupt=False,  # run_command says what an interruption means
-)
-app.command(manifest_app)
-app.command(chunk_commands.chunk)
-app.command(latents_commands.latents)
-app.command(text_commands.text)
-plan_app = App(name="plan", help=chunk_commands.plan.__doc__)
-plan_app.default(chunk_commands.plan)
-plan_app.command(latents_commands.plan_latents, name="latents")
-plan_app.command(text_commands.plan_text, name="text")
-app.command(plan_app)
-app.command(retry_command.retry)
-app.command(set_commands.status)
-app.command(set_commands.verify)
-app.command(set_commands.inspect)
-app.command(set_commands.gc)
-app.command(advise_command.advise)
+
+def build_app() -> App:
+    """The command line, with the commands of every column."""
+    app = App(
+        name="prep",
+        help="Turn long videos into training shards, once; again only what a change changes.",
+        help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
+        version_flags=["--version"],
+        config=refuse_fractions,
+        suppress_keyboard_interrupt=False,  # run_command says what an interruption means
+    )
+    app.command(manifest.app)
+    first, *others = columns()
+    plan = App(name="plan", help=first.plan_command.__doc__)
+    plan.default(first.plan_command)
+    for column in columns():
+        app.command(column.make_command, name=column.command)
+    for column in others:
+        plan.command(column.plan_command, name=column.name)
+    app.command(plan)
+    app.command(retry.retry)
+    for command in (upkeep.status, upkeep.verify, upkeep.inspect, upkeep.gc):
+        app.command(command)
+    app.command(advise.advise)
+    return app
+
+
+app = build_app()
 
 
 def main() -> None:

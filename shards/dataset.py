@@ -6,7 +6,7 @@ from typing import Any
 from manifests.checked_json import publish_checked_json, read_checked_json
 from manifests.errors import UserError
 from manifests.publish import folder_lock
-from shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION
+from shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 
 class DamagedDataset(UserError):
@@ -85,7 +85,8 @@ def begin_variant(data_dir: Path, column: str, variant: str) -> None:
 def _rebuilt(data_dir: Path, *, own: str, damage: DamagedDataset) -> dict[str, Any]:
     """What a damaged dataset.json can only have said: the one variant of each column but `own`."""
     columns = {}
-    for column in COLUMNS:
+    others = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))  # columns from outside
+    for column in dict.fromkeys([*COLUMNS, *sorted(others)]):
         variants = list_variants(data_dir, column) if column != own else []
         if len(variants) > 1:
             raise damage

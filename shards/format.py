@@ -9,7 +9,8 @@
     <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name a line, for other tools
     <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
 
-Columns are `video`, `latents`, `text`. A variant is `<slug>-<first 8 hex digits of the recipe's fingerprint>`.
+Columns are `video`, `latents`, `text`, and those from outside that somebody adds. A variant is
+`<slug>-<first 8 hex digits of the recipe's fingerprint>`.
 A shard's name carries the first 8 hex digits of the fingerprint of its content, so a changed shard never
 overwrites the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
 

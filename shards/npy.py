@@ -1,6 +1,7 @@
 """Arrays as `.npy` members whose data can be gathered from a memory map of the tar."""
 
 import struct
+from io import BytesIO
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -38,3 +39,12 @@ def data_offset(payload: bytes) -> int:
         raise ValueError("not a version 1.0 npy file")
     (text_bytes,) = struct.unpack_from("<H", payload, len(_MAGIC))
     return _PREFIX_BYTES + int(text_bytes)
+
+
+def load_npy(payload: bytes) -> np.ndarray | None:
+    """The array of an npy file; None where it is none, or would take a pickle."""
+    try:
+        array: np.ndarray = np.load(BytesIO(payload), allow_pickle=False)
+    except (ValueError, OSError, EOFError):
+        return None
+    return array

@@ -161,7 +161,8 @@ class Variant:
         Raises:
             UserError: there is no such variant, or nothing is committed in it.
         """
-        command = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}[column]
+        flags = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}
+        command = flags.get(column, column)
         hint = f"run prep {command} --data {shlex.quote(str(data_dir))}"
         name = variant or current_variant(data_dir, column)
         if name is None:

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from manifests.store import captions_path, read_captions, read_manifest, read_rejected, read_videos
+from prep.core.layout import read_layout
+from prep.core.run import Job, execute
 from prep.latents.plan import make_latents_plan
 from prep.latents.recipe import latents_recipe_from_dict
-from prep.layout import read_layout
-from prep.planning import Planned, make_plan
-from prep.recipe import ResolvedRecipe, recipe_from_dict
-from prep.run import Job, execute
-from prep.sources import read_probes
-from prep.text.planning import make_text_plan
+from prep.sources.table import read_probes
+from prep.text.plan import make_text_plan
 from prep.text.recipe import ResolvedTextRecipe
+from prep.video.column import COLUMN
+from prep.video.planning import Planned, make_plan
+from prep.video.recipe import ResolvedRecipe, recipe_from_dict
 from shards.contents import read_contents
 from shards.dataset import current_variant
 from shards.reader import Variant
@@ -47,7 +48,7 @@ def planned(data: Path) -> Planned:
 def nothing_to_do(data: Path) -> "Job[Any]":
     plan = planned(data)
     return Job(
-        column="video",
+        column=COLUMN,
         data_dir=data,
         variant_dir=plan.variant_dir,
         recipe=plan.plan.recipe.as_dict(),

@@ -9,6 +9,9 @@ Before its first task a worker is checked. A place whose workers do not pass get
 once, and the run goes on elsewhere, or ends when there is no other place.
 """
 
+import ctypes
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -20,6 +23,7 @@ R = TypeVar("R")
 
 MAX_TRIES = 3  # of a task whose worker is lost
 TICK_S = 0.5
+_PR_SET_PDEATHSIG = 1
 
 Check = Callable[[], str | None]  # called in a worker: why it must not work, or None
 
@@ -64,3 +68,15 @@ def no_place_left(refused: Iterable[Refused]) -> UserError:
         f"no worker can be used: {'; '.join(f'{found.place}: {found.reason}' for found in refused)}",
         hint="each node needs the same clipmill and ffmpeg as this command, and the data folder under the same path",
     )
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+
+
+def die_with_parent() -> None:
+    """Asks the kernel (Linux) to kill this process when its parent dies.
+
+    Takes no lock, since it may run between fork and exec.
+    """
+    if _libc is not None and hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

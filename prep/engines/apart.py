@@ -12,8 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from manifests.errors import ClipmillError, FailedWork
-from prep.engines import TICK_S, Check, Engine, Outcome, R, Refused, T
-from prep.ffmpeg import die_with_parent
+from prep.engines import TICK_S, Check, Engine, Outcome, R, Refused, T, die_with_parent
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _GRACE_S = 15.0  # for the engine to end what it started

@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, no_place_left
-from prep.ffmpeg import die_with_parent
+from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, die_with_parent, no_place_left
 
 # A forked child would inherit the locks of the caller's threads; a spawned one starts clean.
 _CONTEXT = multiprocessing.get_context("spawn")

@@ -17,8 +17,7 @@ from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
 from manifests.errors import FailedWork, UserError
-from prep import admission
-from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T
+from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T, admission
 from prep.engines.apart import Apart
 from prep.engines.ray_nodes import Nodes, first_line
 
@@ -212,7 +211,7 @@ class _Work:
             passed.append(True)
             import ray
 
-            from prep.ffmpeg import die_with_parent
+            from prep.engines import die_with_parent
 
             # A worker whose node has ended, as it does with a killed driver, would go on with its task for a while.
             die_with_parent()
@@ -233,7 +232,7 @@ class _Work:
             def work(self, packed: bytes) -> Any:
                 import ray
 
-                from prep.ffmpeg import die_with_parent
+                from prep.engines import die_with_parent
 
                 die_with_parent()
                 function, task = ray.cloudpickle.loads(packed)

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.failures import SourceFailure
+from prep.core.failures import SourceFailure
 from prep.latents.pieces import Piece
 
 C = TypeVar("C")

@@ -1,6 +1,11 @@
-"""Which frames of a chunk are encoded, and decoding just those."""
+"""What of a chunk is encoded: which frames, decoding just those, and which square of each segment.
 
+The squares are a function of settings, key and frame size; `generator` is what all that is random comes from.
+"""
+
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from fractions import Fraction
 from io import BytesIO
 
@@ -9,9 +14,12 @@ import av.error
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.failures import FailureCode, SourceFailure
+from prep.core.failures import FailureCode, SourceFailure
+from prep.latents.recipe import LatentsSettings
 from shards.format import PACKET_REFERENCE
 
+# Of 288 pixels, the default height of a chunk, it leaves 256: then nothing is resized.
+_RANDOM_SIDE = (8, 9)
 RgbFrame = NDArray[np.uint8]  # [H, W, 3]
 
 
@@ -60,3 +68,37 @@ def decode_frames(
         raise SourceFailure(FailureCode.DECODE_ERRORS, f"the chunk cannot be decoded: {error}") from None
     if target is not None:
         raise SourceFailure(FailureCode.FRAMES_DIFFER, f"frame {target} does not come out of the decoder")
+
+
+@dataclass(frozen=True)
+class Square:
+    """A part of a frame, in pixels."""
+
+    left: int
+    top: int
+    side: int
+
+
+def segment_squares(num_segments: int, *, key: str, width: int, height: int, settings: LatentsSettings) -> list[Square]:
+    """The square of each segment of the chunk `key`, whose frames have `width` x `height` pixels."""
+    short = min(width, height)
+    if settings.crop == "centre":
+        return [Square((width - short) // 2, (height - short) // 2, short)] * num_segments
+    side = max(1, short * _RANDOM_SIDE[0] // _RANDOM_SIDE[1])
+    squares = []
+    for segment in range(num_segments):
+        rng = generator(settings.seed, key, f"crop {segment}")
+        left, top = (int(rng.integers(length - side + 1)) for length in (width, height))
+        squares.append(Square(left, top, side))
+    return squares
+
+
+def generator(seed: int, key: str, purpose: str) -> np.random.Generator:
+    """A generator that depends on these values alone."""
+    digest = hashlib.blake2b(f"{seed}/{key}/{purpose}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def as_numbers(squares: list[Square]) -> list[int]:
+    """left, top, width and height of each square, one after another, as the index has them."""
+    return [number for square in squares for number in (*astuple(square), square.side)]

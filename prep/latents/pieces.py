@@ -19,9 +19,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prep.failures import SourceFailure
-from prep.latents.crops import Square
-from prep.latents.frames import decode_frames
+from prep.core.failures import SourceFailure
+from prep.latents.frames import Square, decode_frames
 
 PIECE_FRAMES = 16
 _PIECES_AHEAD = 4  # of one chunk: with 60 frames, all of it

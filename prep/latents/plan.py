@@ -5,28 +5,35 @@ Shard N of `latents` holds the chunks of shard N of `video`. What is committed o
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from prep.data_folder import LATENTS
-from prep.failures import TRANSIENT, FailureCode
+from manifests.errors import UserError
+from prep.core.column import VIDEO, Pending
+from prep.core.failures import FailureCode
+from prep.core.plan import NUM_LOOKING_THREADS, ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from prep.latents.column import COLUMN
 from prep.latents.frames import frames_on_screen
-from prep.latents.recipe import LatentsRecipe
+from prep.latents.recipe import LATENTS, LatentsRecipe, latents_recipe_from_dict
 from prep.latents.sample import FINGERPRINT_COLUMNS, chunk_fingerprints
-from prep.plan import ShardPlan, ShardState, state_of
-from prep.planning import look_at
 from shards.commits import Commit, Failure, read_commits
 from shards.damage import DamagedIndex
-from shards.dataset import variant_dir
+from shards.dataset import current_variant, variant_dir
 from shards.index import open_index
+from shards.reader import Variant
 
-_MANY_THREADS = 8  # looking at files waits more than it computes
+if TYPE_CHECKING:
+    from prep.core.run import Job
+    from prep.latents.vae import Device
+    from prep.latents.worker import LatentsTask
+
 _COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"]
 
 
@@ -80,20 +87,18 @@ def make_latents_plan(
     data_dir: Path, recipe: LatentsRecipe, *, retry_codes: frozenset[str] = frozenset()
 ) -> LatentsPlan:
     """Plans `recipe` for what is committed of its variant of `video` in `data_dir`."""
-    video_dir = variant_dir(data_dir, "video", recipe.video)
+    video_dir = variant_dir(data_dir, VIDEO, recipe.video)
     folder = variant_dir(data_dir, LATENTS, recipe.variant)
-    video, own = read_commits(video_dir), read_commits(folder)
-    problems = look_at(folder, own.commits)
-    for damaged in own.damaged:
-        problems[damaged.shard_id] = (ShardState.CORRUPT, str(damaged))
+    video, own = read_commits(video_dir), stored_shards(folder)
     video_shards, unreadable = _look_at_video(video_dir, video.commits.values(), fps=recipe.settings.fps_exact)
     cannot_tell = {damaged.shard_id for damaged in video.damaged} | unreadable.keys()
     shards = plan_shards(
-        recipe.fingerprint,
-        video_shards,
+        (_wanted(shard, recipe_fingerprint=recipe.fingerprint) for shard in video_shards),
         {shard_id: commit for shard_id, commit in own.commits.items() if shard_id not in cannot_tell},
-        problems=problems,
-        retry_codes=TRANSIENT | retry_codes,
+        problems=own.problems,
+        what_changed="its chunks",
+        orphaned_because="the video column has no such chunks any more",
+        retry_codes=retry_codes,
     )
     return LatentsPlan(
         recipe=recipe,
@@ -109,46 +114,56 @@ def make_latents_plan(
     )
 
 
-def plan_shards(
-    recipe_fingerprint: str,
-    video_shards: Iterable[VideoShard],
-    commits: Mapping[int, Commit],
-    *,
-    problems: Mapping[int, tuple[ShardState, str]],
-    retry_codes: frozenset[str],
-) -> Iterator[ShardPlan]:
-    """The state of every shard: those of `video_shards` in order, then committed ones that nothing is left of."""
-    wanted = set()
-    for shard in video_shards:
-        wanted.add(shard.shard_id)
-        fingerprint = hashlib.sha256(f"{recipe_fingerprint} {shard.split} {shard.fingerprint}".encode()).hexdigest()
-        state, reason = state_of(
-            commits.get(shard.shard_id),
-            fingerprint,
-            problem=problems.get(shard.shard_id),
-            retry_codes=retry_codes,
-            what_changed="its chunks",
-        )
-        yield ShardPlan(
+def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads: int) -> "Job[LatentsTask]":
+    """The plan as a job that the driver carries out; see `LatentsTask` for the arguments."""
+    from prep.core.run import Job
+    from prep.latents.worker import LatentsTask, make_latents
+
+    def task(shard: ShardPlan) -> "LatentsTask":
+        video_commit = plan.video_commits[shard.shard_id]
+        return LatentsTask(
+            variant_dir=plan.variant_dir,
             shard_id=shard.shard_id,
-            split=shard.split,
-            state=state,
-            reason=reason,
-            plan_fingerprint=fingerprint,
-            rows=range(0),
-            num_chunks=shard.num_chunks,
+            plan_fingerprint=shard.plan_fingerprint,
+            recipe=plan.recipe,
+            video_dir=plan.video_dir,
+            video_commit=video_commit,
+            old_commit=plan.commits.get(shard.shard_id),
+            device=device,
+            batch=batch,
+            num_threads=num_threads,
         )
-    for shard_id, commit in commits.items():
-        if shard_id not in wanted:
-            yield ShardPlan(
-                shard_id=shard_id,
-                split=commit.split,
-                state=ShardState.ORPHANED,
-                reason="the video column has no such chunks any more",
-                plan_fingerprint=commit.plan_fingerprint,
-                rows=range(0),
-                num_chunks=0,
-            )
+
+    return Job(
+        column=COLUMN,
+        data_dir=plan.data_dir,
+        variant_dir=plan.variant_dir,
+        recipe=plan.recipe.as_dict(),
+        shards=plan.shards,
+        make=make_latents,
+        task=task,
+        video_ids=lambda shard: plan.video_shards[shard.shard_id].video_ids.to_pylist(),
+        failed_before=plan.unreadable,
+        chunk_s=None,
+    )
+
+
+def pending_latents(data_dir: Path, variant: Variant) -> Pending:
+    """What would be made of a variant now; nothing of one that is not current."""
+    if current_variant(data_dir, LATENTS) != variant.directory.name:
+        return Pending()
+    try:
+        recipe = latents_recipe_from_dict(variant.recipe)
+    except UserError:
+        return Pending()  # of another version, or without a recipe
+    if recipe.video != (video := current_variant(data_dir, VIDEO)):
+        return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
+    return pending_of(make_latents_plan(data_dir, recipe).shards)
+
+
+def _wanted(shard: VideoShard, *, recipe_fingerprint: str) -> WantedShard:
+    fingerprint = hashlib.sha256(f"{recipe_fingerprint} {shard.split} {shard.fingerprint}".encode()).hexdigest()
+    return WantedShard(shard.shard_id, shard.split, fingerprint, shard.num_chunks)
 
 
 def _look_at_video(
@@ -156,7 +171,7 @@ def _look_at_video(
 ) -> tuple[list[VideoShard], dict[int, Failure]]:
     """The committed shards of chunks, and by shard id those whose index cannot be read."""
     shards, unreadable = [], {}
-    with ThreadPoolExecutor(_MANY_THREADS) as pool:
+    with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
         for found in pool.map(lambda commit: _look_at_one(video_dir, commit, fps=fps), commits):
             if isinstance(found, VideoShard):
                 shards.append(found)

@@ -1,26 +1,32 @@
-"""From a chunk of `video` to its sample of `latents`: what to decode, its member and its row; and samples of before."""
+"""From a chunk of `video` to its sample of `latents`: what to decode, its member and its row; samples of before; and
+the comparison of a sample with its row. Numbers are stored as float16, or as the bits of bfloat16 in uint16, since npy
+has no such type.
+"""
 
 import hashlib
 import zlib
 from fractions import Fraction
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from prep.failures import FailureCode, SourceFailure
-from prep.latents.crops import Square, as_numbers, segment_squares
-from prep.latents.frames import frames_on_screen
+from prep.core.column import CheckedSample, DeepCode
+from prep.core.failures import FailureCode, SourceFailure
+from prep.latents.frames import Square, as_numbers, frames_on_screen, segment_squares
 from prep.latents.pieces import ChunkVideo
-from prep.latents.settings import LatentsSettings
+from prep.latents.recipe import LatentsSettings
 from shards.commits import Commit
 from shards.damage import Damaged
 from shards.format import LATENTS_FIELDS
-from shards.npy import npy_bytes
+from shards.npy import load_npy, npy_bytes
 from shards.reader import CommittedShard, open_shard
 from shards.writer import Sample
 
+_BFLOAT16_EXPONENT = 0x7F80
+_STORED = {"float16": "<f2", "bfloat16": "<u2"}
 EXTENSION = "latents.npy"
 FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
 
@@ -127,3 +133,35 @@ def _squares(index: pa.Table, row: int, settings: LatentsSettings) -> list[Squar
         height=index["height"][row].as_py(),
         settings=settings,
     )
+
+
+def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
+    """Rounds to nearest, ties to even. What is too large becomes infinite; `is_finite` tells."""
+    if dtype == "float16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return latents.astype(np.float16)
+    bits = np.ascontiguousarray(latents).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # Rounding the payload of a NaN could make it an infinity, or overflow.
+    return np.where(np.isnan(latents), np.uint16(0x7FC0), rounded.astype(np.uint16))
+
+
+def is_finite(stored: NDArray[np.generic]) -> bool:
+    """Whether every number is neither NaN nor infinite."""
+    if stored.dtype == np.uint16:
+        bits = stored.view(np.uint16) & _BFLOAT16_EXPONENT
+        return bool((bits != _BFLOAT16_EXPONENT).all())
+    return bool(np.isfinite(stored.astype(np.float32)).all())
+
+
+def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    """Loads the array of a sample and compares it with its row of the index."""
+    wanted = tuple(row[name] for name in ("num_frames", "channels", "height", "width"))
+    array = load_npy(members[EXTENSION])
+    if array is None:
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, "latents.npy cannot be loaded")], 0)
+    if array.shape != wanted or array.dtype.str != _STORED.get(row["dtype"]):
+        found = f"latents.npy is {array.dtype} {array.shape}, the index says {row['dtype']} {wanted}"
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
+    not_finite = (DeepCode.ARRAY_DIFFERS, "latents.npy has numbers that are not finite")
+    return CheckedSample([] if is_finite(array) else [not_finite], len(array))

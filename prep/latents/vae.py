@@ -1,4 +1,4 @@
-"""The one door to torch and diffusers: a VAE on a device, pictures in, latents out."""
+"""The one interface to torch and diffusers: a VAE on a device, pictures in, latents out."""
 
 import logging
 from functools import lru_cache
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from prep.latents.crops import generator
+from prep.latents.frames import generator
 from prep.latents.weights import TINY_CONFIG, Vae
 
 if TYPE_CHECKING:

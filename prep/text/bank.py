@@ -2,10 +2,11 @@
 
 It lies in `<variant>/bank/` while a run lasts. A block is an Arrow file of digests and rows that is named after its own
 content, so that a killed run's blocks are known to be whole and serve the next run, however that run divides its work.
+Embeddings of the variant's committed shards are taken into it instead of being computed again.
 """
 
 import hashlib
-import re
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from manifests.publish import publish_bytes, remove_temporaries
-from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow
+from prep.text.digests import DIGEST_BYTES, DIGESTS, from_arrow, places_in
+from prep.text.recipe import BLOCK_FILE, MEMBER
+from shards.damage import Damaged
+from shards.npy import data_offset
+from shards.reader import CommittedShard, Variant
 
-BANK_FOLDER = "bank"
-BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
+_ROWS_PER_BLOCK = 4096
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:
@@ -62,9 +66,7 @@ class Bank:
         for path in sorted(self.folder.glob("*.arrow")):
             if path.name in known or not BLOCK_FILE.fullmatch(path.name):
                 continue
-            with path.open("rb") as file:
-                is_whole = hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
-            if not is_whole:
+            if not is_whole_block(path):
                 path.unlink()
                 continue
             with pa.memory_map(str(path)) as file:
@@ -130,3 +132,70 @@ def _fixed(array: np.ndarray, *, size: int) -> pa.Array:
 
 def _name(content: pa.Buffer) -> str:
     return f"{hashlib.sha256(content).hexdigest()[:32]}.arrow"
+
+
+def is_whole_block(path: Path) -> bool:
+    """Whether the content of a block is what it is named after."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
+
+
+def take_over(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
+    """Copies what committed shards have of the texts with digests `missing` (ascending) into the bank.
+
+    A member whose checksum does not fit is passed over, and so is a shard whose files are damaged: its texts are
+    computed again.
+
+    Returns:
+        the number of texts.
+    """
+    is_missing = np.ones(len(missing), bool)
+    digests: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    num_waiting = 0
+
+    def flush() -> None:
+        if digests:
+            write_block(bank_dir, np.concatenate(digests), np.concatenate(rows))
+            digests.clear()
+            rows.clear()
+
+    for shard in Variant(variant_dir).shards():
+        try:
+            for found, embedded in _wanted_rows(shard, missing=missing, is_missing=is_missing, width=width):
+                digests.append(found)
+                rows.append(embedded)
+                num_waiting += len(found)
+                if num_waiting >= _ROWS_PER_BLOCK:
+                    flush()
+                    num_waiting = 0
+        except (Damaged, pa.ArrowException, OSError, KeyError):
+            continue
+    flush()
+    return int(np.count_nonzero(~is_missing))
+
+
+def _wanted_rows(
+    shard: CommittedShard, *, missing: np.ndarray, is_missing: np.ndarray, width: int
+) -> "list[tuple[np.ndarray, np.ndarray]]":
+    column = shard.index["text_digest"].combine_chunks()
+    offsets, stored = column.offsets.to_numpy(), from_arrow(column.values)
+    places = places_in(missing, stored)
+    is_wanted = places >= 0
+    is_wanted[is_wanted] = is_missing[places[is_wanted]]
+    samples = np.unique(np.searchsorted(offsets, np.flatnonzero(is_wanted), side="right") - 1)
+    checksums = shard.index[f"{MEMBER}_crc32"]
+    found = []
+    for sample in samples.tolist():
+        payload = shard.read(sample, MEMBER)
+        if zlib.crc32(payload) != checksums[sample].as_py():
+            continue
+        begin, end = int(offsets[sample]), int(offsets[sample + 1])
+        embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(end - begin, width)
+        # Another sample may have given the same text meanwhile.
+        mine = np.flatnonzero(places[begin:end] >= 0)
+        mine = mine[is_missing[places[begin:end][mine]]]
+        if len(mine):
+            is_missing[places[begin:end][mine]] = False
+            found.append((stored[begin:end][mine].astype(DIGESTS), embedded[mine]))
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from prep.failures import FailureCode
+from prep.core.failures import FailureCode
 from prep.text.bank import write_block
 from prep.text.captions import CaptionReader
 from prep.text.digests import digests_of, places_in

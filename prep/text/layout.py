@@ -1,7 +1,7 @@
 """Which video lies in which shard of `text`. An assignment, once made, stands: adding videos never moves what is there.
 
 The layout lies in `<data>/layout/text.parquet` and serves every text tower. It is a table as that of `video`
-(prep.layout), in which each video is a single span. Only videos with captions get a place.
+(prep.core.layout), in which each video is a single span. Only videos with captions get a place.
 """
 
 from pathlib import Path
@@ -10,8 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prep.data_folder import TEXT_LAYOUT_FILE
-from prep.layout import LAYOUT, LAYOUT_FOLDER, wanted_rows
+from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, wanted_spans
+from prep.text.recipe import TEXT
+
+LAYOUT_FILE = f"{TEXT}.parquet"
 
 MAX_SHARD_VIDEOS = 4096
 MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more has a shard of its own
@@ -19,7 +21,7 @@ MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more has a shard of it
 
 def text_layout_path(data_dir: Path) -> Path:
     """Where the layout lies."""
-    return data_dir / LAYOUT_FOLDER / TEXT_LAYOUT_FILE
+    return data_dir / LAYOUT_FOLDER / LAYOUT_FILE
 
 
 def extend_text_layout(
@@ -28,7 +30,7 @@ def extend_text_layout(
     """Assigns every video with captions that has no shard yet; new videos go into new shards, split by split.
 
     Args:
-        layout: schema prep.layout.LAYOUT.
+        layout: schema prep.core.layout.LAYOUT.
         video_ids: of the videos, in manifest order.
         splits: of the videos, same order.
         num_captions: of the videos, int.
@@ -59,7 +61,21 @@ def wanted_text_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows of `layout` whose video is in the manifest with captions and the same split, and the row of each video."""
-    return wanted_rows(layout, video_ids=video_ids, splits=splits, num_chunks=(num_captions > 0).astype(np.int64))
+    return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=(num_captions > 0).astype(np.int64))
+
+
+def text_layout_of_commits(data_dir: Path, *, video_ids: pa.Array) -> pa.Table:
+    """The layout (schema LAYOUT) of `text`, in which each video is a single span."""
+
+    def spans(index: pa.Table) -> list[SpanId]:
+        return [(video_id, 0) for video_id in index["video_id"].to_pylist()]
+
+    return layout_of_commits(
+        list(variants_of(data_dir, TEXT)),
+        video_ids,
+        spans=spans,
+        span_of_failure=lambda failure: (failure.video_id, 0),
+    )
 
 
 def _packed(num_captions: np.ndarray) -> np.ndarray:

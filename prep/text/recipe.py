@@ -6,14 +6,24 @@ makes no other embeddings.
 """
 
 import hashlib
-import json
 import re
+import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
+from prep.core.column import recipe_fingerprint
 
+SAFETENSORS = ".safetensors"
+_PIECE_BYTES = 1 << 24
+_MAX_HEADER_BYTES = 100 << 20
+TEXT = "text"
+MEMBER = "text.npy"
+BANK_FOLDER = "bank"  # of a variant: embeddings that are made but not in their shard yet
+BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
 TEXT_RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
 TINY = "tiny"
 DTYPE = "float16"
@@ -64,8 +74,7 @@ class ResolvedTextRecipe:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the canonical JSON of `as_dict`."""
-        canonical = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return recipe_fingerprint(self.as_dict())
 
     @property
     def variant(self) -> str:
@@ -75,7 +84,7 @@ class ResolvedTextRecipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"schema": TEXT_RECIPE_SCHEMA, "column": "text", **asdict(self)}
+        return {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **asdict(self)}
 
 
 def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
@@ -85,7 +94,6 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
         UserError: there is no such model, tag or file, or the file is of another model.
     """
     from prep.text import tower
-    from prep.text.weights import file_sha256
 
     if recipe.clip == TINY:
         return ResolvedTextRecipe(clip=TINY, clip_sha256=tower.TINY_SHA256, width=tower.TINY_WIDTH)
@@ -98,16 +106,48 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
     )
 
 
-def text_recipe_from_dict(stored: dict[str, Any]) -> ResolvedTextRecipe:
+def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
     """The recipe in a variant's recipe.json, as written by `ResolvedTextRecipe.as_dict`.
 
     Raises:
         UserError: it was written by another version of the recipe's schema.
     """
-    if stored.get("schema") != TEXT_RECIPE_SCHEMA or stored.get("column") != "text":
+    if stored.get("schema") != TEXT_RECIPE_SCHEMA or stored.get("column") != TEXT:
         raise UserError(
             f"the recipe has schema {stored.get('schema')!r} of column {stored.get('column')!r}, "
             f"this version writes {TEXT_RECIPE_SCHEMA} of 'text'",
             hint="run `prep text` with the tower that you want; it makes a new variant",
         )
     return ResolvedTextRecipe(**{field.name: stored[field.name] for field in fields(ResolvedTextRecipe)})
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a safetensors file by their names, from its header.
+
+    Raises:
+        UserError: it is no such file, or it ends before its tensors do.
+    """
+    try:
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise ValueError("it has no header")
+            header = parse_json(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if path.stat().st_size < end:
+            raise ValueError(f"it has {path.stat().st_size} bytes of {end}")
+        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UserError(
+            f"{path} is no safetensors file: {error}", hint="download it again, or give another file"
+        ) from None

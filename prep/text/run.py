@@ -1,26 +1,34 @@
 """Carrying a plan of `text` out: every distinct text through the tower once, then shards from the bank.
 
-What is known lies in commits and bank, so the run can be killed at any moment. The next one takes over what both hold.
+First the bank is filled: what committed shards of the variant hold is copied, the rest goes through the tower, each
+text once, so that every text of the shards with work has its embedding there, or a reason why not. What is known lies
+in commits and bank, so the run can be killed at any moment. The next one takes over what both hold.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
-from prep.data_folder import TEXT
-from prep.engines import Check, Engine, Outcome, R, T
-from prep.layout import write_layout
-from prep.plan import ShardPlan
-from prep.run import Job, execute, make_variant, with_work
-from prep.text.bank import BANK_FOLDER, Bank
-from prep.text.blocks import TowerUse
+from prep.core.failures import FailureCode
+from prep.core.layout import write_layout
+from prep.core.plan import ShardPlan, with_work
+from prep.core.progress import tell_refused
+from prep.core.run import Job, execute, make_variant
+from prep.engines import Check, Engine, Outcome, R, Refused, T
+from prep.engines.admission import worker_ticket
+from prep.text.bank import Bank, take_over
+from prep.text.blocks import BlockResult, TowerUse, blocks_of, encode_block
 from prep.text.captions import CaptionReader
-from prep.text.filling import fill, needed
+from prep.text.column import COLUMN
+from prep.text.digests import DigestSet, digests_of
 from prep.text.layout import text_layout_path
-from prep.text.planning import TextPlan
-from prep.text.shard_task import ShardMaker, TextShardTask
-from prep.text.summary import TextSummary
+from prep.text.plan import TextPlan
+from prep.text.recipe import BANK_FOLDER
+from prep.text.report import TextSummary
+from prep.text.worker import ShardMaker, TextShardTask
 
 
 def run_text(
@@ -83,7 +91,7 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         return TextShardTask(shard.shard_id, shard.split, shard.plan_fingerprint, video_ids(shard))
 
     return Job(
-        column=TEXT,
+        column=COLUMN,
         data_dir=plan.data_dir,
         variant_dir=plan.variant_dir,
         recipe=plan.recipe.as_dict(),
@@ -94,3 +102,101 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
         failed_before=[],
         chunk_s=None,
     )
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What the shards with work need.
+
+    Attributes:
+        video_ids: of the videos in these shards.
+        digests: of their texts, ascending, each once.
+        row_groups: of the table of captions, for each shard those with captions of it.
+    """
+
+    video_ids: pa.Array
+    digests: np.ndarray
+    row_groups: dict[int, list[int]]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What became of the texts.
+
+    Attributes:
+        num_encoded: that went through the tower.
+        num_cut: of these, longer than its context.
+        not_finite: digests of those that have no embedding.
+        trouble: why the bank lacks others, or None when it has them all.
+        refused: places of workers that got no work.
+    """
+
+    num_encoded: int
+    num_cut: int
+    not_finite: frozenset[bytes]
+    trouble: tuple[FailureCode, str] | None
+    refused: tuple[Refused, ...] = ()
+
+
+def needed(plan: TextPlan, reader: CaptionReader) -> Needed:
+    """Reads the captions of the shards with work once, for their digests and their places."""
+    work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
+    video_ids = pa.concat_arrays([plan.video_ids[:0], *(_ids(plan, shard) for shard in work)])
+    if not work:
+        return Needed(video_ids, DigestSet().ordered(), {})
+    shard_ids = np.repeat([shard.shard_id for shard in work], [len(shard.rows) for shard in work])
+    digests = DigestSet()
+    row_groups: dict[int, list[int]] = {}
+    for piece in reader.pieces(video_ids):
+        digests.add(np.unique(digests_of(piece.texts.to_pylist())))
+        for shard_id in np.unique(shard_ids[piece.videos]).tolist():
+            row_groups.setdefault(shard_id, []).append(piece.row_group)
+    return Needed(video_ids, digests.ordered(), row_groups)
+
+
+def fill(
+    bank: Bank,
+    need: Needed,
+    *,
+    plan: TextPlan,
+    reader: CaptionReader,
+    tower: TowerUse,
+    engine: Engine,
+    on_encoded: Callable[[int, int], None],
+) -> Filled:
+    """Brings what is needed into the bank."""
+    num_encoded = num_cut = 0
+    not_finite: set[bytes] = set()
+    trouble: tuple[FailureCode, str] | None = None
+    missing = _missing(bank, need)
+    if len(missing) and take_over(plan.variant_dir, missing=missing, bank_dir=bank.folder, width=plan.recipe.width):
+        bank.look_again()
+        missing = _missing(bank, need)
+    if not len(missing):
+        return Filled(0, 0, frozenset(), None)
+    blocks = blocks_of(reader, need.video_ids, missing=missing, bank_dir=bank.folder, tower=tower)
+    refused: list[Refused] = []
+    with worker_ticket(plan.variant_dir, package=COLUMN.package) as ticket:
+        for outcome in engine.run(encode_block, blocks, check=ticket):
+            if isinstance(outcome, Refused):
+                refused.append(outcome)
+                tell_refused(outcome)
+            elif outcome is not None:
+                result = outcome.result or BlockResult(stopped=(FailureCode.WORKER_LOST, outcome.lost or ""))
+                num_encoded += result.num_encoded
+                num_cut += result.num_cut
+                not_finite.update(result.not_finite)
+                trouble = result.stopped or trouble
+                if trouble is not None and trouble[0] == FailureCode.DISK_FULL:
+                    break
+            on_encoded(num_encoded, len(missing))
+    bank.look_again()
+    return Filled(num_encoded, num_cut, frozenset(not_finite), trouble, tuple(refused))
+
+
+def _missing(bank: Bank, need: Needed) -> np.ndarray:
+    return np.asarray(need.digests[~bank.has(need.digests)])
+
+
+def _ids(plan: TextPlan, shard: ShardPlan) -> pa.Array:
+    return plan.video_ids[shard.rows.start : shard.rows.stop]

@@ -1,4 +1,4 @@
-"""The one door to open_clip and to the text towers of its models: which weights, and captions to embeddings.
+"""The one interface to open_clip and to the text towers of its models: which weights, and captions to embeddings.
 
 Every text is computed in a batch of a fixed size, at a length that depends on the text alone. So its embedding is the
 same bits whatever texts it meets in a batch, and however often a run was interrupted.
@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from manifests.errors import UserError
-from prep.text.recipe import TINY, TextRecipe
+from prep.text.recipe import SAFETENSORS, TINY, TextRecipe, file_sha256, safetensors_shapes
 from prep.text.tokens import tokens_of
-from prep.text.weights import SAFETENSORS, file_sha256, safetensors_shapes
 
 TINY_WIDTH = 256  # of an embedding: a row is 512 bytes
 _TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.errors import UserError
-from prep.ffmpeg import find_ffmpeg
+from prep.video.ffmpeg import find_ffmpeg
 from scripts.gpu_kit.wheels import download
 
 # BSD-3-Clause. Its clips: a street (10 s), Big Buck Bunny (5 s; Blender Foundation, CC BY 3.0), a man in a car (4 s).

@@ -11,16 +11,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from prep.data_folder import LATENTS, TEXT, VIDEO, writing
+from prep.core.data_folder import VIDEO, writing
+from prep.core.run import execute
 from prep.engines import Check, Outcome, R, T
-from prep.latents.job import latents_job
-from prep.latents.plan import make_latents_plan
+from prep.latents.plan import latents_job, make_latents_plan
+from prep.latents.recipe import LatentsSettings
 from prep.latents.recipe import resolve as resolve_latents
-from prep.latents.settings import LatentsSettings
 from prep.latents.vae import Device, Precision
-from prep.run import execute
 from prep.text.blocks import TowerUse
-from prep.text.planning import make_text_plan
+from prep.text.plan import make_text_plan
 from prep.text.recipe import TextRecipe
 from prep.text.recipe import resolve as resolve_text
 from prep.text.run import run_text
@@ -32,6 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 # Relative error in norm of float16 numbers that were computed in each precision; the columns store float16 (2^-11).
 BOUNDS: dict[Precision, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 6e-2}
 SIZE_PX, RESIZED_PX = 64, 48
+LATENTS, TEXT = "latents", "text"
 Record = Callable[[str, object], None]
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from manifests.store import read_captions, read_rejected, read_videos
-from prep.layout import read_layout
-from prep.text.bank import BANK_FOLDER
+from prep.core.layout import read_layout
+from prep.text.bank import take_over
 from prep.text.digests import DIGESTS, from_arrow
-from prep.text.taking_over import take_over
+from prep.text.recipe import BANK_FOLDER
 from shards.dataset import current_variant
 from shards.reader import Variant
 from tests.prep.running import contents

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _IMPORTED = (
-    *("prep.cli", "prep.engines.processes", "prep.latents.shard_task", "prep.latents.vae", "prep.shard_task"),
-    *("prep.latents.job", "prep.latents.plan", "prep.text.run", "prep.text.tower", "prep.text.planning"),
-    *("prep.plan", "prep.garbage", "prep.status", "prep.verify", "prep.deep_check", "prep.synthetic.make"),
+    *("prep.cli", "prep.engines.processes", "prep.latents.worker", "prep.latents.vae", "prep.video.worker"),
+    *("prep.latents.plan", "prep.text.run", "prep.text.tower", "prep.text.plan"),
+    *("prep.video.planning", "prep.video.report", "prep.video.check", "prep.latents.sample", "prep.text.check"),
+    *("prep.core.run", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.texts", "prep.synthetic.make"),
+    *("manifests.adapters.folder", "manifests.store"),
     *("train.cli", "train.commands", "train.loop", "train.report", "torch.distributed.checkpoint"),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip", "torch.utils.flop_counter"),
 )

@@ -18,10 +18,10 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from prep.failures import FailureCode
-from prep.ffmpeg import find_ffmpeg
-from prep.packets import read_chunk
+from prep.core.failures import FailureCode
 from prep.synthetic.frame_numbers import write_frame_number_video
+from prep.video.ffmpeg import find_ffmpeg
+from prep.video.packets import read_chunk
 from shards.reader import Variant
 from tests.prep.numbered import frame_numbers
 from tests.torture import bases

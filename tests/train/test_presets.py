@@ -9,7 +9,7 @@ import pytest
 
 from manifests.errors import run_command
 from manifests.store import read_captions, read_videos
-from prep.manifest_commands import app
+from prep.commands.manifest import app
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import Train, train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard

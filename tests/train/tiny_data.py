@@ -14,8 +14,8 @@ from av.video.stream import VideoStream
 
 from manifests.keys import chunk_key
 from manifests.store import write_manifest
-from prep.packets import read_chunk
 from prep.synthetic.frame_code import draw_frame_number
+from prep.video.packets import read_chunk
 from shards.commits import Commit, write_commit
 from shards.dataset import set_current_variant
 from shards.format import VIDEO_FIELDS

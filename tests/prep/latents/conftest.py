@@ -8,13 +8,12 @@ import diffusers
 import pytest
 import torch
 
-from prep.data_folder import LATENTS, VIDEO, writing
+from prep.core.column import VIDEO
+from prep.core.data_folder import writing
+from prep.core.run import Summary, execute
 from prep.engines import Check, Outcome, R, T
-from prep.latents.job import latents_job
-from prep.latents.plan import make_latents_plan
-from prep.latents.recipe import resolve
-from prep.latents.settings import LatentsSettings
-from prep.run import Summary, execute
+from prep.latents.plan import latents_job, make_latents_plan
+from prep.latents.recipe import LATENTS, LatentsSettings, resolve
 from shards.dataset import current_variant
 
 AutoencoderKL: Any = diffusers.AutoencoderKL  # its types say nothing of its methods

@@ -9,9 +9,9 @@ import av
 import numpy as np
 import pytest
 
-from prep.failures import FailureCode, SourceFailure
+from prep.core.failures import FailureCode, SourceFailure
 from prep.latents.frames import decode_frames, frames_on_screen
-from prep.packets import read_chunk
+from prep.video.packets import read_chunk
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
 

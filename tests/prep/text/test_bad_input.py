@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from prep.core.failures import FailureCode
+from prep.core.plan import ShardState
 from prep.engines import Check, Outcome, R, T
-from prep.failures import FailureCode
-from prep.plan import ShardState
 from prep.text.blocks import Block, TowerUse
-from prep.text.planning import make_text_plan
+from prep.text.plan import make_text_plan
 from prep.text.recipe import ResolvedTextRecipe, TextRecipe, resolve, text_recipe_from_dict
 from prep.text.run import run_text
 from shards.commits import read_commits

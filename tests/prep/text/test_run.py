@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prep.plan import ShardState
-from prep.text.bank import BANK_FOLDER
+from prep.core.plan import ShardState
 from prep.text.digests import text_digest
+from prep.text.recipe import BANK_FOLDER
 from shards.commits import read_commits
 from shards.dataset import current_variant, set_current_variant
 from shards.format import BLOCK_BYTES
@@ -262,7 +262,7 @@ def test_captions_over_many_row_groups_and_shards_find_their_rows(data: Path, mo
 
 
 def test_the_layout_limits_videos_and_captions_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prep.layout import LAYOUT
+    from prep.core.layout import LAYOUT
     from prep.text.layout import extend_text_layout
 
     monkeypatch.setattr("prep.text.layout.MAX_SHARD_VIDEOS", 2)

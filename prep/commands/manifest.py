@@ -1,0 +1,312 @@
+"""`prep manifest KIND`: what is wanted. Each command reads one kind of data set into the manifest.
+
+`ADAPTERS` lists the kinds: a row says where the reader is, what it takes, and the help. A new kind of data set is a
+reader in `manifests/adapters/` and a row here.
+"""
+
+import importlib
+import json as json_module
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from manifests.errors import FailedWork, UserError
+from prep.core.make import Data
+
+if TYPE_CHECKING:
+    from manifests.adapters.reading import Reading
+
+Dataset = Annotated[str | None, Parameter(name="--dataset", help="Name of the data set; by default its kind.")]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the summary as JSON.")]
+Annotations = Annotated[
+    list[Path], Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files.")
+]
+app = App(name="manifest", help="Write down which videos and captions are wanted.")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A kind of data set.
+
+    Attributes:
+        kind: name of the command, and of the data set where no other one is given.
+        reader: `module:function` of its reader in `manifests.adapters`.
+        takes: a folder of videos and one table of captions, or annotation files; or lists of clips.
+        text: help of the command and its parameters.
+    """
+
+    kind: str
+    reader: str
+    takes: Literal["captions", "annotations", "lists"]
+    text: str
+
+    def read(self, *arguments: Any, **options: Any) -> "Reading":
+        """Calls the reader."""
+        module, _, function = self.reader.partition(":")
+        found: Reading = getattr(importlib.import_module(f"manifests.adapters.{module}"), function)(
+            *arguments, **options
+        )
+        return found
+
+
+ADAPTERS = (
+    Adapter(
+        "folder",
+        "folder:read_folder",
+        "captions",
+        """Every video file under a folder, with an optional table of captions.
+
+        The table has the columns video and text, and optionally begin_s, end_s, source and split. Nothing is written if
+        none of its rows can be used.
+
+        Example: prep manifest folder VIDEOS --captions captions.csv
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos.
+        """,
+    ),
+    Adapter(
+        "vatex",
+        "vatex:read_vatex",
+        "annotations",
+        """VATEX: clips with ten captions each.
+
+        Example: prep manifest vatex VIDEOS --annotations vatex_training_v1.0.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, <videoID>.mp4 or another ending.
+        """,
+    ),
+    Adapter(
+        "ego4d",
+        "ego4d:read_ego4d",
+        "annotations",
+        """Ego4D narrations: narration.json, or the pickled lists of AVION and LaViLa.
+
+        Narrations of narration.json get intervals by EgoVLP's rule. Pickles may hold plain containers only.
+
+        Example: prep manifest ego4d VIDEOS --annotations narration.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, <video_uid>.mp4.
+        """,
+    ),
+    Adapter(
+        "epic-kitchens",
+        "epic_kitchens:read_epic_kitchens",
+        "annotations",
+        """EPIC-KITCHENS-100: narrated actions with verb and noun classes.
+
+        Example: prep manifest epic-kitchens VIDEOS --annotations EPIC_100_train.csv EPIC_100_validation.csv
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, <video_id>.MP4 at any depth.
+        """,
+    ),
+    Adapter(
+        "kinetics",
+        "kinetics:read_kinetics",
+        "lists",
+        """Kinetics, or lists of clips and their classes.
+
+        Example: prep manifest kinetics train.csv val.csv --videos VIDEOS
+
+        Parameters
+        ----------
+        lists
+            CSVs with the columns label, youtube_id, time_start, time_end, split; or lists whose lines are
+            `path label`, `path num_frames label` (AVION) or `path 0 -1` (VideoMAE V2, no label).
+        """,
+    ),
+)
+
+
+def _with_captions(adapter: Adapter) -> Callable[..., None]:
+    def command(
+        directory: Path,
+        *,
+        captions: Annotated[Path | None, Parameter(help="Table of captions, .csv or .jsonl.")] = None,
+        data: Data = Path("data"),
+        dataset: Dataset = None,
+        json: Json = False,
+    ) -> None:
+        name = dataset or adapter.kind
+
+        def read() -> "Reading":
+            from manifests.store import known_files
+
+            return adapter.read(directory, captions=captions, dataset=name, skip=data, known=known_files(data, name))
+
+        _write(read, data=data, videos=directory, dataset=name, as_json=json)
+
+    return command
+
+
+def _with_annotations(adapter: Adapter) -> Callable[..., None]:
+    def command(
+        directory: Path,
+        *,
+        annotations: Annotations,
+        data: Data = Path("data"),
+        dataset: Dataset = None,
+        json: Json = False,
+    ) -> None:
+        name = dataset or adapter.kind
+        _write(
+            lambda: adapter.read(directory, annotations=annotations, dataset=name, skip=data),
+            data=data,
+            videos=directory,
+            dataset=name,
+            as_json=json,
+        )
+
+    return command
+
+
+def _with_lists(adapter: Adapter) -> Callable[..., None]:
+    def command(
+        lists: Annotated[list[Path], Parameter(negative="")],
+        /,
+        *,
+        videos: Annotated[
+            Path | None, Parameter(help="Folder of the videos; by default that of the first list.")
+        ] = None,
+        data: Data = Path("data"),
+        dataset: Dataset = None,
+        json: Json = False,
+    ) -> None:
+        name = dataset or adapter.kind
+        _write(
+            lambda: adapter.read(lists, videos=videos, dataset=name, skip=data),
+            data=data,
+            videos=lists[0].parent if videos is None else videos,
+            dataset=name,
+            as_json=json,
+        )
+
+    return command
+
+
+_COMMANDS = {"captions": _with_captions, "annotations": _with_annotations, "lists": _with_lists}
+for _adapter in ADAPTERS:
+    _command = _COMMANDS[_adapter.takes](_adapter)
+    _command.__doc__ = _adapter.text
+    app.command(_command, name=_adapter.kind)
+
+
+@app.command
+def synthetic(
+    *,
+    videos: Annotated[int, Parameter(help="How many videos; every fifth is in val.")] = 24,
+    minutes: Annotated[float, Parameter(help="Length of each.")] = 1.0,
+    seed: Annotated[int, Parameter(help="Another seed shows other scenes.")] = 0,
+    mode: Annotated[
+        Literal["shapes", "frame-numbers"],
+        Parameter(help="Moving shapes that the captions describe, or frame numbers that a program can read."),
+    ] = "shapes",
+    out: Annotated[Path | None, Parameter(help="Folder of the videos; by default DATA/synthetic.")] = None,
+    data: Data = Path("data"),
+    dataset: Dataset = None,
+    json: Json = False,
+) -> None:
+    """Make videos to try things on.
+
+    Example: prep manifest synthetic --videos 24 --minutes 1
+    """
+    from prep.synthetic.make import Mode, make_synthetic
+
+    if videos < 1:
+        raise UserError(f"--videos is {videos}", hint="give 1 or more")
+    if not 0 < minutes <= 600:
+        raise UserError(f"--minutes is {minutes}", hint="give more than 0 and at most 600")
+    name = dataset or "synthetic"
+    directory = data / "synthetic" if out is None else out
+
+    def make() -> "Reading":
+        reading = make_synthetic(
+            directory,
+            num_videos=videos,
+            minutes=minutes,
+            seed=seed,
+            mode=Mode(mode),
+            dataset=name,
+            on_video=lambda num_done: _progress(f"made {num_done} of {videos} videos"),
+        )
+        _progress("")
+        return reading
+
+    _write(make, data=data, videos=directory, dataset=name, as_json=json)
+
+
+def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
+    from manifests.adapters.reading import encodable
+    from manifests.errors import DISK_ERRORS
+    from manifests.place import check_data_dir
+    from manifests.quoting import quoted
+    from manifests.store import read_rejected, write_manifest
+    from prep.commands import manifest_text
+    from prep.core.data_folder import writing
+    from prep.core.failure_list import first_rejected
+
+    check_data_dir(data, videos=videos)
+    _check_existing(data)
+    if not encodable(dataset):
+        raise UserError(f"--dataset is {quoted(dataset)}, which is not Unicode", hint="give another name")
+    reading = read()
+    if not reading.videos.num_rows:
+        message, hint = manifest_text.no_video_text(reading, dataset)
+        raise UserError(message, hint=hint)
+    if manifest_text.unused_files(reading):
+        # Written, it would take the place of captions that are there; their ids would never come back.
+        raise FailedWork(manifest_text.unused_text(reading))
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise
+        why = error.strerror or str(error)
+        raise UserError(f"cannot make the data folder {data}: {why}", hint="give another one with --data") from error
+    with writing(data):
+        written = write_manifest(
+            data,
+            dataset,
+            reading.videos,
+            reading.captions,
+            reading.rejected,
+            num_captions_lost=reading.num_captions_lost,
+        )
+        few = first_rejected(manifest_text.rejected_of(read_rejected(data), dataset)) if written.num_rejected else []
+    if as_json:
+        print(json_module.dumps(manifest_text.written_values(written, few=few), indent=1, sort_keys=True))
+    else:
+        print(manifest_text.written_text(written, few=few))
+
+
+def _check_existing(data: Path) -> None:
+    """Complains about a manifest of another format before the work rather than after it."""
+    from manifests.store import read_manifest
+    from manifests.table_files import DamagedManifest
+
+    if (data / "manifest" / "manifest.json").exists():
+        with suppress(DamagedManifest):  # the write repairs it, or says why it cannot
+            read_manifest(data)
+
+
+def _progress(text: str) -> None:
+    """Shows a line that the next one replaces; nothing when standard error is no terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

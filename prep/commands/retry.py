@@ -1,0 +1,57 @@
+"""`prep retry`: what failed in one column, once more."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers
+from prep.registry import column_named, column_names
+
+if TYPE_CHECKING:
+    AnyColumn = str
+else:
+    AnyColumn = Literal[column_names()]
+ColumnOfFailures = Annotated[AnyColumn, Parameter(help="Column whose failures are meant.")]
+
+
+def retry(
+    *,
+    column: ColumnOfFailures = "video",
+    only: Annotated[
+        list[str] | None, Parameter(help="Codes to try again, as `prep status` shows them.", negative="")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        Parameter(help="Folder or file of the model's weights, where they are local: recipes have no paths."),
+    ] = None,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: Workers = None,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Try again what failed in the current variant of a column, for example after mending a source.
+
+    Example: prep retry --only timeout
+    """
+    from prep.core.data_folder import require_data_folder
+    from prep.core.failures import FailureCode
+    from shards.reader import Variant
+
+    codes = frozenset(only or FailureCode)
+    if unknown := sorted(codes - set(FailureCode)):
+        raise UserError(f"unknown failure code: {', '.join(unknown)}", hint=f"codes are {', '.join(FailureCode)}")
+    stored = Variant.open(require_data_folder(data), column=column).recipe
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        max_failures=max_failures,
+        json=json,
+        retry_codes=codes,
+    )
+    column_named(column).retry(stored, weights, request)

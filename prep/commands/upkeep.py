@@ -1,0 +1,178 @@
+"""`prep status`, `verify`, `inspect` and `gc`: looking after a shard set."""
+
+import json as json_module
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import FailedWork, UserError
+from prep.core.column import VIDEO
+from prep.core.make import Data, Json
+from prep.registry import column_named, column_names, columns
+
+VariantName = Annotated[
+    str | None, Parameter(name="--variant", help="Variant to look at, as `prep status` names it; else the current one.")
+]
+if TYPE_CHECKING:
+    AnyColumn = str
+else:
+    AnyColumn = Literal[column_names()]
+ColumnName = Annotated[AnyColumn | None, Parameter(name="--column", help="Column to look at; else all there are.")]
+_MAX_FINDINGS = 200
+
+
+def status(*, data: Data = Path("data"), json: Json = False) -> None:
+    """Say what is there, what failed, how far a running `prep chunk` is, and what to do next.
+
+    Example: prep status
+    """
+    from prep.core.data_folder import require_data_folder
+    from prep.upkeep.status import read_status
+    from prep.upkeep.status_text import repair_command, status_text
+
+    found = read_status(require_data_folder(data))
+    print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
+    if found.num_problems:
+        count = f"{found.num_problems} shards are" if found.num_problems > 1 else "1 shard is"
+        raise FailedWork(f"{count} missing or damaged; made again by: {repair_command(found)}")
+
+
+def verify(
+    *,
+    column: ColumnName = None,
+    deep: Annotated[bool, Parameter(help="Also decode every frame, and load every array.", negative="")] = False,
+    variant: VariantName = None,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Read every byte of every shard and every record, and compare it with its checksum.
+
+    Example: prep verify --deep
+    """
+    from prep.core.data_folder import require_data_folder
+    from prep.core.progress import CountProgress
+    from prep.upkeep.records import check_folder_records, check_variant_records
+    from prep.upkeep.texts import failure_text, records_text, repairs_text, verified_text
+    from prep.upkeep.verify import verify_variant
+    from shards.dataset import DamagedDataset, current_variant
+    from shards.reader import Variant
+
+    data_dir = require_data_folder(data)
+    records = check_folder_records(data_dir)
+    if column is not None or variant is not None:
+        looked_at = [column_named(column or VIDEO)]
+    else:
+        try:
+            looked_at = [known for known in columns() if current_variant(data_dir, known.name) is not None]
+        except DamagedDataset:
+            looked_at = []  # among the records
+        if not looked_at and not records:
+            looked_at = [column_named(VIDEO)]
+    opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in looked_at}
+    for known in looked_at:
+        records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
+    found = {
+        known.name: verify_variant(
+            opened[known.name],
+            column=known,
+            deep=deep,
+            num_workers=len(os.sched_getaffinity(0)),
+            on_shard=CountProgress(f"reading shards of {known.name}"),
+            on_deep_shard=CountProgress(f"looking into shards of {known.name}"),
+        )
+        for known in looked_at
+    }
+    if json:
+        values = {name: asdict(verified) for name, verified in found.items()}
+        print(json_module.dumps({**values, "records": [asdict(record) for record in records]}, indent=1))
+    else:
+        for line in records_text(records):
+            print(line)
+        for known in looked_at:
+            print(verified_text(found[known.name], column=known, max_findings=_MAX_FINDINGS))
+    damaged = [known for known in looked_at if found[known.name].num_problems]
+    if damaged or records:
+        texts = [failure_text(found[of.name], opened[of.name], column=of, data_dir=data_dir) for of in damaged]
+        raise FailedWork("\n".join([*repairs_text(records), *texts]))
+
+
+def inspect(
+    key: str | None = None,
+    *,
+    html: Annotated[Path | None, Parameter(help="Write a contact sheet of the set into this file.")] = None,
+    column: Annotated[AnyColumn, Parameter(name="--column", help="Column to look at.")] = VIDEO,
+    variant: VariantName = None,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Show the shards of the set, or one chunk, or write a page with pictures of chunks.
+
+    Example: prep inspect --html sheet.html
+
+    Parameters
+    ----------
+    key
+        Key of a chunk, such as bikes_000015000.
+    """
+    from prep.core.data_folder import require_data_folder
+    from prep.core.report import show
+    from prep.upkeep.inspection import sample_report, set_report
+    from shards.reader import Variant
+
+    data_dir, known = require_data_folder(data), column_named(column)
+    opened = Variant.open(data_dir, column=column, variant=variant)
+    if html is not None:
+        from prep.core.progress import CountProgress
+
+        if key is not None:
+            raise UserError(f"--html shows the set, not one chunk ({key})", hint="leave out the key, or --html")
+        if known.write_page is None:
+            raise UserError(f"there is no page of {column}", hint="leave out --html, or --column")
+        num_chunks = known.write_page(html, opened, CountProgress("decoding chunks"))
+        page = {"html": os.fspath(html), "num_chunks": num_chunks}
+        print(json_module.dumps(page, indent=1) if json else f"{html}: {num_chunks} chunks")
+        return
+    if key is None:
+        show(set_report(opened, column=known), json=json)
+    else:
+        show(sample_report(opened, key, column=known, data_dir=data_dir), json=json)
+
+
+def gc(
+    *,
+    dry_run: Annotated[bool, Parameter(help="Only say what would be removed.", negative="")] = False,
+    data: Data = Path("data"),
+    json: Json = False,
+) -> None:
+    """Remove variants that are not current, shards that no commit names, and what killed commands left.
+
+    Nothing else is touched, and nothing is removed while the current variant is not whole.
+
+    Example: prep gc --dry-run
+    """
+    from contextlib import ExitStack
+
+    from manifests.publish import folder_lock
+    from prep.core.data_folder import holding, require_data_folder
+    from prep.upkeep.garbage import find_garbage, remove
+    from prep.upkeep.texts import garbage_text, garbage_values
+
+    data_dir = require_data_folder(data)
+    with ExitStack() as held:
+        for column in columns():
+            held.enter_context(holding(data_dir, column=column.name))
+        held.enter_context(folder_lock(data_dir))
+        garbage = find_garbage(data_dir)
+        removed = None if dry_run else remove(garbage)
+    if json:
+        print(json_module.dumps(garbage_values(garbage, removed), indent=1))
+    else:
+        print(garbage_text(garbage, removed, data_dir=data_dir))
+    if removed is not None and removed.failed:
+        path, why = removed.failed[0]
+        raise FailedWork(f"{len(removed.failed)} files could not be removed; the first: {path}: {why}")
+    sys.stdout.flush()

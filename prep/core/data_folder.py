@@ -1,0 +1,134 @@
+"""The data folder that a command works in: where its parts lie, and that one command at a time writes a column."""
+
+import fcntl
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from manifests.errors import UserError
+from manifests.publish import folder_lock, naming, remove_temporaries, target_of
+from manifests.store import manifest_dir
+from prep.core.column import VIDEO
+from prep.core.heartbeat import RUNNING_FOLDER
+from prep.core.layout import LAYOUT_FOLDER, owner_of_layout
+from shards.dataset import list_variants, variant_dir
+from shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE
+
+PROBES_FILE = "probes.parquet"
+ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE})  # every command writes them, under the lock of the folder itself
+RUNNING_FILE = re.compile(r"\d{6,}\.json")
+
+
+def require_data_folder(data_dir: Path) -> Path:
+    """The absolute path of an existing data folder.
+
+    Raises:
+        UserError: it does not exist, or is not a folder.
+    """
+    if not data_dir.exists():
+        raise UserError(
+            f"there is no data folder {data_dir}",
+            hint=f"make one: prep manifest folder VIDEOS --data {shlex.quote(str(data_dir))}",
+        )
+    if not data_dir.is_dir():
+        raise UserError(f"{data_dir} is not a folder", hint="give the folder that `prep manifest` wrote to as --data")
+    return data_dir.resolve()
+
+
+@contextmanager
+def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
+    """Holds one column for one writing command, after removing what killed commands left there.
+
+    Raises:
+        UserError: as `holding`.
+        OSError: what was left cannot be removed.
+    """
+    with holding(data_dir, column=column):
+        remove_left_behind(data_dir, column=column)
+        yield
+
+
+@contextmanager
+def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
+    """Holds one column; the kernel lets go when the process ends, however it ends.
+
+    Other columns can be written meanwhile. Who holds a column holds its layouts too, and who holds `video` the
+    manifest.
+
+    Raises:
+        UserError: another command holds it, or it cannot be written to.
+    """
+    path = data_dir / (".lock" if column == VIDEO else f".{column}.lock")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"{data_dir} cannot be written to: {error.strerror}", hint="make it writable, or give another --data"
+        ) from None
+    try:
+        with naming(path):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown"
+                raise UserError(
+                    f"another command is writing to {data_dir} ({holder})",
+                    hint=f"it holds the column {column}: wait for it to end, or stop it",
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        yield
+        with naming(path):
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def remove_left_behind(data_dir: Path, *, column: str) -> None:
+    """Removes the temporary files of killed commands that wrote `column`; call it only while `holding` it.
+
+    Temporary files of other columns stay: their commands may be at work.
+    """
+    with folder_lock(data_dir):
+        remove_temporaries(data_dir, of=ROOT_FILES.__contains__)
+    layouts = data_dir / LAYOUT_FOLDER
+    remove_temporaries(layouts, of=lambda target: owner_of_layout(layouts / target) == column)
+    if column == VIDEO:
+        remove_temporaries(manifest_dir(data_dir))
+    for folder in half_made_variants(data_dir, column):
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    for name in list_variants(data_dir, column):
+        folder = variant_dir(data_dir, column, name)
+        if (folder / RECIPE_FILE).is_file():  # else it is somebody's
+            remove_variant_temporaries(folder)
+
+
+def remove_variant_temporaries(folder: Path) -> None:
+    """Removes what killed or lost writers left in a variant's folder; call it only while `holding` its column."""
+    remove_temporaries(folder)
+    remove_temporaries(folder / COMMITS_FOLDER)
+    running = folder / RUNNING_FOLDER
+    if running.is_dir() and not running.is_symlink():
+        for path in running.iterdir():
+            if RUNNING_FILE.fullmatch(path.name) and path.is_file():
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # somebody has put something into it
+            running.rmdir()
+
+
+def half_made_variants(data_dir: Path, column: str) -> list[Path]:
+    """Folders of variants that a killed command was about to give their name, or to remove: a recipe at most."""
+    column_dir = data_dir / column
+    return [
+        path
+        for path in (sorted(column_dir.iterdir()) if column_dir.is_dir() else ())
+        if target_of(path.name) is not None
+        and path.is_dir()
+        and not path.is_symlink()
+        and all((target_of(entry.name) or entry.name) == RECIPE_FILE for entry in path.iterdir())
+    ]

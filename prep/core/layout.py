@@ -1,0 +1,166 @@
+"""Which part of which video lies in which shard. An assignment, once made, stands: adding videos never moves what is
+there.
+
+Layouts lie in `<data>/layout/`. Those of `video` are named after the length of its chunks and serve every recipe with
+that length, so that its variants have the same shards; another column that needs one has `<column>.parquet`. When such
+a file is damaged or gone, the layout is made anew from the commits: the shards themselves say what they hold. Spans of
+shards that were never committed get a place again when the layout is extended.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from prep.core.column import VIDEO, command_for
+from prep.core.table_file import as_array, read_table_file, write_table_file
+from shards.commits import Commit, Failure
+from shards.damage import Damaged
+from shards.dataset import list_variants, variant_dir
+from shards.format import COLUMNS, RECIPE_FILE
+from shards.index import open_index
+from shards.reader import Variant
+
+LAYOUT_FOLDER = "layout"
+SpanId = tuple[str, int]  # video id, number of the span in its video
+
+LAYOUT = pa.schema(
+    [
+        pa.field("shard_id", pa.int32(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("video_id", pa.string(), nullable=False),
+        pa.field("span_index", pa.int32(), nullable=False),
+    ]
+)
+
+
+def owner_of_layout(path: Path) -> str:
+    """The column that a layout belongs to: the one that it is named after, else `video`."""
+    name = path.name.partition(".")[0]
+    is_column = name in COLUMNS or any((path.parent.parent / name).glob(f"*/{RECIPE_FILE}"))
+    return name if is_column else VIDEO
+
+
+class DamagedLayout(UserError):
+    """The file of a layout is damaged."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        command = f"prep {command_for(owner_of_layout(path))}"
+        super().__init__(
+            f"the layout {path} is damaged: {why}",
+            hint=f"run `{command}` again with the settings of before: it makes the layout anew from the commits",
+        )
+
+
+def read_layout(path: Path) -> pa.Table:
+    """The layout at `path`, empty where there is none yet.
+
+    Raises:
+        DamagedLayout: the file is damaged.
+    """
+    try:
+        return read_table_file(path, schema=LAYOUT)
+    except FileNotFoundError:
+        return LAYOUT.empty_table()
+    except ValueError as error:
+        raise DamagedLayout(path, str(error)) from None
+
+
+def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.Table:
+    """The layout at `path`, or what `rebuild` finds in the commits where the file is damaged or missing."""
+    try:
+        if path.exists():
+            return read_layout(path)
+        layout, why = rebuild(), f"the layout {path} is missing"
+    except DamagedLayout as damage:
+        layout, why = rebuild(), str(damage)
+    if len(layout):
+        sys.stderr.write(f"{why}; taken from the commits instead\n")
+    return layout
+
+
+def write_layout(path: Path, layout: pa.Table) -> None:
+    """Publishes the layout, unless it is there already; done before any work that relies on it."""
+    try:
+        if path.exists() and read_layout(path).equals(layout):
+            return
+    except DamagedLayout:
+        pass  # replaced by the one that was rebuilt
+    path.parent.mkdir(exist_ok=True)
+    write_table_file(path, layout)
+
+
+def wanted_spans(
+    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_spans: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of `layout` whose span is wanted still, in layout order, and for each the row of its video.
+
+    A span is wanted while its video is in the manifest with the shard's split, and long enough to have it.
+
+    Args:
+        layout: schema LAYOUT.
+        video_ids: of the videos, in manifest order.
+        splits: of the videos, same order.
+        num_spans: of the videos, int64.
+    """
+    if not len(layout):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    found = pc.index_in(as_array(layout["video_id"]), value_set=video_ids)
+    video_rows = np.asarray(pc.fill_null(found, -1)).astype(np.int64)
+    known = video_rows >= 0
+    same_split = np.zeros(len(layout), bool)
+    same_split[known] = np.asarray(
+        pc.equal(as_array(layout["split"]).filter(pa.array(known)), splits.take(pa.array(video_rows[known])))
+    )
+    exists = np.zeros(len(layout), bool)
+    exists[known] = np.asarray(layout["span_index"])[known] < num_spans[video_rows[known]]
+    rows = np.flatnonzero(same_split & exists)
+    return rows, video_rows[rows]
+
+
+def variants_of(data_dir: Path, column: str) -> Iterator[Variant]:
+    """All variants of a column, opened."""
+    for name in list_variants(data_dir, column):
+        yield Variant(variant_dir(data_dir, column, name))
+
+
+def layout_of_commits(
+    variants: list[Variant],
+    video_ids: pa.Array,
+    *,
+    spans: Callable[[pa.Table], list[SpanId]],
+    span_of_failure: Callable[[Failure], SpanId | None],
+) -> pa.Table:
+    """The layout (schema LAYOUT) that the commits of some variants tell of.
+
+    Args:
+        video_ids: of the manifest, in its order.
+        spans: of a shard, from its index.
+        span_of_failure: the span that a failure of a commit is about, or None.
+    """
+    place = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
+    shards: dict[int, tuple[str, list[SpanId]]] = {}
+    for variant in variants:
+        for commit in variant.commits.values():
+            try:
+                there = _spans_of(variant.directory, commit, spans=spans)
+            except (Damaged, OSError):
+                continue  # made again, in a new shard
+            failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(there)
+            if failed:
+                # As the layout was made: in the order of the manifest.
+                there = sorted([*there, *failed], key=lambda span: (place.get(span[0], len(place)), span[1]))
+            if len(there) > len(shards.get(commit.shard_id, ("", []))[1]):
+                shards[commit.shard_id] = (commit.split, there)
+    rows = [(shard_id, split, *span) for shard_id, (split, of_shard) in sorted(shards.items()) for span in of_shard]
+    columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, LAYOUT, strict=True)]
+    return pa.table(arrays, schema=LAYOUT)
+
+
+def _spans_of(directory: Path, commit: Commit, *, spans: Callable[[pa.Table], list[SpanId]]) -> list[SpanId]:
+    return [] if commit.files is None else spans(open_index(directory / commit.files.index))

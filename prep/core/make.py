@@ -1,0 +1,141 @@
+"""Planning and making a column: what `prep chunk`, `prep latents`, `prep text` and `prep plan` have in common.
+
+The flags that they share are here, with what they come to: a `Request`.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import FailedWork, UserError
+from prep.core.column import ColumnSpec
+
+Data = Annotated[Path, Parameter(name="--data", env_var="CLIPMILL_DATA", help="Data folder.")]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
+EngineName = Annotated[
+    Literal["ray", "processes"], Parameter(help="ray (this machine or a cluster), or processes (this machine).")
+]
+Address = Annotated[
+    str | None, Parameter(help="Ray cluster to use, auto or host:port; by default one is started here.")
+]
+Workers = Annotated[int | None, Parameter(help="Shards made at a time; by default one a core.")]
+MaxFailures = Annotated[
+    str, Parameter(help="Videos that may fail before the exit status says so: a number, or a share such as 1%.")
+]
+ModelWorkers = Annotated[
+    int | None, Parameter(help="Copies of the model that work at a time; by default one a core, or one a GPU.")
+]
+NumGpus = Annotated[
+    float | None, Parameter(help="GPUs of a worker, such as 1 or 0.5; 0 for none. By default 1 where there are any.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a command is asked for beside the settings of its column.
+
+    Attributes:
+        num_gpus: of a worker; None where nothing was said.
+        batch: what a model gets at a time; None where nothing was said.
+        retry_codes: failures to try again though nothing changed.
+        only_variant: the variant that the settings must lead to, or None.
+    """
+
+    data: Path
+    engine: str = "ray"
+    address: str | None = None
+    workers: int | None = None
+    num_gpus: float | None = None
+    batch: int | None = None
+    max_failures: str = "0"
+    json: bool = False
+    retry_codes: frozenset[str] = frozenset()
+    only_variant: str | None = None
+
+    def check(self) -> None:
+        """Checks what the flags ask for.
+
+        Raises:
+            UserError: they ask for nothing, or contradict each other.
+        """
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"--workers {self.workers} makes nothing", hint="give 1 or more, or leave it out")
+        if self.num_gpus is not None and not 0 <= self.num_gpus < float("inf"):
+            raise UserError(
+                f"--num-gpus {self.num_gpus:g} is not a number of GPUs", hint="give 1, a share such as 0.5, or 0"
+            )
+        if self.address is not None and self.engine != "ray":
+            raise UserError(f"--address {self.address} needs Ray", hint="leave out --engine processes, or the address")
+
+    def require_variant(self, found: str, *, command: str) -> None:
+        """Checks that a recipe read from a variant leads back to it.
+
+        Raises:
+            UserError: the weights, or the variant of video, are other ones now.
+        """
+        if self.only_variant is not None and found != self.only_variant:
+            raise UserError(
+                f"{self.only_variant} cannot be gone on with: its weights or its chunks are other ones now",
+                hint=f"make a new variant: {command}",
+            )
+
+
+def parse_budget(text: str) -> Callable[[int], float]:
+    """A function from the number of videos to the number of them that may fail.
+
+    Raises:
+        UserError: `text` is neither a number nor a share.
+    """
+    share = text.removesuffix("%")
+    try:
+        value = float(share) if share != text else int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= (100 if share != text else float("inf")):
+        raise UserError(
+            f'--max-failures "{text}" is not a budget', hint="give a number of videos, or a share such as 1%"
+        )
+    return (lambda num_videos: int(num_videos * value / 100)) if share != text else (lambda num_videos: value)
+
+
+def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool) -> None:
+    """Says what making the column would do, and why."""
+    from prep.core.data_folder import require_data_folder
+    from prep.core.report import show
+
+    plan = column.plan(require_data_folder(data), settings, Request(data=data))
+    show(column.plan_report(plan), json=json)
+
+
+def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
+    """Plans and makes the column, and says what became of it.
+
+    Raises:
+        UserError: the request asks for nothing, or this machine lacks what it takes.
+        FailedWork: the run gave up, or more videos failed than the budget allows.
+    """
+    from prep.core.data_folder import require_data_folder, writing
+    from prep.core.report import show
+    from prep.core.run import FAILURES_FILE
+
+    budget = parse_budget(request.max_failures)
+    request.check()
+    data_dir = require_data_folder(request.data)
+    column.require(settings)
+    with writing(data_dir, column=column.name):
+        plan = column.plan(data_dir, settings, request)
+        summary = column.run(plan, settings, request)
+    listed = plan.variant_dir / FAILURES_FILE
+    show(column.summary_report(summary, settings, listed), json=request.json)
+    if summary.gave_up is not None:
+        raise FailedWork(f"{summary.gave_up}; what was finished is kept, run the same command again to go on")
+    if summary.num_failed_videos > budget(plan.num_videos):
+        failed = f"{summary.num_failed_videos} of {plan.num_videos} videos"
+        raise FailedWork(f"{failed} have failures, listed in {listed}")
+    if summary.failures:
+        failed = f"{summary.num_failed_videos} videos failed"
+        sys.stderr.write(f"{failed}, within --max-failures {request.max_failures}\n")

@@ -1,0 +1,252 @@
+"""Carrying a plan out: the driver. What it knows is in the commits, so it can be killed at any moment and run again."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic
+
+from manifests.json_text import parse_json
+from manifests.publish import publish_bytes, publish_json, read_record, sync, temporary_path
+from prep.core.column import ColumnSpec
+from prep.core.data_folder import remove_variant_temporaries
+from prep.core.failures import FailureCode
+from prep.core.heartbeat import running_shards
+from prep.core.plan import ShardPlan, ShardState, file_problems, with_work
+from prep.core.progress import ChunkProgress, tell_refused
+from prep.core.shard_result import ShardResult, Stop, W, stopped
+from prep.engines import Engine, Refused
+from prep.engines.admission import worker_ticket
+from shards.commits import Commit, Failure
+from shards.dataset import begin_variant, set_current_variant
+from shards.format import COMMITS_FOLDER, RECIPE_FILE
+from shards.lists import settle
+
+FAILURES_FILE = "failures.jsonl"
+_MAX_FULL_DISKS = 3  # shards in a row that find the disk full before the run gives up
+
+
+@dataclass
+class Summary:
+    """What a run did, by the commits that the driver itself finds when it ends.
+
+    Attributes:
+        failures: those of earlier runs that were not tried again are counted too.
+        gave_up: why the run ended before all shards were tried, or None.
+        refused_workers: places of workers that got no work.
+    """
+
+    variant: str
+    num_shards: int = 0
+    num_shards_made: int = 0
+    num_chunks: int = 0
+    num_encoded: int = 0
+    num_reused: int = 0
+    num_bytes_written: int = 0
+    encoded_s: float = 0.0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+    gave_up: str | None = None
+    refused_workers: list[Refused] = field(default_factory=list)
+
+    @property
+    def num_failed_videos(self) -> int:
+        return len({failure.video_id for failure in self.failures})
+
+    def failures_by_code(self) -> dict[str, int]:
+        """Code -> failures, the most frequent first."""
+        return dict(Counter(failure.code for failure in self.failures).most_common())
+
+
+@dataclass(frozen=True)
+class Job(Generic[W]):
+    """One column's plan, made ready to be carried out.
+
+    Attributes:
+        recipe: what recipe.json is to say.
+        shards: all that the plan knows, with work or without.
+        make: makes and commits one shard from its task; a module's function, since it travels to the workers.
+        task: what `make` has to know of a shard.
+        video_ids: of the videos in a shard; one may come more than once.
+        failed_before: failures that no shard tells of, such as sources that cannot be used.
+        chunk_s: seconds of video in a full chunk, for the progress; None to leave them out.
+        needs: what the workers need of their machine (`prep.engines.admission.Ticket`); None where they need nothing.
+    """
+
+    column: ColumnSpec
+    data_dir: Path
+    variant_dir: Path
+    recipe: dict[str, Any]
+    shards: Sequence[ShardPlan]
+    make: Callable[[W], ShardResult]
+    task: Callable[[ShardPlan], W]
+    video_ids: Callable[[ShardPlan], Iterable[str]]
+    failed_before: Sequence[Failure]
+    chunk_s: float | None
+    needs: tuple[str, str] | None = None
+
+    @property
+    def variant(self) -> str:
+        return self.variant_dir.name
+
+
+def execute(job: Job[W], engine: Engine) -> Summary:
+    """Makes every shard of the job that has work, and brings the variant's records up to date.
+
+    Call it while holding the column (`prep.core.data_folder.writing`).
+    """
+    folder = job.variant_dir
+    make_variant(folder, job.recipe)
+    remove_variant_temporaries(folder)
+    # The first variant can be read while it grows; a later one takes its place when it is whole.
+    begin_variant(job.data_dir, job.column.name, job.variant)
+    summary = Summary(job.variant)
+    begin_s = time.monotonic()
+    results = {result.shard_id: result for result in _results(job, engine, summary)}
+    summary.wall_s = time.monotonic() - begin_s
+    remove_variant_temporaries(folder)  # of workers that were lost
+    _finish(job, summary, results)
+    return summary
+
+
+def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
+    """Makes a variant's folder with its recipe, or brings the recipe of one that is there up to date.
+
+    A folder gets its name when its recipe is in it: no other command meets one without.
+    """
+    if not folder.is_dir():
+        folder.parent.mkdir(exist_ok=True)
+        half_made = temporary_path(folder)
+        half_made.mkdir()
+        write_recipe(half_made, recipe)
+        half_made.rename(folder)
+        sync(folder.parent)
+    write_recipe(folder, recipe)
+    (folder / COMMITS_FOLDER).mkdir(exist_ok=True)
+
+
+def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """Publishes recipe.json where it is not there already: a run with nothing to do touches no file."""
+    try:
+        is_recorded = parse_json(read_record(folder / RECIPE_FILE)) == recipe
+    except (OSError, ValueError):
+        is_recorded = False
+    if not is_recorded:
+        publish_json(folder / RECIPE_FILE, recipe)
+
+
+def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardResult]:
+    work = with_work(job.shards)
+    if not work:
+        return
+    tasks = (job.task(shard) for shard in work)
+    full_disks, made = 0, 0
+    with (
+        worker_ticket(job.variant_dir, package=job.column.package, needs=job.needs) as ticket,
+        ChunkProgress(num_chunks=sum(shard.num_chunks for shard in work), chunk_s=job.chunk_s) as progress,
+    ):
+        for outcome in engine.run(job.make, tasks, check=ticket):
+            if isinstance(outcome, Refused):
+                summary.refused_workers.append(outcome)
+                tell_refused(outcome)
+            elif outcome is not None:
+                result = outcome.result or stopped(outcome.task, FailureCode.WORKER_LOST, outcome.lost or "")
+                made += result.num_chunks
+                stop_code = result.stopped_by.code if result.stopped_by is not None else None
+                for code in (*(failure.code for failure in result.failures), *([stop_code] if stop_code else [])):
+                    progress.fail(code)
+                yield result
+                is_full = stop_code == FailureCode.DISK_FULL
+                full_disks = full_disks + 1 if is_full else 0
+                if full_disks == _MAX_FULL_DISKS:
+                    summary.gave_up = f"the disk was full for {full_disks} shards in a row, so no more were tried"
+                    return
+            progress.show(made + sum(shard.num_done for shard in running_shards(job.variant_dir)))
+
+
+def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:
+    """Drops commits that nothing wants, writes the lists, and makes a complete variant the current one."""
+    orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
+    wanted = {shard.shard_id for shard in job.shards} - orphaned
+    commits = settle(job.variant_dir, dropped=orphaned, wanted=wanted)
+    summary.num_shards = sum(commit.files is not None for commit in commits.values())
+    summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
+    missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))
+    not_made = {shard.shard_id for shard, _ in missing}
+    for shard in with_work(job.shards):
+        if shard.shard_id not in not_made:
+            summary.num_shards_made += 1
+            _add(summary, results.get(shard.shard_id))
+    lost = [failure for shard, stop in missing for failure in _failures_of(job, shard, stop, commits)]
+    summary.failures = [
+        *job.failed_before,
+        *(failure for commit in commits.values() for failure in commit.failures),
+        *lost,
+    ]
+    write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
+    if not missing and summary.num_chunks:  # one in which everything failed takes the place of none
+        set_current_variant(job.data_dir, job.column.name, job.variant)
+
+
+def _add(summary: Summary, result: ShardResult | None) -> None:
+    """Adds what the worker of a shard tells of its work; nothing where it was lost after its commit."""
+    if result is not None and result.stopped_by is None:
+        summary.num_encoded += result.num_chunks - result.num_reused
+        summary.num_reused += result.num_reused
+        summary.num_bytes_written += result.num_bytes
+        summary.encoded_s += result.encoded_s
+        summary.cpu_s += result.cpu_s
+
+
+def _missing_shards(
+    job: Job[W], commits: dict[int, Commit], results: dict[int, ShardResult], *, gave_up: str | None
+) -> Iterator[tuple[ShardPlan, Stop]]:
+    """The wanted shards that the data folder does not hold as planned, whatever their workers said, and why."""
+    work = {shard.shard_id for shard in job.shards if shard.has_work}
+    problems = file_problems(
+        job.variant_dir, {shard_id: commit for shard_id, commit in commits.items() if shard_id in work}
+    )
+    for shard in job.shards:
+        if shard.state == ShardState.ORPHANED:
+            continue
+        commit, result = commits.get(shard.shard_id), results.get(shard.shard_id)
+        is_there = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
+        # A worker that was lost may have committed before. One that reports an error may have done so too, but then the
+        # disk has not confirmed it.
+        stop = None if result is None else result.stopped_by
+        has_error = stop is not None and stop.code != FailureCode.WORKER_LOST
+        if is_there and shard.shard_id not in problems and not has_error:
+            # The commit of a shard that was to be tried again had been there before.
+            is_made = result is not None and stop is None
+            if is_made or shard.state != ShardState.RETRY or (commit is not None and not commit.failures):
+                continue
+        if stop is not None:
+            yield shard, stop
+        elif result is not None:
+            found = problems[shard.shard_id][1] if shard.shard_id in problems else "no commit of it as planned"
+            yield shard, Stop(FailureCode.SHARD_MISSING, f"its worker reported it as made; {job.variant_dir}: {found}")
+        elif shard.has_work:
+            yield shard, Stop(FailureCode.SHARD_MISSING, f"it was not tried: {gave_up or 'the run ended before it'}")
+        else:
+            yield shard, Stop(FailureCode.SHARD_MISSING, "its commit has gone since the run began")
+
+
+def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, Commit]) -> list[Failure]:
+    """The failure of each video of a missing shard; of a shard to be tried again, of those that failed before."""
+    commit = commits.get(shard.shard_id)
+    if shard.state == ShardState.RETRY and commit is not None:
+        video_ids = [failure.video_id for failure in commit.failures]
+    else:
+        video_ids = list(job.video_ids(shard))
+    return [Failure(video_id, None, str(stop.code), stop.message) for video_id in dict.fromkeys(video_ids)]
+
+
+def write_failures(path: Path, failures: list[Failure]) -> None:
+    """Publishes the list of failures, one JSON object a line; no file when there are none."""
+    if failures:
+        publish_bytes(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures).encode())
+    else:
+        path.unlink(missing_ok=True)

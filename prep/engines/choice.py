@@ -1,0 +1,62 @@
+"""The engine that a command asks for, and its workers: on this machine or on a cluster, with or without GPUs."""
+
+import os
+
+from manifests.errors import UserError
+from prep.engines import Engine
+
+
+def open_engine(name: str, *, address: str | None, workers: int | None, gpus_each: float | None = None) -> Engine:
+    """The engine of `--engine`.
+
+    Args:
+        gpus_each: of workers that keep a model (0: none); None for workers that keep nothing.
+
+    Raises:
+        UserError: there are fewer GPUs than one worker needs.
+    """
+    if name == "ray":
+        from prep.engines.ray import ray_apart
+
+        return ray_apart(num_workers=workers, address=address, actor_gpus=gpus_each)
+    from prep.engines.processes import ProcessEngine
+
+    if not gpus_each:
+        return ProcessEngine(num_workers=workers or num_cores())
+    room = int(count_gpus() / gpus_each)
+    if not room:
+        raise UserError(
+            f"this machine has {count_gpus()} GPUs, a worker needs {gpus_each:g}", hint="use --num-gpus 0 for the CPU"
+        )
+    gpus = [str(gpu) for gpu in range(count_gpus())]
+    return ProcessEngine(num_workers=min(room, workers or room), gpus=gpus)
+
+
+def gpus_of_a_worker(asked: float | None) -> float:
+    """What `--num-gpus` says, else 1 where this machine has a GPU."""
+    return asked if asked is not None else float(count_gpus() > 0)
+
+
+def threads_of_a_worker(workers: int | None, *, gpus_each: float) -> int:
+    """One on a CPU, where each worker has a core; a GPU is fed by its share of the cores."""
+    if not gpus_each:
+        return 1
+    return max(1, num_cores() // (workers or max(1, int(count_gpus() / gpus_each))))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def count_gpus() -> int:
+    """GPUs that torch can use on this machine.
+
+    Raises:
+        UserError: torch is not installed.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise UserError("torch is not installed", hint="install clipmill[columns]") from None
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

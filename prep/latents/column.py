@@ -1,0 +1,153 @@
+"""The column `latents`: its commands, and what the commands of all columns know of it."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
+from prep.core.make import (
+    Address,
+    Data,
+    EngineName,
+    Json,
+    MaxFailures,
+    ModelWorkers,
+    NumGpus,
+    Request,
+    make_column,
+    plan_column,
+)
+from prep.latents.recipe import LATENTS, LatentsSettings, latents_recipe_from_dict
+
+if TYPE_CHECKING:
+    from prep.core.report import Report
+    from prep.core.run import Summary
+    from prep.latents.plan import LatentsPlan
+    from shards.reader import Variant
+
+Settings = Annotated[LatentsSettings, Parameter(name="*")]
+Batch = Annotated[int, Parameter(help="Frames that the model gets at a time.")]
+_BATCH = 16
+
+
+def latents(
+    settings: Settings,
+    *,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: ModelWorkers = None,
+    num_gpus: NumGpus = None,
+    batch: Batch = _BATCH,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Encode the chunks of the current variant of video by a VAE, a few frames a second.
+
+    Run it again at any time, also while `prep chunk` is at work: only what is new, changed, missing or damaged is made.
+    After another codec or bitrate, run it once more: the latents of the old chunks are kept until then.
+
+    Example: prep latents --vae stabilityai/sd-vae-ft-mse --crop random
+    """
+    if batch < 1:
+        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more; 16 suits a CPU, 64 a large GPU")
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        num_gpus=num_gpus,
+        batch=batch,
+        max_failures=max_failures,
+        json=json,
+    )
+    make_column(COLUMN, settings, request)
+
+
+def plan_latents(settings: Settings, *, data: Data = Path("data"), json: Json = False) -> None:
+    """Say what `prep latents` with the same settings would do and why; do nothing.
+
+    Example: prep plan latents --vae stabilityai/sd-vae-ft-mse
+    """
+    plan_column(COLUMN, settings, data=data, json=json)
+
+
+def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
+    recipe = latents_recipe_from_dict(stored)
+    settings = replace(recipe.settings, vae=weights or recipe.settings.vae)
+    make_column(COLUMN, settings, replace(request, only_variant=recipe.variant))
+
+
+def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> "LatentsPlan":
+    from prep.latents.plan import make_latents_plan
+    from prep.latents.recipe import resolve
+    from shards.dataset import current_variant
+
+    video = current_variant(data_dir, VIDEO)
+    if video is None:
+        hint = f"make them first: prep chunk --len 15s --data {shlex.quote(str(data_dir))}"
+        raise UserError(f"{data_dir} holds no chunks", hint=hint)
+    recipe = resolve(settings, video=video)
+    request.require_variant(recipe.variant, command=f"prep latents --vae {settings.vae}")
+    return make_latents_plan(data_dir, recipe, retry_codes=request.retry_codes)
+
+
+def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "Summary":
+    from prep.core.run import execute
+    from prep.engines.choice import gpus_of_a_worker, open_engine, threads_of_a_worker
+    from prep.latents.plan import latents_job
+
+    # Looking for GPUs takes seconds, which a run with nothing to do need not spend.
+    gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    engine = open_engine(request.engine, address=request.address, workers=request.workers, gpus_each=gpus_each)
+    job = latents_job(
+        plan,
+        device="cuda" if gpus_each else "cpu",
+        batch=request.batch or _BATCH,
+        num_threads=threads_of_a_worker(request.workers, gpus_each=gpus_each),
+    )
+    return execute(job, engine)
+
+
+def _plan_report(plan: "LatentsPlan") -> "Report":
+    from prep.latents.report import latents_report
+
+    return latents_report(plan)
+
+
+def _summary_report(summary: "Summary", settings: LatentsSettings, listed: Path) -> "Report":
+    from prep.latents.report import latents_summary
+
+    return latents_summary(summary, vae=settings.vae, listed=listed)
+
+
+def _flags(stored: Mapping[str, Any]) -> list[str]:
+    settings = latents_recipe_from_dict(stored).settings
+    return ["--vae", settings.vae, *changed_flags(asdict(settings), asdict(LatentsSettings(vae=settings.vae)))]
+
+
+def _pending(data_dir: Path, variant: "Variant") -> Pending:
+    from prep.latents.plan import pending_latents
+
+    return pending_latents(data_dir, variant)
+
+
+COLUMN = ColumnSpec(
+    name=LATENTS,
+    package="prep.latents",
+    make_command=latents,
+    plan_command=plan_latents,
+    plan=_plan,
+    run=_run,
+    plan_report=_plan_report,
+    summary_report=_summary_report,
+    flags=_flags,
+    retry=_retry,
+    pending=_pending,
+    check_sample="prep.latents.sample:check_latents",
+)

@@ -1,0 +1,52 @@
+"""What a plan and a run of the `latents` column say to people and to scripts."""
+
+from math import prod
+from pathlib import Path
+
+from prep.core.report import Report, changed_settings, size_text, states_lines, states_values, summary_report
+from prep.core.run import Summary
+from prep.latents.plan import LatentsPlan
+from prep.latents.recipe import LATENTS
+
+_BYTES_PER_NUMBER = 2
+
+
+def latents_report(plan: LatentsPlan) -> Report:
+    """What would be done, by state and reason."""
+    recipe = plan.recipe
+    differences = changed_settings(plan.data_dir, LATENTS, variant=recipe.variant, recipe=recipe.as_dict())
+    num_frames = sum(plan.video_shards[shard.shard_id].num_frames for shard in plan.shards if shard.has_work)
+    size_bytes = num_frames * prod(recipe.frame_shape) * _BYTES_PER_NUMBER
+    lines = [f"variant  {recipe.variant}", f"video    {recipe.video}"]
+    lines += [f"setting  {difference}" for difference in differences]
+    lines += states_lines(plan.shards)
+    lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
+    if num_frames:
+        # Unchanged chunks of a changed shard are taken over, which only the work itself finds out.
+        lines.append(f"estimate at most {num_frames} frames to encode, {size_text(size_bytes)}")
+    else:
+        lines.append("nothing to do")
+    values = {
+        "variant": recipe.variant,
+        "video": recipe.video,
+        "changed_settings": differences,
+        "num_chunks": plan.num_chunks,
+        **states_values(plan.shards),
+        "unreadable": [failure.message for failure in plan.unreadable],
+        "estimate": {"num_frames": num_frames, "size_bytes": size_bytes},
+    }
+    return Report("\n".join(lines), values)
+
+
+def latents_summary(summary: Summary, *, vae: str, listed: Path) -> Report:
+    """What a run did, with the VAE's name; `listed` is the list of its failures."""
+    speed = None
+    if summary.encoded_s:
+        speed = (
+            f"{summary.encoded_s / summary.wall_s:.1f}x real time;"
+            f" {summary.encoded_s / summary.cpu_s:.1f}x a core ({summary.cpu_s:.1f} CPU-s)"
+        )
+    nothing = None
+    if not summary.num_chunks:
+        nothing = "no chunk is committed yet; run it again when `prep chunk` has made some"
+    return summary_report(summary, listed=listed, speed=speed, nothing=nothing, vae=vae)

@@ -1,0 +1,165 @@
+"""Making one shard of the `latents` column: what a worker does.
+
+Latents of chunks that have not changed are taken over from the old shard; the others are decoded and encoded. A chunk
+that fails is named in the commit and does not hold up the others.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifests.errors import UserError
+from prep.core.failures import FailureCode, SourceFailure
+from prep.core.heartbeat import Heartbeat
+from prep.core.shard_result import ShardResult, cpu_s, stopped, stopping_at_trouble
+from prep.latents.batches import Part, encoded_chunks
+from prep.latents.frames import generator
+from prep.latents.pieces import pieces_in_order
+from prep.latents.recipe import LATENTS, LatentsRecipe
+from prep.latents.sample import (
+    EXTENSION,
+    OldLatents,
+    as_stored,
+    chunk_fingerprints,
+    is_finite,
+    latents_sample,
+    read_chunk_video,
+    seconds_of,
+)
+from prep.latents.vae import Device, Encoder, open_encoder
+from prep.latents.weights import find_vae
+from shards.commits import Commit, Failure, write_commit
+from shards.damage import Damaged
+from shards.format import LATENTS_FIELDS
+from shards.reader import CommittedShard, open_shard
+from shards.writer import Sample, ShardWriter
+
+
+@dataclass(frozen=True)
+class LatentsTask:
+    """Everything that a worker needs to know; paths and small values only.
+
+    Attributes:
+        video_dir: the variant of `video` that is encoded.
+        video_commit: of the shard with the chunks, as it was planned.
+        old_commit: what the latents shard held before, for its unchanged chunks.
+        batch: frames that the model gets at a time.
+        num_threads: of the model, and chunks that are decoded at a time.
+    """
+
+    variant_dir: Path
+    shard_id: int
+    plan_fingerprint: str
+    recipe: LatentsRecipe
+    video_dir: Path
+    video_commit: Commit
+    old_commit: Commit | None
+    device: Device
+    batch: int
+    num_threads: int
+
+
+def make_latents(task: LatentsTask) -> ShardResult:
+    """Makes, publishes and commits one shard."""
+    try:
+        found = find_vae(task.recipe.vae.source)
+        if found.sha256 != task.recipe.vae.sha256:
+            message = f"the weights of {found.name} on this node are not those that the plan was made with"
+            return stopped(task, FailureCode.MODEL_UNAVAILABLE, message)
+        encoder = open_encoder(
+            found, device=task.device, precision=task.recipe.settings.precision, num_threads=task.num_threads
+        )
+    except UserError as error:
+        return stopped(task, FailureCode.MODEL_UNAVAILABLE, str(error))
+    return stopping_at_trouble(partial(_make, encoder=encoder), task)
+
+
+def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
+    begin_cpu_s = cpu_s()
+    try:
+        video = open_shard(task.video_dir, task.video_commit)
+        fingerprints = chunk_fingerprints(video.index)
+    except (Damaged, FileNotFoundError) as error:
+        return stopped(task, FailureCode.CHUNK_DAMAGED, f"the chunks cannot be read: {error}")
+    old = OldLatents(task.variant_dir, task.old_commit)
+    missing = [row for row, fingerprint in enumerate(fingerprints) if fingerprint not in old]
+    made = _make_samples(video, missing, fingerprints=fingerprints, task=task, encoder=encoder)
+    failures: list[Failure] = []
+    encoded_s, files = 0.0, None
+    writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=[EXTENSION], fields=LATENTS_FIELDS)
+    with Heartbeat(task.variant_dir, task.shard_id, num_chunks=video.num_samples) as beat, writer:
+        for row, fingerprint in enumerate(fingerprints):
+            outcome = old.sample(fingerprint) if fingerprint in old else next(made)
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                continue
+            writer.add(outcome)
+            beat.show(writer.num_samples)
+            if fingerprint not in old:
+                encoded_s += float(seconds_of(video.index, row))
+        num_chunks = writer.num_samples
+        if num_chunks:
+            content = hashlib.sha256(task.plan_fingerprint.encode())
+            content.update(" ".join(failure.key or "" for failure in failures).encode())
+            files = writer.publish(content.hexdigest())
+    commit = Commit(
+        column=LATENTS,
+        shard_id=task.shard_id,
+        split=task.video_commit.split,
+        plan_fingerprint=task.plan_fingerprint,
+        files=files,
+        failures=tuple(failures),
+    )
+    write_commit(task.variant_dir, commit)
+    return ShardResult(
+        task.shard_id,
+        num_chunks=num_chunks,
+        num_reused=len(fingerprints) - len(missing),
+        num_bytes=files.tar_bytes if files else 0,
+        failures=commit.failures,
+        encoded_s=encoded_s,
+        cpu_s=cpu_s() - begin_cpu_s,
+    )
+
+
+def _make_samples(
+    video: CommittedShard, rows: list[int], *, fingerprints: list[str], task: LatentsTask, encoder: Encoder
+) -> Iterator[Sample | Failure]:
+    """The samples of the chunks in `rows` of the video shard, in order, or what is wrong with them."""
+    settings = task.recipe.settings
+    keys = video.index["key"]
+
+    def encode(parts: list[Part[int, Any]]) -> NDArray[np.float32]:
+        noise = None
+        if settings.posterior == "sample":
+            # Frame by frame, so that what a frame gets does not depend on the batch that it is in.
+            draws = [
+                generator(settings.seed, keys[part.chunk].as_py(), f"frame {frame}")
+                for part in parts
+                for frame in range(part.first_frame, part.first_frame + len(part.pictures))
+            ]
+            shape = task.recipe.frame_shape
+            noise = np.stack([draw.standard_normal(shape, dtype=np.float32) for draw in draws])
+        return encoder.encode([part.pictures for part in parts], noise=noise)
+
+    pieces = pieces_in_order(
+        rows, read=partial(read_chunk_video, video, settings=settings), num_threads=task.num_threads
+    )
+    for done in encoded_chunks(
+        pieces, resized=partial(encoder.resized, size=settings.size), encode=encode, batch=task.batch
+    ):
+        row, failure = done.chunk, done.failure
+        if done.latents is not None:
+            stored = as_stored(done.latents, dtype=settings.dtype)
+            if is_finite(stored):
+                yield latents_sample(video.index, row, stored, fingerprint=fingerprints[row], settings=settings)
+                continue
+            failure = SourceFailure(FailureCode.NOT_FINITE, f"its latents are not all finite in {settings.dtype}")
+        code, message = (failure.code, failure.message) if failure else (FailureCode.FRAMES_DIFFER, "it has no frames")
+        yield Failure(video.index["video_id"][row].as_py(), keys[row].as_py(), str(code), message)

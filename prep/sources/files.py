@@ -1,0 +1,160 @@
+"""Looking at source files where one of them may be on a mount that does not answer.
+
+A thread that waits inside the kernel cannot be ended. Each look has a time limit, after which its thread is left behind
+and another one takes the files that it had before it; such threads do not hold up the end of the program.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+import numpy as np
+import pyarrow as pa
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.sources.access import access_failure, source_fingerprint
+
+LOOK_LIMIT_S = 60.0  # of one file
+_SHORT_LIMIT_S = 1.0  # of the others in a folder where one did not answer: a dead mount may hold thousands
+_SLICE = 4096
+_TICK_S = 0.5
+NO_FILE = -1
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What was seen of files.
+
+    Attributes:
+        size_bytes: int64 [files]; NO_FILE where it could not be seen.
+        mtime_ns: time of the last change, int64 [files]; 0 where it could not be seen.
+        failures: row -> why it could not be seen.
+    """
+
+    size_bytes: np.ndarray
+    mtime_ns: np.ndarray
+    failures: dict[int, SourceFailure]
+
+
+def look_at_sources(paths: pa.ChunkedArray, *, num_threads: int) -> Looks:
+    """Size and time of change of each of `paths`."""
+    looks = Looks(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
+    waiting: SimpleQueue[_Slice] = SimpleQueue()
+    ended: SimpleQueue[_Slice] = SimpleQueue()
+    begins = range(0, len(paths), _SLICE)
+    for begin in begins:
+        waiting.put(_Slice(begin, paths.slice(begin, _SLICE).to_pylist()))
+    working: set[_Slice] = set()
+    slow_folders: set[str] = set()
+    for _ in range(min(num_threads, len(begins))):
+        _start(waiting, working, ended)
+    num_left = len(begins)
+    while num_left:
+        try:
+            done = ended.get(timeout=_TICK_S)
+            if done.is_given_up:
+                continue
+        except Empty:
+            stuck = next((one for one in list(working) if one.is_overdue(slow_folders)), None)
+            if stuck is None:
+                continue
+            done = stuck
+            rest = done.give_up()
+            slow_folders.add(os.path.dirname(rest.paths[0]))  # noqa: PTH120 - as in `is_overdue`
+            looks.failures[rest.begin] = SourceFailure(
+                FailureCode.TIMEOUT, "the file system does not answer", is_lasting=False
+            )
+            waiting.put(_Slice(rest.begin + 1, rest.paths[1:]))
+            num_left += 1
+            _start(waiting, working, ended)
+        num_left -= 1
+        working.discard(done)
+        for row, found in enumerate(done.found, done.begin):
+            if isinstance(found, SourceFailure):
+                looks.failures[row] = found
+            else:
+                looks.size_bytes[row], looks.mtime_ns[row] = found
+    return looks
+
+
+def current_fingerprint(path: Path) -> str:
+    """`source_fingerprint`, which is given up after `LOOK_LIMIT_S`.
+
+    Raises:
+        SourceFailure: timeout, and what `source_fingerprint` raises.
+    """
+    answer: SimpleQueue[str | SourceFailure] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            answer.put(source_fingerprint(path))
+        except SourceFailure as failure:
+            answer.put(failure)
+
+    Thread(target=read, daemon=True).start()
+    try:
+        found = answer.get(timeout=LOOK_LIMIT_S)
+    except Empty:
+        message = f"it could not be opened or read for {LOOK_LIMIT_S:.0f} s"
+        raise SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False) from None
+    if isinstance(found, SourceFailure):
+        raise found
+    return found
+
+
+@dataclass(eq=False)
+class _Slice:
+    """Some of the paths, the first of which is row `begin`, and what was found of them so far."""
+
+    begin: int
+    paths: list[str]
+    found: list[tuple[int, int] | SourceFailure] = field(default_factory=list)
+    since_s: float = 0.0
+    is_given_up: bool = False
+
+    def look(self) -> None:
+        mine = self.found  # `give_up` puts another list in its place
+        for path in self.paths:
+            self.since_s = time.monotonic()
+            found: tuple[int, int] | SourceFailure
+            try:
+                state = os.stat(path)  # noqa: PTH116 - a Path for each of a million files takes its time
+                found = state.st_size, state.st_mtime_ns
+            except (OSError, ValueError) as error:
+                found = access_failure(error)
+            if self.is_given_up:
+                return
+            mine.append(found)
+
+    def is_overdue(self, slow_folders: set[str]) -> bool:
+        done = len(self.found)
+        if done == len(self.paths):
+            return False
+        is_slow = os.path.dirname(self.paths[done]) in slow_folders  # noqa: PTH120 - a path as it is written
+        return time.monotonic() - self.since_s > min(LOOK_LIMIT_S, _SHORT_LIMIT_S if is_slow else LOOK_LIMIT_S)
+
+    def give_up(self) -> "_Slice":
+        """Leaves the thread alone with the path that it waits for; what is left, that path first."""
+        self.is_given_up = True
+        self.found = self.found[:]
+        return _Slice(self.begin + len(self.found), self.paths[len(self.found) :])
+
+
+def _start(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQueue[_Slice]") -> None:
+    def work() -> None:
+        while True:
+            try:
+                mine = waiting.get_nowait()
+            except Empty:
+                return
+            mine.since_s = time.monotonic()
+            working.add(mine)
+            mine.look()
+            ended.put(mine)
+            if mine.is_given_up:
+                return
+
+    Thread(target=work, daemon=True).start()

@@ -1,0 +1,165 @@
+"""When a video begins and ends, and whether it is all there: from an MP4's index, or from demuxing all of a file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import av
+from av.container import InputContainer
+from av.video.stream import VideoStream
+
+from prep.core.failures import FailureCode, SourceFailure
+
+# Containers round and pad the durations in their headers; a cut that loses less than this cannot be told from that.
+_HEADER_SLACK_S = Fraction(1)
+# In the others a duration in the header is none that was written there: libav estimates it from the bitrate.
+_PROMISING = ("matroska", "avi", "mp4", "flv", "asf", "mxf", "ivf")
+# In these it is when the last frame ends, wherever the first one begins; elsewhere it is the length from the start.
+_DURATION_IS_END = ("matroska", "asf")
+# Packets in a row, without a container: where libav counts times for them, they are others after a seek.
+_RAW = frozenset({"h264", "hevc", "mpegvideo"})
+# Damaged times claim centuries. A video may last a day, or ten minutes for each of its frames, and no frame an hour.
+_LONGEST_S, _LONGEST_MEAN_FRAME_S, _LONGEST_FRAME_S = 24 * 3600, 600, 3600
+
+
+@dataclass(frozen=True)
+class VideoTimes:
+    """Times of a video stream in seconds.
+
+    Attributes:
+        end_s: when the last frame ends, from the container's start.
+        key_gap_s: longest time between two key frames; 0 where an index lists them.
+    """
+
+    end_s: Fraction
+    key_gap_s: Fraction
+
+
+def is_indexed(container: InputContainer, stream: VideoStream) -> bool:
+    """Whether the file lists the place of each packet of the stream, which proves its end without reading it."""
+    is_listed = "mp4" in container.format.name and bool(stream.duration) and stream.frames > 0
+    return is_listed and stream.frames == len(stream.index_entries)
+
+
+def indexed_times(container: InputContainer, stream: VideoStream, *, size_bytes: int) -> VideoTimes:
+    """Times of a stream that `is_indexed`.
+
+    Raises:
+        SourceFailure: source_truncated, zero_duration or bad_timestamps.
+    """
+    entries = stream.index_entries
+    held_bytes = max(entries[row].pos + entries[row].size for row in range(max(0, len(entries) - 100), len(entries)))
+    if held_bytes > size_bytes:
+        raise SourceFailure(
+            FailureCode.SOURCE_TRUNCATED, f"its index names bytes up to {held_bytes}, the file has {size_bytes}"
+        )
+    end_s = ((stream.start_time or 0) + (stream.duration or 0)) * (stream.time_base or Fraction(1))
+    return _checked(VideoTimes(end_s - _start_s(container), Fraction(0)), num_packets=len(entries))
+
+
+def demuxed_times(container: InputContainer, *, video_index: int, on_read: Callable[[], None]) -> VideoTimes:
+    """Times of a video stream from the packets of all streams, each of which is read once.
+
+    Args:
+        container: just opened, nothing read.
+        video_index: of the stream in the container.
+        on_read: called for every packet.
+
+    Raises:
+        SourceFailure: source_truncated, zero_duration or bad_timestamps.
+        av.error.FFmpegError: a packet cannot be read.
+    """
+    start_s = _start_s(container)
+    video = next(stream for stream in container.streams.video if stream.index == video_index)
+    seen = _read_all(container, video, start_s=start_s, on_read=on_read)
+    if container.format.name in _RAW or seen.num_untimed == seen.num_packets > 0:
+        raise SourceFailure(
+            FailureCode.BAD_TIMESTAMPS,
+            f"its frames have no timestamps, as in a raw {video.codec_context.name} stream; encode it into a container"
+            " that has them: ffmpeg -r RATE -i IN OUT.mkv",
+        )
+    if seen.num_untimed:
+        raise SourceFailure(
+            FailureCode.BAD_TIMESTAMPS,
+            f"the first {seen.num_untimed} of its {seen.num_packets} frames have no timestamps",
+        )
+    if seen.longest_step_s > _LONGEST_FRAME_S:
+        message = f"its timestamps jump by {float(seen.longest_step_s / 3600):,.1f} hours"
+        raise SourceFailure(FailureCode.BAD_TIMESTAMPS, message)
+    promised_s = Fraction(container.duration or 0, av.time_base)
+    if not any(name in container.format.name for name in _DURATION_IS_END):
+        promised_s += start_s
+    if container.format.name == "avi" and video.average_rate:
+        # libav shortens an AVI's durations to what the file holds; the frame count in its header stays.
+        promised_s = max(promised_s, video.frames / video.average_rate)
+    promises = any(name in container.format.name for name in _PROMISING)
+    if promises and seen.any_end_s < promised_s - _HEADER_SLACK_S:
+        raise SourceFailure(
+            FailureCode.SOURCE_TRUNCATED,
+            f"its header promises {float(promised_s):.2f} s, the packets end at {float(seen.any_end_s):.2f} s",
+        )
+    if seen.is_cut:
+        raise SourceFailure(FailureCode.SOURCE_TRUNCATED, f"the last of its {seen.num_packets} frames is cut off")
+    return _checked(VideoTimes(seen.video_end_s - start_s, seen.key_gap_s), num_packets=seen.num_packets)
+
+
+@dataclass
+class _Seen:
+    """What the packets say; the numbers are of the video's, `num_untimed` of those before the first that has a time."""
+
+    video_end_s: Fraction
+    any_end_s: Fraction
+    key_gap_s: Fraction = Fraction(0)
+    longest_step_s: Fraction = Fraction(0)
+    num_packets: int = 0
+    num_untimed: int = 0
+    is_cut: bool = False
+
+
+def _read_all(
+    container: InputContainer, video: VideoStream, *, start_s: Fraction, on_read: Callable[[], None]
+) -> _Seen:
+    frame_s = 1 / (video.average_rate or video.guessed_rate or Fraction(30))
+    seen, last_s, last_key_s = _Seen(start_s, start_s), None, None
+    for packet in container.demux():
+        on_read()
+        if not packet.size:
+            continue
+        is_video = packet.stream_index == video.index
+        if is_video:
+            seen.num_packets, seen.is_cut = seen.num_packets + 1, packet.is_corrupt
+        time = packet.pts if packet.pts is not None else packet.dts
+        if time is None or not packet.time_base:
+            if is_video and seen.num_untimed == seen.num_packets - 1:
+                seen.num_untimed += 1
+            continue
+        begin_s = time * packet.time_base
+        length_s = packet.duration * packet.time_base if packet.duration else Fraction(0)
+        if is_video:
+            length_s = length_s or frame_s
+            if last_s is not None:
+                seen.longest_step_s = max(seen.longest_step_s, abs(begin_s - last_s))
+            last_s = begin_s
+            seen.video_end_s = max(seen.video_end_s, begin_s + length_s)
+            if packet.is_keyframe:
+                if last_key_s is not None:
+                    seen.key_gap_s = max(seen.key_gap_s, begin_s - last_key_s)
+                last_key_s = begin_s
+        seen.any_end_s = max(seen.any_end_s, begin_s + length_s)
+    if last_key_s is not None:
+        seen.key_gap_s = max(seen.key_gap_s, seen.video_end_s - last_key_s)
+    return seen
+
+
+def _start_s(container: InputContainer) -> Fraction:
+    return Fraction(container.start_time or 0, av.time_base)
+
+
+def _checked(times: VideoTimes, *, num_packets: int) -> VideoTimes:
+    if times.end_s <= 0:
+        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream lasts no time")
+    if times.end_s > max(_LONGEST_S, _LONGEST_MEAN_FRAME_S * num_packets):
+        raise SourceFailure(
+            FailureCode.BAD_TIMESTAMPS, f"{num_packets} frames cannot last {float(times.end_s / 3600):,.0f} hours"
+        )
+    return times

@@ -1,0 +1,163 @@
+"""What a source file says and proves about itself, before anything is encoded.
+
+An MP4's index lists the place of every packet, so that a truncated file is known without reading it. Other
+containers are demuxed once from end to end (no decoding). One frame is decoded in every case: it has the true size
+and rotation.
+
+A file is only opened as one of `DEMUXERS`, through the file protocol: a playlist or a concat script that poses as a
+video is refused, and nothing else is read on its behalf.
+
+`prep.sources.probe_processes` runs this in processes of their own: a file that hangs, crashes or bloats its reader
+costs that process alone.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import av.error
+from av.container import InputContainer
+from av.video.stream import VideoStream
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.sources.access import source_fingerprint
+from prep.sources.container_ends import missing_end
+from prep.sources.packet_times import demuxed_times, indexed_times, is_indexed
+from shards.containers import CONTAINERS, FILE_PROTOCOLS
+
+DEMUXERS = f"{CONTAINERS},h264,hevc"
+PROTOCOLS = FILE_PROTOCOLS
+# A seek in these lands on any packet, not on a key frame: they list none.
+_BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
+_MAX_PIXEL_ASPECT = 64  # beyond, a few rows of a damaged header would become a picture of gigabytes
+# Trouble of the machine rather than of the file: it may have passed at the next look.
+_OF_THE_MACHINE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
+    | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
+)
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """What the plan and the encoder need to know of a source.
+
+    Attributes:
+        fingerprint: SHA-256 (hex) over size, first and last MiB.
+        size_bytes: of the file.
+        end_s: when the last video frame ends, in seconds from the container's start, as players count.
+        fps: frames per second, averaged where they vary.
+        width: of the picture as shown, pixels: rotated, with square pixels.
+        height: likewise.
+        codec: libav's name of it.
+        key_gap_s: longest time between two key frames, where a seek may land between them; 0 where it lands on one.
+    """
+
+    fingerprint: str
+    size_bytes: int
+    end_s: float
+    fps: float
+    width: int
+    height: int
+    codec: str
+    key_gap_s: float
+
+
+def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
+    """Reads the facts of one source.
+
+    Args:
+        on_read: called for every packet that is read, as a sign of life.
+
+    Raises:
+        SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
+            decode_errors, io_error or out_of_memory.
+    """
+    fingerprint = source_fingerprint(path)
+    size_bytes = path.stat().st_size
+    if size_bytes == 0:
+        raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "the file is empty")
+    with _opened(path) as container:
+        stream = _first_video(container)
+        indexed = stream is not None and is_indexed(container, stream)
+        missing = None if indexed else missing_end(path, format_name=container.format.name)
+        if missing:
+            raise SourceFailure(FailureCode.SOURCE_TRUNCATED, missing)
+        if stream is None:
+            kinds: list[str] = sorted({stream.type for stream in container.streams})
+            held = ", ".join(kinds) or "nothing"
+            raise SourceFailure(FailureCode.NO_VIDEO, f"the file holds {held} and no video stream")
+        width, height = _shown_size(container, stream)
+        times = indexed_times(container, stream, size_bytes=size_bytes) if indexed else None
+        rate = stream.average_rate or stream.guessed_rate or Fraction(0)
+        codec, index = stream.codec_context.codec.canonical_name, stream.index
+        is_blind = container.format.name in _BLIND_SEEKS
+    if times is None:
+        # Opened anew: not every container can be read from its beginning again.
+        with _opened(path) as container, _named(FailureCode.SOURCE_TRUNCATED, "reading stops inside the file"):
+            times = demuxed_times(container, video_index=index, on_read=on_read)
+    return SourceFacts(
+        fingerprint=fingerprint,
+        size_bytes=size_bytes,
+        end_s=float(times.end_s),
+        fps=float(rate),
+        width=width,
+        height=height,
+        codec=codec,
+        key_gap_s=float(times.key_gap_s) if is_blind else 0.0,
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[InputContainer]:
+    with _named(FailureCode.SOURCE_UNREADABLE, "no video container"):
+        container = av.open(
+            f"file:{os.fspath(path)}",
+            options={"format_whitelist": DEMUXERS, "protocol_whitelist": PROTOCOLS},
+            metadata_errors="ignore",
+        )
+    with container:
+        yield container
+
+
+def _first_video(container: InputContainer) -> VideoStream | None:
+    """The first video stream that is not a cover picture: the one that `-map 0:V:0` takes."""
+    for stream in container.streams.video:
+        if not stream.disposition & av.stream.Disposition.attached_pic:
+            return stream
+    return None
+
+
+def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, int]:
+    if stream.codec_context is None:
+        raise SourceFailure(FailureCode.DECODE_ERRORS, "there is no decoder for its video stream")
+    stream.codec_context.thread_count = 1  # for one frame, more threads are more memory
+    with _named(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
+        frame = next(container.decode(stream), None)
+    if frame is None:
+        raise SourceFailure(FailureCode.ZERO_DURATION, "the video stream has no frame")
+    aspect = stream.sample_aspect_ratio or Fraction(1)
+    if aspect > _MAX_PIXEL_ASPECT or 0 < aspect * _MAX_PIXEL_ASPECT < 1:
+        raise SourceFailure(FailureCode.DECODE_ERRORS, f"its header gives pixels an aspect ratio of {aspect}")
+    width, height = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width, frame.height
+    return (height, width) if frame.rotation % 180 else (width, height)
+
+
+@contextmanager
+def _named(code: FailureCode, what: str) -> Iterator[None]:
+    """What libav raises inside becomes the failure `code`; what it raises is one of these, whatever the file holds."""
+    try:
+        yield
+    except MemoryError:
+        message = f"{what}: it takes more memory than a source may"
+        raise SourceFailure(FailureCode.OUT_OF_MEMORY, message, is_lasting=False) from None
+    except (av.error.FFmpegError, OSError) as error:
+        is_lasting = error.errno not in _OF_THE_MACHINE
+        message = f"{what}: {error.strerror or error}"
+        raise SourceFailure(code, message, is_lasting=is_lasting) from None
+    except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot express
+        raise SourceFailure(code, f"{what}: {type(error).__name__}: {error}") from None

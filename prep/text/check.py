@@ -1,0 +1,40 @@
+"""Looking into a sample of `text`: array and json are compared with the row of the index."""
+
+from typing import Any
+
+import numpy as np
+
+from manifests.json_text import parse_json
+from prep.core.column import CheckedSample, DeepCode
+from prep.text.digests import text_digest
+from prep.text.recipe import MEMBER
+from shards.npy import load_npy
+
+_MAX_LENGTH_ERROR = 0.01  # float16 rounds a unit vector by far less
+
+
+def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    """Loads the array of a sample and compares it, and the json, with its row of the index."""
+    array = load_npy(members[MEMBER])
+    wanted = (row["num_rows"], row["width"])
+    if array is None:
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, "text.npy cannot be loaded")], 0)
+    if array.shape != wanted or array.dtype.str != "<f2":
+        found = f"text.npy is {array.dtype} {array.shape}, the index says float16 {wanted}"
+        return CheckedSample([(DeepCode.ARRAY_DIFFERS, found)], 0)
+    differences = []
+    lengths = np.linalg.norm(array.astype(np.float32), axis=1)
+    if not bool((np.abs(lengths - 1) < _MAX_LENGTH_ERROR).all()):
+        differences.append("text.npy has rows that are not of unit length")
+    try:
+        described = parse_json(members["json"])
+        digests = [text_digest(text) for text in described["texts"]]
+        rows = described["caption_id"], described["caption_row"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        differences.append(f"the json member cannot be read: {error!r}")
+    else:
+        if digests != row["text_digest"]:
+            differences.append("the texts of the json are not those of the index")
+        if rows != (row["caption_id"], row["caption_row"]):
+            differences.append("the captions' rows in the json are not those of the index")
+    return CheckedSample([(DeepCode.ARRAY_DIFFERS, difference) for difference in differences], len(array))

@@ -1,0 +1,163 @@
+"""The column `text`: its commands, and what the commands of all columns know of it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from prep.core.column import ColumnSpec, ExtraFolder, Pending
+from prep.core.make import (
+    Address,
+    Data,
+    EngineName,
+    Json,
+    MaxFailures,
+    ModelWorkers,
+    NumGpus,
+    Request,
+    make_column,
+    plan_column,
+)
+from prep.text.recipe import BANK_FOLDER, BLOCK_FILE, TEXT, TextRecipe, text_recipe_from_dict
+
+if TYPE_CHECKING:
+    from prep.core.report import Report
+    from prep.text.plan import TextPlan
+    from prep.text.report import TextSummary
+    from shards.reader import Variant
+
+Settings = Annotated[TextRecipe, Parameter(name="*")]
+Batch = Annotated[
+    int | None, Parameter(help="Texts that the tower gets at a time; by default 32 on a CPU, 256 on a GPU.")
+]
+_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are filled up, which costs a CPU more than larger ones bring
+
+
+def text(
+    recipe: Settings,
+    *,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: ModelWorkers = None,
+    num_gpus: NumGpus = None,
+    batch: Batch = None,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Encode every distinct caption of the manifest once, by the text tower of a CLIP model.
+
+    Run it again at any time: only new texts are encoded. It needs the manifest alone: chunks may be made meanwhile, or
+    never. Other towers make other variants beside the old one.
+
+    Example: prep text --clip ViT-B-32:laion2b_s34b_b79k
+    """
+    if batch is not None and batch < 1:
+        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more, or leave it out")
+    request = Request(
+        data=data,
+        engine=engine,
+        address=address,
+        workers=workers,
+        num_gpus=num_gpus,
+        batch=batch,
+        max_failures=max_failures,
+        json=json,
+    )
+    make_column(COLUMN, recipe, request)
+
+
+def plan_text(recipe: Settings, *, data: Data = Path("data"), json: Json = False) -> None:
+    """Say what `prep text` with the same settings would do and why; encode nothing.
+
+    Example: prep plan text --clip ViT-B-32:laion2b_s34b_b79k
+    """
+    plan_column(COLUMN, recipe, data=data, json=json)
+
+
+def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
+    recipe = text_recipe_from_dict(stored)
+    clip = recipe.clip if weights is None else f"{recipe.clip.partition(':')[0]}:{weights}"
+    make_column(COLUMN, TextRecipe(clip=clip), replace(request, only_variant=recipe.variant))
+
+
+def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> "TextPlan":
+    from prep.text.plan import make_text_plan
+    from prep.text.recipe import resolve
+
+    resolved = resolve(recipe)
+    request.require_variant(resolved.variant, command=f"prep text --clip {recipe.clip}")
+    return make_text_plan(data_dir, resolved, retry_codes=request.retry_codes)
+
+
+def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary":
+    from prep.core.progress import CountProgress
+    from prep.engines.choice import gpus_of_a_worker, open_engine
+    from prep.text.blocks import TowerUse
+    from prep.text.run import run_text
+
+    # Looking for GPUs takes seconds, which a run with nothing to do need not spend.
+    gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    use = TowerUse(
+        recipe.clip,
+        plan.recipe.clip_sha256,
+        batch=request.batch or (_GPU_BATCH if gpus_each else _CPU_BATCH),
+        device="cuda" if gpus_each else "cpu",
+    )
+    engine = open_engine(request.engine, address=request.address, workers=request.workers, gpus_each=gpus_each)
+    return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"))
+
+
+def _plan_report(plan: "TextPlan") -> "Report":
+    from prep.text.report import text_report
+
+    return text_report(plan)
+
+
+def _summary_report(summary: "TextSummary", recipe: TextRecipe, listed: Path) -> "Report":
+    from prep.text.report import text_summary
+
+    return text_summary(summary, listed=listed)
+
+
+def _flags(stored: Mapping[str, Any]) -> list[str]:
+    return ["--clip", text_recipe_from_dict(stored).clip]
+
+
+def _pending(data_dir: Path, variant: "Variant") -> Pending:
+    from prep.text.plan import pending_text
+
+    return pending_text(data_dir, variant)
+
+
+def _layout_file(stored: Mapping[str, Any]) -> str:
+    return f"{TEXT}.parquet"
+
+
+def _is_whole_block(path: Path) -> bool:
+    from prep.text.bank import is_whole_block
+
+    return is_whole_block(path)
+
+
+COLUMN = ColumnSpec(
+    name=TEXT,
+    package="prep.text",
+    samples="videos",
+    has_hours=False,
+    make_command=text,
+    plan_command=plan_text,
+    plan=_plan,
+    run=_run,
+    plan_report=_plan_report,
+    summary_report=_summary_report,
+    flags=_flags,
+    retry=_retry,
+    pending=_pending,
+    check_sample="prep.text.check:check_text",
+    layout_file=_layout_file,
+    extra_folders=(ExtraFolder(BANK_FOLDER, BLOCK_FILE, _is_whole_block),),
+)

@@ -1,0 +1,126 @@
+"""The plan of the `text` column: which shards have to be made and why.
+
+It is a function of the manifest's table of videos, the layout, the recipe and the commits. No caption is read: a
+video's row carries the digest of its captions. Nothing of the `video` column enters, so no codec changes it.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from manifests.errors import UserError
+from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from prep.core.column import Pending
+from prep.core.layout import stored_or_rebuilt_layout
+from prep.core.plan import ShardPlan, WantedShard, pending_of, plan_shards, stored_shards
+from prep.core.table_file import as_array
+from prep.text.layout import extend_text_layout, text_layout_of_commits, text_layout_path, wanted_text_rows
+from prep.text.recipe import TEXT, ResolvedTextRecipe, text_recipe_from_dict
+from shards.commits import Commit
+from shards.dataset import current_variant, variant_dir
+from shards.reader import Variant
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """All shards of `text` that the manifest wants under one recipe.
+
+    Attributes:
+        layout: with every video assigned; to be written before the work begins.
+        video_ids: of the videos in the plan; a shard's `rows` are a range of them.
+        num_captions: of all videos.
+        shards: in shard order.
+    """
+
+    recipe: ResolvedTextRecipe
+    data_dir: Path
+    variant_dir: Path
+    layout: pa.Table
+    video_ids: pa.Array
+    num_captions: int
+    shards: list[ShardPlan]
+    commits: dict[int, Commit]
+
+    @property
+    def num_videos(self) -> int:
+        """Videos with captions."""
+        return len(self.video_ids)
+
+
+def make_text_plan(
+    data_dir: Path, recipe: ResolvedTextRecipe, *, retry_codes: frozenset[str] = frozenset()
+) -> TextPlan:
+    """Plans `recipe` for the manifest in `data_dir`.
+
+    Args:
+        retry_codes: failures to try again though nothing changed.
+
+    Raises:
+        UserError: there is no manifest, or the layout is damaged.
+    """
+    videos = read_videos(data_dir)
+    folder = variant_dir(data_dir, TEXT, recipe.variant)
+    stored = stored_shards(folder)
+    num_captions = np.asarray(videos["num_captions"])
+    wanted = {
+        "video_ids": as_array(videos["video_id"]),
+        "splits": as_array(videos["split"]),
+        "num_captions": num_captions,
+    }
+    known = stored_or_rebuilt_layout(
+        text_layout_path(data_dir), lambda: text_layout_of_commits(data_dir, video_ids=wanted["video_ids"])
+    )
+    layout = extend_text_layout(known, **wanted)
+    rows, video_rows = wanted_text_rows(layout, **wanted)
+    planned = videos.take(pa.array(video_rows)) if len(video_rows) else videos.slice(0, 0)
+    shards = plan_shards(
+        _wanted_shards(np.asarray(layout["shard_id"])[rows], planned, recipe_fingerprint=recipe.fingerprint),
+        stored.commits,
+        problems=stored.problems,
+        what_changed="its videos or their captions",
+        orphaned_because="none of its videos is in the manifest any more",
+        retry_codes=retry_codes,
+    )
+    return TextPlan(
+        recipe=recipe,
+        data_dir=data_dir,
+        variant_dir=folder,
+        layout=layout,
+        video_ids=as_array(planned["video_id"]),
+        num_captions=int(num_captions.sum()),
+        shards=list(shards),
+        commits=stored.commits,
+    )
+
+
+def pending_text(data_dir: Path, variant: Variant) -> Pending:
+    """What would be made of a variant now; nothing of one that is not current, or of another version."""
+    has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
+    if not has_manifest or current_variant(data_dir, TEXT) != variant.directory.name:
+        return Pending()
+    try:
+        return pending_of(make_text_plan(data_dir, text_recipe_from_dict(variant.recipe)).shards)
+    except UserError:
+        return Pending()
+
+
+def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, recipe_fingerprint: str) -> Iterator[WantedShard]:
+    """The shards of the planned videos.
+
+    Args:
+        shard_ids: of the videos, ascending.
+        videos: rows of the manifest, in the order of the plan.
+    """
+    bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)).tolist() if len(shard_ids) else [0]
+    for begin, end in pairwise(bounds):
+        part = videos.slice(begin, end - begin)
+        digest = hashlib.sha256(recipe_fingerprint.encode())
+        for line in zip(*(part[name].to_pylist() for name in ("video_id", "captions_sha256", "split")), strict=True):
+            digest.update("\0".join(line).encode() + b"\n")
+        split = part["split"][0].as_py()
+        yield WantedShard(int(shard_ids[begin]), split, digest.hexdigest(), end - begin, range(begin, end))

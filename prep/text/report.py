@@ -1,0 +1,107 @@
+"""What a plan and a run of the `text` column say to people and to scripts."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from prep.core.failure_list import failure_lines, failure_values
+from prep.core.report import Report, changed_settings, states_lines, states_values
+from prep.engines import Refused
+from prep.text.plan import TextPlan
+from prep.text.recipe import TEXT
+from shards.commits import Failure
+
+
+@dataclass(frozen=True)
+class TextSummary:
+    """What a run did.
+
+    Attributes:
+        num_videos: in committed shards.
+        num_captions: of the manifest.
+        num_texts: distinct texts of the shards that had work.
+        num_encoded: of these, those that went through the tower now.
+        num_cut: of the encoded, those longer than the tower's context, whose beginning stands for them.
+        failures: those of earlier runs that were not tried again are counted too.
+        gave_up: why the run ended before all shards were tried, or None.
+        refused_workers: places of workers that got no work.
+    """
+
+    variant: str
+    num_videos: int
+    num_captions: int
+    num_shards: int
+    num_shards_made: int
+    num_texts: int
+    num_encoded: int
+    num_cut: int
+    num_bytes_written: int
+    wall_s: float
+    failures: list[Failure] = field(default_factory=list)
+    gave_up: str | None = None
+    refused_workers: list[Refused] = field(default_factory=list)
+
+    @property
+    def num_taken_over(self) -> int:
+        """Texts whose embedding stood in a shard, or in the bank of a killed run."""
+        return self.num_texts - self.num_encoded
+
+    @property
+    def num_failed_videos(self) -> int:
+        """Videos that are absent, or that failed to be made anew."""
+        return len({failure.video_id for failure in self.failures})
+
+
+def text_summary(summary: TextSummary, *, listed: Path) -> Report:
+    """What a run did; `listed` is the list of its failures."""
+    lines = [
+        f"variant  {summary.variant}",
+        f"shards   {summary.num_shards} with {summary.num_videos} videos, of {summary.num_captions} captions in all",
+    ]
+    if summary.num_shards_made or summary.num_encoded:
+        lines.append(
+            f"made     {summary.num_shards_made} shards: {summary.num_texts} distinct texts,"
+            f" {summary.num_encoded} encoded, {summary.num_taken_over} taken over,"
+            f" {summary.num_bytes_written / 1e6:.1f} MB in {summary.wall_s:.1f} s"
+        )
+        if summary.num_cut:
+            lines.append(f"cut      {summary.num_cut} of the encoded texts are longer than the tower reads")
+    else:
+        lines.append("nothing was encoded" + ("" if summary.failures else ": everything is as planned"))
+    lines += failure_lines(summary.failures, listed=listed)
+    values = {
+        "variant": summary.variant,
+        "num_videos": summary.num_videos,
+        "num_captions": summary.num_captions,
+        "num_shards": summary.num_shards,
+        "num_shards_made": summary.num_shards_made,
+        "num_texts": summary.num_texts,
+        "num_encoded": summary.num_encoded,
+        "num_taken_over": summary.num_taken_over,
+        "num_cut": summary.num_cut,
+        "num_bytes_written": summary.num_bytes_written,
+        "wall_s": round(summary.wall_s, 3),
+        "num_failed_videos": summary.num_failed_videos,
+        **failure_values(summary.failures, listed=listed),
+        "gave_up": summary.gave_up,
+        "refused_workers": [asdict(refused) for refused in summary.refused_workers],
+    }
+    return Report("\n".join(lines), values)
+
+
+def text_report(plan: TextPlan) -> Report:
+    """What would be done, by state and reason. How many texts are new is not known before captions are read."""
+    recipe = plan.recipe
+    differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.as_dict())
+    num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)
+    lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in differences)]
+    lines += states_lines(plan.shards, of="videos")
+    lines.append(f"estimate the captions of {num_videos} videos at most" if num_videos else "nothing to do")
+    values = {
+        "variant": plan.recipe.variant,
+        "changed_settings": differences,
+        "num_videos": plan.num_videos,
+        "num_captions": plan.num_captions,
+        **states_values(plan.shards, of="videos"),
+        "estimate": {"num_videos": num_videos},
+    }
+    return Report("\n".join(lines), values)

@@ -1,0 +1,152 @@
+"""Making one shard of the `text` column from the manifest's captions and the bank."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from prep.core.failures import FailureCode
+from prep.core.heartbeat import Heartbeat
+from prep.core.shard_result import ShardResult, stopped, stopping_at_trouble
+from prep.text.bank import Bank
+from prep.text.captions import CaptionReader
+from prep.text.digests import digests_of
+from prep.text.plan import TextPlan
+from prep.text.recipe import MEMBER, TEXT
+from shards.commits import Commit, Failure, write_commit
+from shards.format import TEXT_FIELDS
+from shards.npy import npy_bytes
+from shards.writer import Sample, ShardWriter
+
+EXTENSIONS = (MEMBER, "json")
+
+
+@dataclass(frozen=True)
+class TextShardTask:
+    """Which videos a shard holds."""
+
+    shard_id: int
+    split: str
+    plan_fingerprint: str
+    video_ids: pa.Array
+
+
+@dataclass(frozen=True)
+class ShardMaker:
+    """Makes shards; it runs in the driver, since all that is left to do is copying.
+
+    Attributes:
+        row_groups: of the table of captions, those with captions of each shard.
+        not_finite: digests of texts that the tower cannot encode.
+        trouble: why the bank lacks texts, when it does.
+    """
+
+    plan: TextPlan
+    reader: CaptionReader
+    bank: Bank
+    row_groups: Mapping[int, Sequence[int]]
+    not_finite: frozenset[bytes]
+    trouble: tuple[FailureCode, str] | None
+
+    def make(self, task: TextShardTask) -> ShardResult:
+        """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes."""
+        return stopping_at_trouble(self._make, task)
+
+    def _make(self, task: TextShardTask) -> ShardResult:
+        videos = self._videos(task)
+        embedded, has = self.bank.rows(np.concatenate([video.digests for video in videos]))
+        ends = np.cumsum([len(video.digests) for video in videos])
+        content = hashlib.sha256(task.plan_fingerprint.encode())
+        failures: list[Failure] = []
+        files = None
+        folder = self.plan.variant_dir
+        writer = ShardWriter(folder, shard_id=task.shard_id, extensions=EXTENSIONS, fields=TEXT_FIELDS)
+        with Heartbeat(folder, task.shard_id, num_chunks=len(videos)) as beat, writer:
+            for video, end in zip(videos, ends.tolist(), strict=True):
+                rows = slice(end - len(video.digests), end)
+                if not len(video.digests):
+                    message = f"the manifest's table of captions has none of {video.video_id}"
+                    return stopped(task, FailureCode.IO_ERROR, message)
+                if not has[rows].all():
+                    lost = [video.digest(row) for row in np.flatnonzero(~has[rows]).tolist()]
+                    if not self.not_finite.issuperset(lost):
+                        return stopped(task, *(self.trouble or (FailureCode.IO_ERROR, "the bank has lost embeddings")))
+                    text = video.texts[int(np.flatnonzero(~has[rows])[0])]
+                    message = f"the embedding of {len(lost)} of its texts is not finite, for one {text[:80]!r}"
+                    failures.append(Failure(video.video_id, None, str(FailureCode.NOT_FINITE), message))
+                    content.update(f" {video.video_id} failed".encode())
+                    continue
+                writer.add(video.sample(embedded[rows], split=task.split))
+                beat.show(writer.num_samples)
+            num_samples = writer.num_samples
+            if num_samples:
+                files = writer.publish(content.hexdigest())
+        commit = Commit(TEXT, task.shard_id, task.split, task.plan_fingerprint, files, tuple(failures))
+        write_commit(folder, commit)
+        return ShardResult(
+            task.shard_id,
+            num_chunks=num_samples,
+            num_bytes=files.tar_bytes if files else 0,
+            failures=commit.failures,
+        )
+
+    def _videos(self, task: TextShardTask) -> "list[_VideoTexts]":
+        pieces = list(self.reader.pieces(task.video_ids, row_groups=self.row_groups.get(task.shard_id, ())))
+        if not pieces:
+            return [_VideoTexts.of(video_id, np.empty(0, np.int64), []) for video_id in task.video_ids.to_pylist()]
+        videos = np.concatenate([piece.videos for piece in pieces])
+        ids = np.concatenate([piece.ids for piece in pieces])
+        order = np.lexsort((ids, videos))
+        ids = ids[order]
+        texts = pa.concat_arrays([piece.texts for piece in pieces]).take(pa.array(order))
+        bounds = np.searchsorted(videos[order], np.arange(len(task.video_ids) + 1)).tolist()
+        return [
+            _VideoTexts.of(video_id.as_py(), ids[begin:end], texts[begin:end].to_pylist())
+            for video_id, begin, end in zip(task.video_ids, bounds[:-1], bounds[1:], strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _VideoTexts:
+    """The distinct texts of a video in the order of their first captions, and its captions by id with their rows."""
+
+    video_id: str
+    texts: list[str]
+    digests: np.ndarray
+    caption_ids: list[int]
+    caption_rows: list[int]
+
+    @classmethod
+    def of(cls, video_id: str, ids: np.ndarray, texts: list[str]) -> "_VideoTexts":
+        row_of: dict[str, int] = {}
+        rows = [row_of.setdefault(text, len(row_of)) for text in texts]
+        return cls(video_id, list(row_of), digests_of(row_of), ids.tolist(), rows)
+
+    def digest(self, row: int) -> bytes:
+        """Digest of the text of a row."""
+        return self.digests[row : row + 1].tobytes()
+
+    def sample(self, embedded: np.ndarray, *, split: str) -> Sample:
+        """The sample of a tar; `embedded` is float16 [texts, width]."""
+        told = {
+            "video_id": self.video_id,
+            "split": split,
+            "texts": self.texts,
+            "caption_id": self.caption_ids,
+            "caption_row": self.caption_rows,
+        }
+        return Sample(
+            key=self.video_id,
+            members={MEMBER: npy_bytes(embedded), "json": json.dumps(told, ensure_ascii=False).encode()},
+            fields={
+                "video_id": self.video_id,
+                "num_rows": len(self.texts),
+                "width": embedded.shape[1],
+                "text_digest": [self.digest(row) for row in range(len(self.texts))],
+                "caption_id": self.caption_ids,
+                "caption_row": self.caption_rows,
+            },
+        )

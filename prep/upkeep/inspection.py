@@ -1,0 +1,139 @@
+"""What `prep inspect` shows: a shard set as a table, or everything about one sample."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from manifests.keys import split_key
+from prep.core.column import ColumnSpec
+from prep.core.plan import is_readable, problems_of
+from prep.core.report import Report, size_text
+from shards.reader import CommittedShard, Variant
+
+_MAX_SHARD_ROWS = 30
+_MAX_VALUE_CHARS = 80
+_NUM_NEAREST = 4
+
+
+def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
+    """The shards of a variant, its totals and its settings."""
+    problems, recipe = problems_of(variant), variant.recipe
+    num_samples = f"num_{column.samples}"
+    rows: list[dict[str, Any]] = []
+    for shard_id, commit in variant.commits.items():
+        files = commit.files
+        rows.append(
+            {
+                "shard_id": shard_id,
+                "split": commit.split,
+                num_samples: files.num_samples if files else 0,
+                "tar": files.tar if files else None,
+                "tar_bytes": files.tar_bytes if files else 0,
+                "num_failures": len(commit.failures),
+                "state": problems.get(shard_id, ("committed", ""))[0],
+            }
+        )
+    rows += [
+        {"shard_id": damaged.shard_id, "split": "?", num_samples: 0, "tar": None, "tar_bytes": 0}
+        | {"num_failures": 0, "state": "corrupt"}
+        for damaged in variant.damaged
+    ]
+    num_chunks, num_bytes = (sum(row[name] for row in rows) for name in (num_samples, "tar_bytes"))
+    num_shards = sum(row["tar"] is not None for row in rows)
+    lines = [
+        f"variant   {variant.directory.name}",
+        f"settings  {column.settings_line(recipe)}",
+        f"total     {num_chunks} {column.samples} in {num_shards} shards, {size_text(num_bytes)}",
+        "",
+        f" shard  split {column.samples:>8}        MB  failed  state",
+    ]
+    lines += [
+        f"{row['shard_id']:06d}  {row['split']:<6}{row[num_samples]:>8}{row['tar_bytes'] / 1e6:>10.1f}"
+        f"{row['num_failures']:>8}  {row['state']}"
+        for row in rows[:_MAX_SHARD_ROWS]
+    ]
+    if len(rows) > _MAX_SHARD_ROWS:
+        lines.append(f"... and {len(rows) - _MAX_SHARD_ROWS} shards more")
+    values = {
+        "variant": variant.directory.name,
+        "recipe": recipe,
+        num_samples: num_chunks,
+        "tar_bytes": num_bytes,
+        "shards": rows,
+    }
+    return Report("\n".join(lines), values)
+
+
+def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: Path) -> Report:
+    """Everything about one sample, as its column tells it, or else its row of the index.
+
+    Raises:
+        UserError: no readable shard has it, or it cannot be read.
+    """
+    shard, number = find_sample(variant, key, column=column)
+    if column.sample_report is not None:
+        return column.sample_report(shard, number, data_dir)
+    members = {
+        extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
+        for extension in shard.extensions
+    }
+    own = [name for name in shard.index.column_names if not any(name.startswith(f"{known}_") for known in members)]
+    fields = {name: shard.index[name][number].as_py() for name in own}
+    lines = [f"tar       {shard.tar_path} ({shard.split})"]
+    lines += [
+        f"  .{name:<8}bytes {place['offset']} to {place['offset'] + place['size']}" for name, place in members.items()
+    ]
+    for name, value in fields.items():
+        text = str(_plain(value))
+        lines.append(f"{name:<20}{text if len(text) <= _MAX_VALUE_CHARS else f'{text[:_MAX_VALUE_CHARS]}...'}")
+    values = {
+        "variant": variant.directory.name,
+        "shard_id": shard.shard_id,
+        "tar": str(shard.tar_path),
+        "members": members,
+        **{name: _plain(value) for name, value in fields.items()},
+    }
+    return Report("\n".join(lines), values)
+
+
+def _plain(value: Any) -> Any:
+    """A value of an index for JSON: bytes as hexadecimal digits."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def find_sample(variant: Variant, key: str, *, column: ColumnSpec) -> tuple[CommittedShard, int]:
+    """Shard and row of a sample.
+
+    Raises:
+        UserError: there is none of that key; the hint names its neighbours.
+    """
+    shards = [shard for shard in variant.shards() if is_readable(shard)]
+    for shard in shards:
+        row = pc.index(shard.index["key"], key).as_py()
+        if row >= 0:
+            return shard, row
+    unread = len(variant.shards()) - len(shards) + len(variant.damaged)
+    hint = f"shards that cannot be read: {unread}; see `prep verify`" if unread else _nearest(shards, key)
+    raise UserError(f'no {column.samples.removesuffix("s")} "{key}" in variant {variant.directory.name}', hint=hint)
+
+
+def _nearest(shards: list[CommittedShard], key: str) -> str:
+    try:
+        video_id, start_ms = split_key(key)
+    except ValueError:
+        video_id, start_ms = key, 0
+    found: list[tuple[int, str]] = []
+    for shard in shards:
+        if "start_ms" not in shard.index.column_names:
+            continue
+        mine = shard.index.select(["video_id", "key", "start_ms"]).filter(pc.equal(shard.index["video_id"], video_id))
+        found += zip(mine["start_ms"].to_pylist(), mine["key"].to_pylist(), strict=True)
+    if found:
+        nearest = sorted(found, key=lambda entry: abs(entry[0] - start_ms))[:_NUM_NEAREST]
+        return f"nearest of that video: {', '.join(name for _, name in sorted(nearest))}"
+    first = [shard.index["key"][0].as_py() for shard in shards[:_NUM_NEAREST]]
+    return f"no video has that id; keys look like {', '.join(first)}" if first else "no shard holds a chunk"

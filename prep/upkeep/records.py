@@ -1,0 +1,143 @@
+"""Checking the small records of a data folder: manifest, probes, layouts, dataset.json, and those of each variant.
+
+Shards and their commits are checked elsewhere (shards.verify). Each finding names the command that repairs it.
+"""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from manifests.errors import UserError
+from manifests.store import MANIFEST_FILE, manifest_dir, open_captions, read_rejected, read_videos
+from manifests.table_files import TABLE_FILES
+from prep.core.column import ColumnSpec, command_for, recipe_fingerprint
+from prep.core.data_folder import PROBES_FILE
+from prep.core.layout import LAYOUT_FOLDER, DamagedLayout, owner_of_layout, read_layout, variants_of
+from prep.core.table_file import read_table_file
+from prep.registry import columns
+from prep.sources.table import PROBES
+from shards.dataset import current_variant, list_variants
+from shards.format import DATASET_FILE, RECIPE_FILE
+from shards.lists import damaged_lists
+from shards.reader import Variant
+
+
+@dataclass(frozen=True)
+class RecordFinding:
+    """A record that is damaged or missing, why, and the command that repairs it."""
+
+    path: str
+    message: str
+    repair: str
+
+
+def check_folder_records(data_dir: Path) -> list[RecordFinding]:
+    """Reads every record that belongs to the data folder as a whole and compares its checksum, where it has one."""
+    return [*_manifest(data_dir), *_probes(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
+
+
+def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
+    """Likewise the records of one variant: its recipe, its list of commits, its lists of shards, its bank."""
+    folder = variant.directory
+    again = f"prep {column.command} with the settings of {folder.name}"
+    found = []
+    try:
+        recipe = variant.recipe
+    except UserError as error:
+        found.append((folder / RECIPE_FILE, str(error)))
+    else:
+        if not folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}"):
+            found.append((folder / RECIPE_FILE, "it is not the recipe that the folder is named after"))
+        else:
+            with suppress(UserError):  # a recipe of another version, whose command is not known
+                again = column.command_line(recipe, data_dir=data_dir)
+    if variant.contents_damage is not None:
+        found.append((variant.contents_damage.path, str(variant.contents_damage)))
+    found += [(damage.path, str(damage)) for damage in damaged_lists(folder, variant.commits)]
+    for extra in column.extra_folders:
+        for path in sorted((folder / extra.name).iterdir()) if (folder / extra.name).is_dir() else ():
+            if extra.file_names.fullmatch(path.name) and not extra.is_whole(path):
+                found.append((path, "its content is not what it is named after"))
+    return [RecordFinding(str(path), message, again) for path, message in found]
+
+
+def _manifest(data_dir: Path) -> Iterator[RecordFinding]:
+    folder = manifest_dir(data_dir)
+    repair = "the `prep manifest` commands that wrote it, in the same order"
+    if not (folder / MANIFEST_FILE).exists():
+        if any((folder / name).exists() for name in TABLE_FILES):
+            yield RecordFinding(str(folder / MANIFEST_FILE), "the file is missing, although there are tables", repair)
+        return
+    for read in (read_videos, _read_captions, read_rejected):
+        try:
+            read(data_dir)
+        except UserError as error:
+            yield RecordFinding(str(folder), str(error), repair)
+
+
+def _read_captions(data_dir: Path) -> None:
+    with open_captions(data_dir) as file:
+        try:
+            for group in range(file.num_row_groups):
+                file.read_row_group(group)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"the captions cannot be read: {error}") from error
+
+
+def _probes(data_dir: Path) -> Iterator[RecordFinding]:
+    try:
+        read_table_file(data_dir / PROBES_FILE, schema=PROBES)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        message = f"{error}; until then it counts as empty, and every source is probed again"
+        yield RecordFinding(str(data_dir / PROBES_FILE), message, _with_data("prep plan", data_dir))
+
+
+def _dataset(data_dir: Path) -> Iterator[RecordFinding]:
+    path = data_dir / DATASET_FILE
+    with_variants = [column for column in columns() if list_variants(data_dir, column.name)]
+    try:
+        missing = [column for column in with_variants if current_variant(data_dir, column.name) is None]
+    except UserError as error:
+        yield RecordFinding(str(path), str(error), str(getattr(error, "hint", "")))
+        return
+    if missing and not path.exists():
+        commands = ", ".join(f"prep {column.command}" for column in missing)
+        yield RecordFinding(str(path), "the file is missing, although there are variants", f"{commands}, as before")
+
+
+def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
+    for path in sorted((data_dir / LAYOUT_FOLDER).glob("*.parquet")):
+        try:
+            read_layout(path)
+        except (DamagedLayout, OSError) as error:
+            yield RecordFinding(str(path), str(error), _layout_repair(path))
+    for path in _needed_layouts(data_dir):
+        if not path.exists():
+            message = "the layout is missing, although there are shards that follow it"
+            yield RecordFinding(str(path), message, _layout_repair(path))
+
+
+def _needed_layouts(data_dir: Path) -> set[Path]:
+    """The layouts that committed shards follow."""
+    needed = set()
+    for column in columns():
+        for variant in variants_of(data_dir, column.name) if column.layout_file is not None else ():
+            if not variant.commits or column.layout_file is None:
+                continue
+            with suppress(UserError):  # its recipe is told of by itself, or of another version
+                needed.add(data_dir / LAYOUT_FOLDER / column.layout_file(variant.recipe))
+    return needed
+
+
+def _layout_repair(path: Path) -> str:
+    return f"prep {command_for(owner_of_layout(path))} with the settings of before"
+
+
+def _with_data(command: str, data_dir: Path) -> str:
+    return f"{command} --data {shlex.quote(str(data_dir))}"

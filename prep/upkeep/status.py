@@ -1,0 +1,249 @@
+"""What is there and what is wrong with it, from the records alone: a look that takes seconds on any set."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from prep.core.column import ColumnSpec, Pending
+from prep.core.failure_list import MAX_NAMED, Named, first_failures, first_few, named_values
+from prep.core.heartbeat import running_shards
+from prep.core.layout import DamagedLayout, variants_of
+from prep.core.plan import NUM_LOOKING_THREADS, is_readable, problems_of
+from prep.core.run import FAILURES_FILE
+from prep.registry import columns
+from prep.sources.table import read_probes
+from shards.commits import Failure
+from shards.dataset import current_variant
+from shards.reader import CommittedShard, Variant
+
+
+@dataclass(frozen=True)
+class VariantStatus:
+    """One variant of a column.
+
+    Attributes:
+        num_shards: committed ones that hold samples; num_samples is theirs: chunks, or videos of `text`.
+        hours: of video in the shards whose index can be read; 0 for `text`.
+        failures: code -> spans, chunks or videos that could not be made, from the commits.
+        num_wanted: samples that are wanted of its recipe; None when that cannot be told.
+        num_running: samples that running workers have made of shards not committed yet; None when none is at work.
+    """
+
+    name: str
+    is_current: bool
+    size_bytes: int
+    num_shards: int
+    num_samples: int
+    hours: float
+    failures: dict[str, int]
+    num_wanted: int | None
+    num_running: int | None
+
+
+@dataclass(frozen=True)
+class ColumnStatus:
+    """One column.
+
+    Attributes:
+        problems: (shard id, missing or corrupt, why) of the current variant.
+        stale_because: why the current variant is not what would be made now, or None.
+        to_make: state -> shards that the column's command would make; of `video` those without a commit alone, since
+            sources would have to be looked at for the others.
+        failures_file: list of the failures of the last run, where there were any.
+        first_failures: the first few of the current variant, and of `video` also sources that cannot be used.
+    """
+
+    column: str
+    variants: list[VariantStatus] = field(default_factory=list)
+    problems: list[tuple[int, str, str]] = field(default_factory=list)
+    stale_because: str | None = None
+    to_make: dict[str, int] = field(default_factory=dict)
+    failures_file: Path | None = None
+    first_failures: list[Named] = field(default_factory=list)
+
+    @property
+    def current(self) -> VariantStatus | None:
+        return next((variant for variant in self.variants if variant.is_current), None)
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        problems = [
+            {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
+        ]
+        return {
+            "current": None if self.current is None else self.current.name,
+            "variants": [asdict(variant) for variant in self.variants],
+            "problems": problems,
+            "stale_because": self.stale_because,
+            "to_make": self.to_make,
+            "failures_file": None if self.failures_file is None else os.fspath(self.failures_file),
+            "first_failures": named_values(self.first_failures),
+        }
+
+
+@dataclass(frozen=True)
+class VideosStatus:
+    """The videos of the manifest, as their last probe found them.
+
+    Attributes:
+        unusable: code -> videos of which nothing can be made.
+        first_unusable: the first few of them.
+        lost: code -> videos that were usable once and cannot be read now; what was made of them stays.
+        first_lost: the first few of them.
+    """
+
+    num_videos: int
+    num_captions: int
+    num_usable: int
+    num_not_probed: int
+    unusable: dict[str, int]
+    first_unusable: list[Named]
+    lost: dict[str, int]
+    first_lost: list[Named]
+
+
+@dataclass(frozen=True)
+class Status:
+    """Everything that `prep status` says; `columns` holds all columns, made or not."""
+
+    data_dir: Path
+    videos: VideosStatus | None
+    columns: dict[str, ColumnStatus]
+
+    @property
+    def num_problems(self) -> int:
+        return sum(len(column.problems) for column in self.columns.values())
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "data": os.fspath(self.data_dir),
+            "videos": None if self.videos is None else asdict(self.videos),
+            "columns": {name: column.values() for name, column in self.columns.items()},
+        }
+
+
+def read_status(data_dir: Path) -> Status:
+    """Looks at the data folder.
+
+    Raises:
+        UserError: a record of it cannot be read, or is of another version.
+    """
+    has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
+    table = read_videos(data_dir) if has_manifest else None
+    probes = read_probes(data_dir)
+
+    videos = None if table is None else _videos_status(table, probes)
+
+    def column_status(column: ColumnSpec) -> ColumnStatus:
+        unusable = videos.first_unusable if videos is not None and column.is_first else []
+        return _column_status(data_dir, column, unusable=unusable)
+
+    return Status(data_dir, videos=videos, columns={column.name: column_status(column) for column in columns()})
+
+
+def _column_status(data_dir: Path, column: ColumnSpec, *, unusable: list[Named]) -> ColumnStatus:
+    current = current_variant(data_dir, column.name)
+    variants, status = [], ColumnStatus(column.name, first_failures=unusable)
+    for opened in variants_of(data_dir, column.name):
+        name, pending = opened.directory.name, _pending(data_dir, column, opened)
+        if name == current:
+            listed = opened.directory / FAILURES_FILE
+            status = ColumnStatus(
+                column.name,
+                problems=[(shard_id, state, why) for shard_id, (state, why) in problems_of(opened).items()],
+                stale_because=pending.stale_because,
+                to_make=pending.to_make,
+                failures_file=listed if listed.exists() else None,
+                first_failures=first_few([*unusable, *first_failures(_failures(opened))]),
+            )
+        variants.append(_variant_status(opened, is_current=name == current, num_wanted=pending.num_wanted))
+    return replace(status, variants=sorted(variants, key=lambda variant: not variant.is_current))
+
+
+def _pending(data_dir: Path, column: ColumnSpec, variant: Variant) -> Pending:
+    try:
+        return column.pending(data_dir, variant)
+    except DamagedLayout:
+        raise
+    except UserError:
+        return Pending()
+
+
+def _failures(variant: Variant) -> Iterator[Failure]:
+    return (failure for commit in variant.commits.values() for failure in commit.failures)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder, as far as they can be seen."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).lstat().st_size
+            except OSError:
+                continue  # it went away while we looked
+    return total
+
+
+def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
+    rows = pc.index_in(videos["path"].combine_chunks(), value_set=probes["path"])
+    mine = probes.take(rows.drop_null()).append_column("video_id", videos["video_id"].filter(pc.is_valid(rows)))
+    is_usable = pc.is_valid(mine["fingerprint"])
+    unusable = mine.filter(pc.invert(is_usable))
+    lost = mine.filter(pc.and_(is_usable, pc.is_valid(mine["code"])))
+    return VideosStatus(
+        num_videos=len(videos),
+        num_captions=pc.sum(videos["num_captions"]).as_py() or 0,
+        num_usable=pc.sum(is_usable).as_py() or 0,
+        num_not_probed=len(videos) - len(mine),
+        unusable=dict(Counter[str](unusable["code"].to_pylist()).most_common()),
+        first_unusable=_first_sources(unusable),
+        lost=dict(Counter[str](lost["code"].to_pylist()).most_common()),
+        first_lost=_first_sources(lost),
+    )
+
+
+def _first_sources(probes: pa.Table) -> list[Named]:
+    """The first few of each code."""
+    of_code = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
+    rows = (row for few in of_code for row in few.select(["video_id", "code", "path", "message"]).to_pylist())
+    return first_few(Named(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)
+
+
+def _variant_status(variant: Variant, *, is_current: bool, num_wanted: int | None) -> VariantStatus:
+    shards, running = variant.shards(), running_shards(variant.directory)
+    with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
+        hours = sum(pool.map(_hours, shards))
+    codes = Counter(failure.code for failure in _failures(variant))
+    done = sum(shard.num_done for shard in running if shard.shard_id not in variant.commits)
+    return VariantStatus(
+        name=variant.directory.name,
+        is_current=is_current,
+        size_bytes=folder_bytes(variant.directory),
+        num_shards=len(shards),
+        num_samples=sum(shard.num_samples for shard in shards),
+        hours=hours,
+        failures=dict(codes.most_common()),
+        num_wanted=num_wanted,
+        num_running=done if running else None,
+    )
+
+
+def _hours(shard: CommittedShard) -> float:
+    if not is_readable(shard) or "num_frames" not in shard.index.column_names:
+        return 0.0
+    frames, fps_num, fps_den = (
+        np.asarray(shard.index[name], np.float64) for name in ("num_frames", "fps_num", "fps_den")
+    )
+    return float((frames * fps_den / fps_num).sum() / 3600)

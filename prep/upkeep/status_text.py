@@ -1,0 +1,126 @@
+"""What `prep status` says to people, and what to do next."""
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+from manifests.errors import UserError
+from prep.core.failure_list import named_lines
+from prep.core.report import size_text
+from prep.registry import column_named
+from prep.upkeep.status import ColumnStatus, Status, VariantStatus, VideosStatus
+from shards.dataset import variant_dir
+from shards.reader import Variant
+
+_MAX_LISTED = 20
+_INDENT = " " * 10
+
+
+def status_text(status: Status) -> str:
+    """All of the status, one fact a line."""
+    lines = [f"data      {status.data_dir}"]
+    lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
+    for column in status.columns.values():
+        lines += _column_lines(column)
+    lines += _failure_lines(status)
+    problems = [(name, problem) for name, column in status.columns.items() for problem in column.problems]
+    for name, (shard_id, state, why) in problems[:_MAX_LISTED]:
+        lines.append(f"{state:<10}{'' if column_named(name).is_first else f'{name} '}shard {shard_id:06d}: {why}")
+    if len(problems) > _MAX_LISTED:
+        lines.append(f"          ... and {len(problems) - _MAX_LISTED} shards more")
+    if (hint := _next_step(status)) is not None:
+        lines.append(f"next      {hint}")
+    return "\n".join(lines)
+
+
+def repair_command(status: Status) -> str:
+    """The command that makes missing and damaged shards again, of the first column that has some."""
+    found = list(status.columns.values())
+    column = next((of for of in found if of.problems), found[0])
+    return _command_of(column, status.data_dir)
+
+
+def _command_of(column: ColumnStatus, data_dir: Path) -> str:
+    """The command that asks for the recipe of the current variant, or of the first one where none is current."""
+    spec = column_named(column.column)
+    variant = column.current or next(iter(column.variants), None)
+    if variant is None:
+        length = " --len 15s" if spec.is_first else ""
+        return f"prep {spec.command}{length} --data {shlex.quote(str(data_dir))}"
+    try:
+        stored = Variant(variant_dir(data_dir, column.column, variant.name)).recipe
+        return spec.command_line(stored, data_dir=data_dir)
+    except UserError:
+        return f"prep {spec.command}, with the settings of {variant.name} (its recipe.json cannot be read)"
+
+
+def _videos_lines(videos: VideosStatus) -> list[str]:
+    parts = [f"{videos.num_usable} usable"]
+    if videos.unusable:
+        parts.append(f"{sum(videos.unusable.values())} unusable")
+    if videos.num_not_probed:
+        parts.append(f"{videos.num_not_probed} not looked at yet")
+    lines = [f"videos    {videos.num_videos}: {', '.join(parts)}", f"captions  {videos.num_captions}"]
+    for code, count in videos.lost.items():
+        lines.append(f"lost      {count} sources cannot be read any more ({code}); what was made of them stays")
+    return [*lines, *named_lines(videos.first_lost, num_all=sum(videos.lost.values()), listed=None, indent=_INDENT)]
+
+
+def _column_lines(column: ColumnStatus) -> list[str]:
+    lines = []
+    for variant in column.variants:
+        lines += _variant_lines(column.column, variant)
+        if variant.is_current and column.stale_because is not None:
+            lines.append(f"{_INDENT}stale: {column.stale_because}")
+        if variant.is_current and column.to_make:
+            shards = ", ".join(f"{count} {state}" for state, count in column.to_make.items())
+            lines.append(f"{_INDENT}shards to make: {shards}")
+    if column.current is None and column.variants:
+        lines.append(f"{_INDENT}none of them is current")
+    return lines
+
+
+def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
+    spec = column_named(column)
+    samples = spec.samples
+    hours = f" {variant.hours:.2f} h of video," if spec.has_hours else ""
+    lines = [
+        f"{column:<10}{variant.name}{' (current)' if variant.is_current else ''}",
+        f"          {variant.num_samples} {samples} in {variant.num_shards} shards,{hours}"
+        f" {size_text(variant.size_bytes)} on disk",
+    ]
+    if variant.num_running is not None:
+        done = variant.num_samples + variant.num_running
+        if variant.num_wanted:
+            share = min(done / variant.num_wanted, 1)
+            lines.append(f"          being made now: {done} of {variant.num_wanted} {samples} ({share:.0%})")
+        else:
+            lines.append(f"          being made now: {done} {samples} so far")
+    return lines
+
+
+def _failure_lines(status: Status) -> list[str]:
+    lines = []
+    for column in status.columns.values():
+        is_first = column_named(column.column).is_first
+        failures = Counter(status.videos.unusable if status.videos is not None and is_first else {})
+        failures.update(column.current.failures if column.current is not None else {})
+        where = "" if is_first else f" of {column.column}"
+        lines += [f"failed    {count} x {code}{where}" for code, count in failures.most_common()]
+        lines += named_lines(
+            column.first_failures, num_all=failures.total(), listed=column.failures_file, indent=_INDENT
+        )
+    return lines
+
+
+def _next_step(status: Status) -> str | None:
+    columns = status.columns.values()
+    if any(variant.num_running is not None for column in columns for variant in column.variants):
+        return None
+    first = next(iter(columns))
+    if status.videos is None and not first.variants:
+        return f"prep manifest folder VIDEOS --data {shlex.quote(str(status.data_dir))}"
+    if first.current is None or not first.current.num_samples:
+        return _command_of(first, status.data_dir)
+    behind = (column for column in columns if column.problems or column.stale_because or column.to_make)
+    return next((_command_of(column, status.data_dir) for column in behind), None)

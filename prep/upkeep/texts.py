@@ -1,0 +1,127 @@
+"""What `prep verify` and `prep gc` say to people and to scripts."""
+
+import os
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from prep.core.column import ColumnSpec
+from prep.core.report import size_text
+from prep.upkeep.garbage import Garbage, Item, Removed
+from prep.upkeep.records import RecordFinding
+from prep.upkeep.verify import Verified
+from shards.commits import commit_path
+from shards.reader import Variant
+
+
+def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> str:
+    """The findings, one a line, and what was checked."""
+    listed = [*found.findings, *found.deep_findings]
+    lines = [
+        f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  {finding.message}"
+        for finding in listed[:max_findings]
+    ]
+    if len(listed) > max_findings:
+        lines.append(f"... and {len(listed) - max_findings} more; --json lists all")
+    looked_at = f", {found.num_deep} {column.looked_at}" if found.num_deep else ""
+    lines.append(
+        f"{column.name} {found.variant}: {found.num_samples} {column.samples} in {found.num_shards} shards,"
+        f" {size_text(found.num_bytes)} read{looked_at}: {'damaged' if found.num_problems else 'all right'}"
+    )
+    return "\n".join(lines)
+
+
+def records_text(records: list[RecordFinding]) -> list[str]:
+    """One line for each damaged record."""
+    return [
+        f"record  {record.message}" if record.path in record.message else f"record  {record.path}: {record.message}"
+        for record in records
+    ]
+
+
+def repairs_text(records: list[RecordFinding]) -> list[str]:
+    """What repairs the damaged records, each command once."""
+    if not records:
+        return []
+    commands = dict.fromkeys(record.repair for record in records)
+    return [f"{_count(len(records), 'damaged record')}; repaired by: {'; '.join(commands)}"]
+
+
+def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
+    """How much is wrong, and what mends it."""
+    num_shards = len({finding.shard_id for finding in (*found.findings, *found.deep_findings)})
+    parts = [f"{_count(found.num_problems, 'problem')} in {_count(num_shards, 'shard')} of {variant.directory.name}"]
+    if found.findings:
+        try:
+            command = column.command_line(variant.recipe, data_dir=data_dir)
+        except UserError:
+            command = f"prep {column.command} with the variant's settings"
+        parts.append(f"made again by: {command}")
+    # What a run passes over has to be taken out of its sight by hand.
+    by_hand = sorted({*found.unseen, *(finding.shard_id for finding in found.deep_findings)})
+    if by_hand:
+        paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
+        more = f" and {len(by_hand) - 5} more" if len(by_hand) > 5 else ""
+        why = (
+            "that could not be marked, or whose bytes are as committed"
+            if found.unseen
+            else "whose bytes are as committed"
+        )
+        parts.append(f"shards {why} are made again only when their commit is removed first: {paths}{more}")
+    return "; ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -> str:
+    """What goes, with sizes, a variant as one line; what is left and why. `removed` is None in a dry run."""
+    verb = "would go" if removed is None else "removed"
+    lines = []
+    for variant, items in groupby(garbage.items, key=lambda item: item.variant):
+        if variant is None:
+            lines += [
+                f"{verb:<10}{_name(item.path, data_dir)} ({size_text(item.size_bytes)}): {item.reason}"
+                for item in items
+            ]
+        else:
+            listed = list(items)
+            lines.append(f"{verb:<10}{variant} ({len(listed)} files, {_total(listed)}): {listed[0].reason}")
+    lines += [f"{'left':<10}{_name(path, data_dir)}: not a file of the format" for path in garbage.unknown]
+    for column, why in garbage.kept_because.items():
+        lines.append(f"{'kept':<10}all variants and shards of {column}: {why}")
+    if removed is None:
+        lines.append(f"{_total(garbage.items)} would be freed")
+    else:
+        lines.append(f"{size_text(removed.num_bytes)} freed" if removed.num_files else "nothing to remove")
+    return "\n".join(lines)
+
+
+def garbage_values(garbage: Garbage, removed: Removed | None) -> dict[str, Any]:
+    """The same for scripts."""
+    return {
+        "dry_run": removed is None,
+        "items": [
+            {
+                "path": os.fspath(item.path),
+                "size_bytes": item.size_bytes,
+                "reason": item.reason,
+                "variant": item.variant,
+            }
+            for item in garbage.items
+        ],
+        "unknown": [os.fspath(path) for path in garbage.unknown],
+        "kept_because": garbage.kept_because,
+        "num_bytes": sum(item.size_bytes for item in garbage.items) if removed is None else removed.num_bytes,
+        "failed": [] if removed is None else [{"path": os.fspath(path), "why": why} for path, why in removed.failed],
+    }
+
+
+def _total(items: list[Item]) -> str:
+    return size_text(sum(item.size_bytes for item in items))
+
+
+def _name(path: Path, data_dir: Path) -> str:
+    return str(path.relative_to(data_dir))

@@ -1,0 +1,199 @@
+"""Verifying a variant: every byte of every committed shard, and on demand every frame or number of every sample.
+
+What is damaged has to be made again by the next run, which looks at sizes and times only (shards.verify.quick_check).
+So a damaged file that such a look would pass is marked by making it newer than its commit.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prep.core.column import CheckedSample, ColumnSpec, DeepCode, imported
+from prep.engines import Outcome
+from prep.engines.processes import ProcessEngine
+from shards.commits import Commit, commit_path
+from shards.damage import Damaged
+from shards.index import extensions_of, open_index
+from shards.reader import Variant
+from shards.verify import Code, Problem, damaged_commit, quick_check, verify_shard
+
+_INDEX_CODES = frozenset({Code.INDEX_CHECKSUM, Code.INDEX_FORMAT, Code.ENERGON_INDEX})
+_WORKER_LOST = "worker_lost"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong; `key` names the chunk where it is about one."""
+
+    shard_id: int
+    key: str | None
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was checked and what was found.
+
+    Attributes:
+        num_deep: frames that were decoded, or rows of arrays that were looked at.
+        findings: bytes that are not those that were committed, in shard order.
+        unseen: shards with such findings that the next run would still pass: they could not be marked.
+        deep_findings: of samples whose bytes are those that were committed, and are wrong all the same.
+    """
+
+    variant: str
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    num_deep: int
+    findings: tuple[Finding, ...]
+    unseen: tuple[int, ...]
+    deep_findings: tuple[Finding, ...]
+
+    @property
+    def num_problems(self) -> int:
+        return len(self.findings) + len(self.deep_findings)
+
+
+@dataclass(frozen=True)
+class DeepTask:
+    """One shard to look into; `check` is the import path of its column's `check_sample`."""
+
+    variant_dir: Path
+    commit: Commit
+    check: str
+
+
+@dataclass(frozen=True)
+class DeepResult:
+    """What a look into a shard showed: frames decoded, or rows of arrays; findings are (key, code, message)."""
+
+    shard_id: int
+    num_looked_at: int
+    findings: tuple[tuple[str | None, str, str], ...]
+
+
+def verify_variant(
+    variant: Variant,
+    *,
+    column: ColumnSpec,
+    deep: bool,
+    num_workers: int,
+    on_shard: Callable[[int, int], None] = lambda done, total: None,
+    on_deep_shard: Callable[[int, int], None] = lambda done, total: None,
+) -> Verified:
+    """Reads every byte of the committed shards; with `deep`, also looks into every sample of those that are whole.
+
+    Args:
+        num_workers: shards at a time: threads that read, processes that decode.
+        on_shard: called with (shards read, shards); `on_deep_shard` likewise for the deep look.
+    """
+    problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
+    for done, (commit, found) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
+        on_shard(done, len(variant.commits))
+        if found:
+            problems[commit.shard_id] = found
+    unseen = [
+        shard_id
+        for shard_id, found in problems.items()
+        if (commit_of := variant.commits.get(shard_id)) and not mark(variant.directory, commit_of, found)
+    ]
+    whole = [commit for shard_id, commit in variant.commits.items() if shard_id not in problems and commit.files]
+    results = []
+    if deep:
+        for result in _check_deep(variant, whole, column=column, num_workers=num_workers):
+            results.append(result)
+            on_deep_shard(len(results), len(whole))
+    files = [commit.files for commit in variant.commits.values() if commit.files is not None]
+    return Verified(
+        variant=variant.directory.name,
+        num_shards=len(files),
+        num_samples=sum(file.num_samples for file in files),
+        num_bytes=sum(file.tar_bytes + file.index_bytes for file in files),
+        num_deep=sum(result.num_looked_at for result in results),
+        findings=tuple(
+            Finding(problem.shard_id, problem.key, str(problem.code), problem.message)
+            for _, found in sorted(problems.items())
+            for problem in found
+        ),
+        unseen=tuple(sorted(unseen)),
+        deep_findings=tuple(
+            Finding(result.shard_id, key, code, message)
+            for result in sorted(results, key=lambda result: result.shard_id)
+            for key, code, message in result.findings
+        ),
+    )
+
+
+def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
+    """Makes the next run see a damaged shard; whether it will."""
+    if commit.files is None or quick_check(folder, commit):
+        return True
+    is_index = all(problem.code in _INDEX_CODES for problem in problems)
+    # Newer than the commit is what a quick look reads again. A flipped bit leaves no such trace by itself, and
+    # neither does a copy that keeps times.
+    with suppress(OSError):
+        committed_ns = commit_path(folder, commit.shard_id).stat().st_mtime_ns
+        now_ns = max(time.time_ns(), committed_ns + 1_000_000_000)
+        energon = all(problem.code == Code.ENERGON_INDEX for problem in problems)
+        name = commit.files.energon_index if energon else commit.files.index if is_index else commit.files.tar
+        os.utime(folder / name, ns=(now_ns, now_ns))
+    return bool(quick_check(folder, commit))
+
+
+def _verify_bytes(variant: Variant, *, num_threads: int) -> Iterator[tuple[Commit, list[Problem]]]:
+    with ThreadPoolExecutor(num_threads) as pool:
+        running = {pool.submit(verify_shard, variant.directory, commit): commit for commit in variant.commits.values()}
+        try:
+            for future in as_completed(running):
+                yield running[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _check_deep(
+    variant: Variant, commits: list[Commit], *, column: ColumnSpec, num_workers: int
+) -> Iterator[DeepResult]:
+    longest_first = sorted(commits, key=lambda commit: -(commit.files.num_samples if commit.files else 0))
+    tasks = (DeepTask(variant.directory, commit, column.check_sample) for commit in longest_first)
+    for outcome in ProcessEngine(num_workers=num_workers).run(check_deep, tasks):
+        if not isinstance(outcome, Outcome):
+            continue
+        lost = DeepResult(outcome.task.commit.shard_id, 0, ((None, _WORKER_LOST, outcome.lost or ""),))
+        yield outcome.result or lost
+
+
+def check_deep(task: DeepTask) -> DeepResult:
+    """What a worker does: looks into the samples of a shard one by one; one sample is in memory at a time."""
+    check_sample = imported(task.check)
+    findings: list[tuple[str | None, str, str]] = []
+    num_looked_at = 0
+    try:
+        for row, members in _samples(task):
+            checked: CheckedSample = check_sample(row, members, task.commit.split)
+            num_looked_at += checked.num_looked_at
+            findings += [(row["key"], str(code), message) for code, message in checked.differences]
+    except (Damaged, OSError) as error:
+        findings.append((None, str(DeepCode.UNREADABLE), str(error)))
+    return DeepResult(task.commit.shard_id, num_looked_at, tuple(findings))
+
+
+def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
+    """Each sample's row of the index, and its members."""
+    if task.commit.files is None:
+        return
+    table = open_index(task.variant_dir / task.commit.files.index)
+    with (task.variant_dir / task.commit.files.tar).open("rb") as tar:
+        for number in range(table.num_rows):
+            row = {name: table[name][number].as_py() for name in table.column_names}
+            members = {}
+            for extension in extensions_of(table):
+                tar.seek(row[f"{extension}_offset"])
+                members[extension] = tar.read(row[f"{extension}_size"])
+            yield row, members

@@ -1,0 +1,100 @@
+"""Looking into a sample of `video`: every frame is decoded, and the json is compared with the row of the index."""
+
+from dataclasses import asdict
+from fractions import Fraction
+from io import BytesIO
+from typing import Any
+
+import av
+import av.error
+
+from manifests.json_text import parse_json
+from manifests.keys import chunk_key
+from prep.core.column import CheckedSample, DeepCode
+from prep.core.failures import SourceFailure
+from prep.video.packets import check_chunk, read_chunk
+
+
+def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
+    """Compares a chunk with its row of the index; one frame is in memory at a time."""
+    found, num_decoded = _check_video(members["mp4"], row)
+    return CheckedSample([*found, *check_description(row, members, split=split)], num_decoded)
+
+
+def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
+    """Compares a chunk's json, and its txt where there is one, with its row of the index."""
+    try:
+        description = parse_json(members["json"])
+        captions = [caption["text"] for caption in description["captions"]]
+        fps, begin_s, end_s = (Fraction(*description[name]) for name in ("fps", "begin_s", "end_s"))
+        stated = {
+            name: description[name]
+            for name in ("key", "video_id", "split", "num_frames", "width", "height", "codec", "span_fingerprint")
+        }
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        return [(DeepCode.JSON_DIFFERS, f"the json member cannot be read: {error!r}")]
+    start_ms = round(begin_s * 1000)
+    stated |= {"start_ms": start_ms, "fps_num": fps.numerator, "fps_den": fps.denominator}
+    expected = {name: split if name == "split" else row[name] for name in stated}
+    expected["key"] = chunk_key(row["video_id"], row["start_ms"])
+    differences = [
+        (DeepCode.JSON_DIFFERS, f"{name}: the json says {stated[name]!r}, the index {expected[name]!r}")
+        for name in stated
+        if stated[name] != expected[name]
+    ]
+    if expected["key"] != row["key"]:
+        differences.append((DeepCode.JSON_DIFFERS, f"the index has its key as {row['key']!r}"))
+    if (end_s - begin_s) * fps != row["num_frames"]:
+        differences.append((DeepCode.JSON_DIFFERS, f"{row['num_frames']} frames do not last from begin_s to end_s"))
+    if "txt" in members and members["txt"] != "\n".join(captions).encode("utf-8", "replace"):
+        differences.append((DeepCode.JSON_DIFFERS, "the txt member does not hold the captions of the json"))
+    return differences
+
+
+def _check_video(content: bytes, row: dict[str, Any]) -> tuple[list[tuple[DeepCode, str]], int]:
+    """Problems of the video itself, and the number of frames decoded."""
+    try:
+        facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
+        check_chunk(
+            facts,
+            num_frames=row["num_frames"],
+            size=(row["width"], row["height"]),
+            codec=row["codec"],
+            size_bytes=len(content),
+        )
+    except SourceFailure as failure:
+        return [(DeepCode.PACKETS_DIFFER, failure.message)], 0
+    found = [
+        (DeepCode.PACKETS_DIFFER, f"{name} is not what demuxing shows")
+        for name, value in asdict(facts).items()
+        if row[name] != value
+    ]
+    try:
+        num_decoded, difference = _decode(content, row)
+    except av.error.FFmpegError as error:
+        return [*found, (DeepCode.DECODE_ERRORS, str(error))], 0
+    if difference is not None:
+        found.append(difference)
+    return found, num_decoded
+
+
+def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, str] | None]:
+    fps, size = Fraction(row["fps_num"], row["fps_den"]), (row["width"], row["height"])
+    num_decoded = 0
+    with av.open(BytesIO(content), "r", format="mp4") as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        # An error rather than a patched picture: not every decoder marks what it has patched.
+        stream.codec_context.options = {"err_detect": "explode"}
+        for frame in container.decode(stream):
+            if frame.is_corrupt:
+                return num_decoded, (DeepCode.DECODE_ERRORS, f"frame {num_decoded} is damaged")
+            if frame.pts is None or frame.time_base is None or frame.pts * frame.time_base * fps != num_decoded:
+                return num_decoded, (DeepCode.FRAMES_DIFFER, f"frame {num_decoded} comes at pts {frame.pts}")
+            if (frame.width, frame.height) != size:
+                found = f"frame {num_decoded} has {frame.width}x{frame.height} pixels, not {size[0]}x{size[1]}"
+                return num_decoded, (DeepCode.FRAMES_DIFFER, found)
+            num_decoded += 1
+    if num_decoded != row["num_frames"]:
+        return num_decoded, (DeepCode.FRAMES_DIFFER, f"{num_decoded} frames decode, not {row['num_frames']}")
+    return num_decoded, None

@@ -1,0 +1,278 @@
+"""The video codecs that `prep chunk` writes: encoder, defaults, and arguments for rate control and GOP.
+
+Every encoder runs on one thread and without adaptive frame placement, so that its bytes are a function of the
+frames and the settings alone. GOP layouts:
+
+    comb    closed, `I b ... b P b ... b P ...`: a P every 16 frames, and no b is a reference; any frame costs the key
+            frame, the Ps up to it and itself
+    star    a comb with one P: any frame costs at most three decodes
+    closed  closed, as the encoder likes it otherwise
+    intra   every frame is a key frame
+
+docs/encoding.md has what they cost and give.
+
+Whatever is changed here changes bytes; `changed_arguments` makes it part of the fingerprint of the recipes concerned.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manifests.errors import UserError
+
+COMB, STAR, CLOSED, INTRA = "comb", "star", "closed", "intra"
+DEFAULT_KEYINT = {COMB: 90, STAR: 16, CLOSED: 30, INTRA: 1}
+COMB_STEP = 16  # frames from one P to the next
+X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
+MAX_CONSECUTIVE_B_FRAMES = 16  # libx264 and libx265; a star has keyint - 2 of them
+
+# As the preset faster. The quicker ones look ahead by less than a tooth: 0.6 dB at the same number of bytes.
+_COMB_LOOKAHEAD = 20
+
+Arguments = dict[str, str | int]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One value of `--codec`.
+
+    Attributes:
+        encoder: the name that ffmpeg knows.
+        decoder: libav's name of what it writes, for the index.
+        gops: GOP layouts that it can write, the default first.
+        crf_range: smallest (best) and largest value of `--crf`; for MJPEG this is the quantiser scale.
+        presets: values of `--preset`; empty where the encoder has none.
+        gop_arguments: (gop, keyint) -> ffmpeg output arguments.
+        crf_argument: name of the argument that carries `--crf`.
+        encode_s_per_megapixel: core-seconds at the default settings, on an x86-64 server core at about 3 GHz.
+        bits_per_pixel: of its chunks at the default settings.
+    """
+
+    encoder: str
+    decoder: str
+    gops: tuple[str, ...]
+    crf_range: tuple[int, int]
+    default_crf: int
+    presets: tuple[str, ...]
+    default_preset: str
+    preset_argument: str
+    crf_argument: str
+    gop_arguments: Callable[[str, int], Arguments]
+    encode_s_per_megapixel: float
+    bits_per_pixel: float
+    fixed_arguments: tuple[tuple[str, str | int], ...] = ()
+
+
+def _h264_gop(gop: str, keyint: int) -> Arguments:
+    return {
+        # CABAC and deblocking are what H.264 decoding costs most; fastdecode leaves both out.
+        "tune": "fastdecode",
+        "bf": _num_b_frames(gop, keyint),
+        "forced-idr": 1,
+        "x264-params": f"{_x26x_gop(gop, keyint)}:open-gop=0:b-pyramid=none"
+        + {STAR: ":b-adapt=0", COMB: f":b-adapt=0:rc-lookahead={_COMB_LOOKAHEAD}"}.get(gop, ""),
+    }
+
+
+def _hevc_gop(gop: str, keyint: int) -> Arguments:
+    b_frames = _num_b_frames(gop, keyint)
+    params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
+    if gop in (COMB, STAR):
+        # With cutree, x265 makes the frame after a forced key frame a P: a fourth decode for the group.
+        # Its lookahead must be longer than the run of b frames, which it is not in the fast presets.
+        params += f":b-adapt=0:cutree=0:rc-lookahead={MAX_CONSECUTIVE_B_FRAMES + 4}"
+    return {"tune": "fastdecode", "tag:v": "hvc1", "forced-idr": 1, "x265-params": f"{params}:log-level=error"}
+
+
+def _num_b_frames(gop: str, keyint: int) -> int:
+    """B frames in a row; a group that is shorter than a tooth of the comb is a star."""
+    return {STAR: keyint - 2, COMB: min(COMB_STEP - 1, keyint - 2), INTRA: 0}.get(gop, 3)
+
+
+def _x26x_gop(gop: str, keyint: int) -> str:
+    length = 1 if gop == INTRA else keyint
+    return f"keyint={length}:min-keyint={length}:scenecut=0"
+
+
+def _av1_gop(gop: str, keyint: int) -> Arguments:
+    length = 1 if gop == INTRA else keyint
+    # SVT-AV1's key frames are closed; lp=1 is one thread.
+    return {"g": length, "svtav1-params": "lp=1:scd=0"}
+
+
+def _vp9_gop(gop: str, keyint: int) -> Arguments:
+    length = 1 if gop == INTRA else keyint
+    return {"g": length, "keyint_min": length, "deadline": "good", "row-mt": 0}
+
+
+def _mjpeg_gop(gop: str, keyint: int) -> Arguments:
+    return {"huffman": "optimal"}
+
+
+def _nvenc_gop(gop: str, keyint: int) -> Arguments:
+    length = 1 if gop == INTRA else keyint
+    return {"g": length, "bf": 0, "forced-idr": 1, "no-scenecut": 1, "strict_gop": 1, "rc": "vbr"}
+
+
+_NVENC_PRESETS = tuple(f"p{level}" for level in range(1, 8))
+
+CODECS: dict[str, Codec] = {
+    "h264": Codec(
+        encoder="libx264",
+        decoder="h264",
+        gops=(COMB, STAR, CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=24,
+        presets=X26X_PRESETS,
+        default_preset="faster",
+        preset_argument="preset",
+        crf_argument="crf",
+        gop_arguments=_h264_gop,
+        encode_s_per_megapixel=0.0026,
+        bits_per_pixel=0.13,
+    ),
+    "hevc": Codec(
+        encoder="libx265",
+        decoder="hevc",
+        gops=(COMB, STAR, CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=24,
+        presets=X26X_PRESETS,
+        default_preset="veryfast",
+        preset_argument="preset",
+        crf_argument="crf",
+        gop_arguments=_hevc_gop,
+        encode_s_per_megapixel=0.019,
+        bits_per_pixel=0.1,
+    ),
+    "av1": Codec(
+        encoder="libsvtav1",
+        decoder="av1",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 63),
+        default_crf=45,
+        presets=tuple(str(level) for level in range(14)),
+        default_preset="9",
+        preset_argument="preset",
+        crf_argument="crf",
+        gop_arguments=_av1_gop,
+        encode_s_per_megapixel=0.014,
+        bits_per_pixel=0.03,
+    ),
+    "vp9": Codec(
+        encoder="libvpx-vp9",
+        decoder="vp9",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 63),
+        default_crf=33,
+        presets=tuple(str(level) for level in range(9)),
+        default_preset="5",
+        preset_argument="cpu-used",
+        crf_argument="crf",
+        gop_arguments=_vp9_gop,
+        encode_s_per_megapixel=0.045,
+        bits_per_pixel=0.12,
+        # Hidden alternate references would make packets without a frame of their own.
+        fixed_arguments=(("auto-alt-ref", 0), ("lag-in-frames", 0)),
+    ),
+    "mjpeg": Codec(
+        encoder="mjpeg",
+        decoder="mjpeg",
+        gops=(INTRA,),
+        crf_range=(2, 31),
+        default_crf=8,
+        presets=(),
+        default_preset="",
+        preset_argument="",
+        crf_argument="q:v",
+        gop_arguments=_mjpeg_gop,
+        encode_s_per_megapixel=0.001,
+        bits_per_pixel=0.8,
+    ),
+    "h264_nvenc": Codec(
+        encoder="h264_nvenc",
+        decoder="h264",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=26,
+        presets=_NVENC_PRESETS,
+        default_preset="p4",
+        preset_argument="preset",
+        crf_argument="cq",
+        gop_arguments=_nvenc_gop,
+        encode_s_per_megapixel=0.0007,
+        bits_per_pixel=0.2,
+    ),
+    "hevc_nvenc": Codec(
+        encoder="hevc_nvenc",
+        decoder="hevc",
+        gops=(CLOSED, INTRA),
+        crf_range=(1, 51),
+        default_crf=28,
+        presets=_NVENC_PRESETS,
+        default_preset="p4",
+        preset_argument="preset",
+        crf_argument="cq",
+        gop_arguments=_nvenc_gop,
+        encode_s_per_megapixel=0.0007,
+        bits_per_pixel=0.12,
+        fixed_arguments=(("tag:v", "hvc1"),),
+    ),
+}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec that `--codec` asks for.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise UserError(f'unknown codec "{name}"', hint=f"--codec is one of {', '.join(CODECS)}") from None
+
+
+# Key frame intervals that tell arguments apart: bounds of what a layout takes, its default, and those of COMB_STEP.
+_INTERVALS = {COMB: (3, 16, 17, 18, 90, 600), STAR: (3, 16, 18), CLOSED: (1, 30, 90, 600), INTRA: (1,)}
+
+
+def changed_arguments(name: str, gop: str) -> str | None:
+    """A hash over all that a codec tells its encoder for a GOP layout, where that is not what it was at schema 1.
+
+    It is part of a recipe's fingerprint, so that a change of this file makes the chunks that it concerns stale, and no
+    others.
+    """
+    found = _arguments_sha256(codec_named(name), gop)
+    return None if found == _AT_SCHEMA_1.get(name, {}).get(gop) else found
+
+
+def _arguments_sha256(codec: Codec, gop: str) -> str:
+    """The first 16 digits (hex) of a SHA-256."""
+    names = [codec.encoder, codec.crf_argument, codec.preset_argument, *map(list, codec.fixed_arguments)]
+    arguments = [sorted(codec.gop_arguments(gop, keyint).items()) for keyint in _INTERVALS[gop]]
+    told = [*names, *arguments]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+# Never change an entry: a codec that is newer than schema 1, or tells its encoder something else since, is hashed.
+_AT_SCHEMA_1: dict[str, dict[str, str]] = {
+    "h264": {
+        "comb": "29127b4a227db357",
+        "star": "16a2be4aadcebc91",
+        "closed": "89049e4b0e6cdf16",
+        "intra": "449e90fc4a049bfa",
+    },
+    "hevc": {
+        "comb": "004d9cb05bdd0087",
+        "star": "178e0d0ebee55ecc",
+        "closed": "ae883c3f929cf200",
+        "intra": "9a5daf1c1bf9436f",
+    },
+    "av1": {"closed": "57b10e7b9328c97e", "intra": "ae3ae2854ce6204f"},
+    "vp9": {"closed": "56a90a86f3c1edd9", "intra": "20f08caefa79cd27"},
+    "mjpeg": {"intra": "728a6525ec0748ff"},
+    "h264_nvenc": {"closed": "5b96ab4bad6de135", "intra": "de69c0882433c69a"},
+    "hevc_nvenc": {"closed": "747cb8515f59b6df", "intra": "ce204b1071d00701"},
+}

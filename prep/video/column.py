@@ -1,0 +1,169 @@
+"""The column `video`: `prep chunk` and `prep plan`, and what the commands of all columns know of it."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from prep.core.column import VIDEO, ColumnSpec, Pending, changed_flags
+from prep.core.make import Address, Data, EngineName, Json, MaxFailures, Request, Workers, make_column, plan_column
+from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, settings_line
+
+if TYPE_CHECKING:
+    from prep.core.report import Report
+    from prep.core.run import Summary
+    from prep.video.planning import Planned
+    from shards.reader import CommittedShard, Variant
+
+Settings = Annotated[Recipe, Parameter(name="*")]
+
+
+def chunk(
+    recipe: Settings = Recipe(),  # noqa: B008 - frozen
+    *,
+    data: Data = Path("data"),
+    engine: EngineName = "ray",
+    address: Address = None,
+    workers: Workers = None,
+    max_failures: MaxFailures = "0",
+    json: Json = False,
+) -> None:
+    """Cut the videos of the manifest into re-encoded chunks, in shards that WebDataset reads.
+
+    Run it again at any time: only what is new, changed, missing or damaged is made. Other settings make another
+    variant beside the old one.
+
+    Example: prep chunk --len 15s --crf 21
+    """
+    request = Request(data=data, engine=engine, address=address, workers=workers, max_failures=max_failures, json=json)
+    make_column(COLUMN, recipe, request)
+
+
+def plan(
+    recipe: Settings = Recipe(),  # noqa: B008 - frozen
+    *,
+    data: Data = Path("data"),
+    explain: Annotated[str | None, Parameter(help="A chunk's key or a video's id: why it would be made again.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what `prep chunk` with the same settings would do, why, and what it would cost; do nothing.
+
+    Example: prep plan --bitrate 800k
+    """
+    if explain is None:
+        plan_column(COLUMN, recipe, data=data, json=json)
+        return
+    from prep.core.data_folder import require_data_folder
+    from prep.core.report import show
+    from prep.video.report import explanation
+
+    planned = _plan(require_data_folder(data), recipe, Request(data=data))
+    show(explanation(planned, explain), json=json)
+
+
+def _retry(stored: Mapping[str, Any], weights: str | None, request: Request) -> None:
+    make_column(COLUMN, recipe_from_dict(stored), request)
+
+
+def _require(recipe: Recipe) -> None:
+    from prep.video.ffmpeg import find_ffmpeg, require_encoder
+
+    ffmpeg = find_ffmpeg()
+    if ffmpeg.passed_over:
+        sys.stderr.write(f"using the ffmpeg that clipmill[prep] ships: {ffmpeg.passed_over} is too old\n")
+    require_encoder(ffmpeg, recipe.settings().codec)
+
+
+def _plan(data_dir: Path, recipe: Recipe, request: Request) -> "Planned":
+    from prep.core.progress import CountProgress
+    from prep.video.ffmpeg import find_ffmpeg
+    from prep.video.planning import make_plan
+    from prep.video.recipe import resolve
+
+    resolved = resolve(recipe, ffmpeg_version=find_ffmpeg().version)
+    return make_plan(data_dir, resolved, retry_codes=request.retry_codes, on_probe=CountProgress("probing sources"))
+
+
+def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
+    from prep.core.run import execute
+    from prep.engines.choice import open_engine
+    from prep.video.planning import chunk_job
+    from prep.video.scratch import remove_abandoned
+
+    engine = open_engine(request.engine, address=request.address, workers=request.workers)
+    summary = execute(chunk_job(plan), engine)
+    remove_abandoned()  # of workers that were lost, now or in an earlier run
+    return summary
+
+
+def _plan_report(plan: "Planned") -> "Report":
+    from prep.video.report import plan_report
+
+    return plan_report(plan)
+
+
+def _summary_report(summary: "Summary", recipe: Recipe, listed: Path) -> "Report":
+    from prep.video.report import chunk_summary
+
+    return chunk_summary(summary, listed=listed)
+
+
+def _flags(stored: Mapping[str, Any]) -> list[str]:
+    settings = recipe_from_dict(stored).settings()
+    names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
+    name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
+    # Which values a layout of the GOP brings along, and which layout comes by itself.
+    defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
+    by_itself = Recipe(recipe=name, codec=codec).settings()
+    defaults |= {"len": settings.len, "gop": by_itself.gop, "codec": by_itself.codec if names else None}
+    chosen = [] if name == Recipe().recipe else ["--recipe", name]
+    return ["--len", settings.len, *chosen, *changed_flags(asdict(settings), defaults)]
+
+
+def _pending(data_dir: Path, variant: "Variant") -> Pending:
+    from prep.video.planning import pending_chunks
+
+    return pending_chunks(data_dir, variant)
+
+
+def _layout_file(stored: Mapping[str, Any]) -> str:
+    from prep.video.layout import layout_file
+
+    return layout_file(recipe_from_dict(stored).settings())
+
+
+def _sample_report(shard: "CommittedShard", row: int, data_dir: Path) -> "Report":
+    from prep.video.inspection import chunk_report
+
+    return chunk_report(shard, row, data_dir=data_dir)
+
+
+def _write_page(path: Path, variant: "Variant", on_chunk: Callable[[int, int], None]) -> int:
+    from prep.video.contact_sheet import write_contact_sheet
+
+    return write_contact_sheet(path, variant, on_chunk=on_chunk)
+
+
+COLUMN = ColumnSpec(
+    name=VIDEO,
+    package="prep.video",
+    looked_at="frames decoded",
+    make_command=chunk,
+    plan_command=plan,
+    require=_require,
+    plan=_plan,
+    run=_run,
+    plan_report=_plan_report,
+    summary_report=_summary_report,
+    flags=_flags,
+    settings_line=settings_line,
+    retry=_retry,
+    pending=_pending,
+    check_sample="prep.video.check:check_video",
+    layout_file=_layout_file,
+    sample_report=_sample_report,
+    write_page=_write_page,
+)

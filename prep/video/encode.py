@@ -1,0 +1,262 @@
+"""One encoder pass over a span: the graph, the arguments, the run, and the proof that the right frames came out.
+
+ffmpeg seeks to a little before the span, its fps filter drops what comes before the span's first frame (so the
+frame that is on show at that moment is known, which a seek alone would lose), and the segment muxer cuts at key
+frames that are forced every full chunk. ffmpeg also writes down the source time of every frame that it encodes
+(`-stats_enc_pre`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import ffmpeg
+import numpy as np
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.sources.probe import DEMUXERS, PROTOCOLS, SourceFacts
+from prep.video.codecs import codec_named
+from prep.video.ffmpeg import run
+from prep.video.ffmpeg_errors import require_success
+from prep.video.recipe import ResolvedRecipe
+from prep.video.settings import ChunkSettings
+from prep.video.spans import Span
+
+_TIMES_FILE = "times.txt"
+_PROGRESS_FILE = "progress.txt"
+_MIN_LIMIT_S = 120.0
+_LIMIT_PER_VIDEO_S = 60.0  # a pass slower than 1/60 of real time is stuck
+
+
+@dataclass(frozen=True)
+class EncodedSpan:
+    """What a pass left in its folder.
+
+    Attributes:
+        segments: the chunks' files, in order.
+        source_times_s: float64 [frames]: the time of the source frame that each output frame shows (source_times).
+        cpu_s: user and system seconds of the encoder.
+    """
+
+    segments: list[Path]
+    source_times_s: np.ndarray
+    cpu_s: float
+
+
+def output_size(source: SourceFacts, *, short_side: int) -> tuple[int, int]:
+    """(width, height) of the chunks in pixels, even; the short side is `short_side`, or the source's if smaller."""
+    scale = min(1.0, short_side / min(source.width, source.height))
+    return _even(source.width * scale), _even(source.height * scale)
+
+
+def _even(pixels: float) -> int:
+    return max(2, 2 * math.floor(pixels / 2 + 0.5))
+
+
+def encode_span(
+    source_path: Path,
+    *,
+    source: SourceFacts,
+    span: Span,
+    recipe: ResolvedRecipe,
+    program: str,
+    folder: Path,
+    on_frames: Callable[[int], None] = lambda frames: None,
+) -> EncodedSpan:
+    """Encodes the chunks of `span` into `folder` and proves their frames.
+
+    Args:
+        on_frames: called now and then with the number of frames encoded so far.
+
+    Raises:
+        SourceFailure: the pass failed, or its frames are not those of the span.
+    """
+    fps = recipe.settings.fps_exact
+    arguments = span_arguments(source_path, source=source, span=span, recipe=recipe, program=program)
+    limit_s = max(_MIN_LIMIT_S, _LIMIT_PER_VIDEO_S * float(span.num_frames / fps))
+    outcome = run(
+        arguments, folder=folder, limit_s=limit_s, on_poll=lambda: on_frames(_encoded_frames(folder / _PROGRESS_FILE))
+    )
+    require_success(outcome, limit_s=limit_s)
+    times_s = read_source_times(folder / _TIMES_FILE, offset_s=_seek_s(span, fps=fps, source=source))
+    check_source_times(times_s, span=span, fps=fps, source_frame_s=1 / source.fps if source.fps else 0.0)
+    return EncodedSpan(segments=sorted(folder.glob("[0-9]*.mp4")), source_times_s=times_s, cpu_s=outcome.cpu_s)
+
+
+def span_arguments(
+    source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, program: str
+) -> list[str]:
+    """The program and its arguments for one span; run them in an empty folder."""
+    settings, codec = recipe.settings, codec_named(recipe.settings.codec)
+    stream, video = scaled_frames(source_path, source=source, span=span, settings=settings)
+    margin_s = _margin_s(span, fps=settings.fps_exact, source=source)
+    length_s = _microseconds(span.num_frames / settings.fps_exact)
+    streams = [video]
+    options: dict[str, str | int | None] = {"an": None}
+    if settings.audio == "keep":
+        streams.append(stream["a:0?"])
+        options = {
+            "c:a": "aac",
+            "b:a": "128k",
+            "ac": 2,
+            "ar": 48000,
+            "af": f"atrim=start={_microseconds(margin_s)},asetpts=PTS-{margin_s}/TB,aresample=async=1:first_pts=0",
+        }
+    options |= {
+        "c:v": codec.encoder,
+        "threads:v": 1,
+        **_rate_control(settings, codec.crf_argument),
+        **codec.gop_arguments(settings.gop, settings.keyint),
+        **dict(codec.fixed_arguments),
+    }
+    if settings.preset and codec.preset_argument:
+        options[codec.preset_argument] = settings.preset
+    cuts = span.chunk_starts()[1:]
+    options |= {
+        "frames:v": span.num_frames,
+        "t": length_s,
+        "fps_mode": "passthrough",
+        "force_key_frames": f"expr:not(mod(n,{settings.chunk_frames}))",
+        "map_metadata": -1,
+        "map_chapters": -1,
+        "fflags": "+bitexact",
+        "flags": "+bitexact",
+        # B frames begin with a negative decoding time, which muxers would otherwise shift into the presentation times.
+        "avoid_negative_ts": "disabled",
+        "stats_enc_pre:v": _TIMES_FILE,
+        "stats_enc_pre_fmt:v": TIMES_FORMAT,
+        "format": "segment",
+        "segment_frames": ",".join(str(cut - span.first_frame) for cut in cuts) or str(span.num_frames),
+        "reset_timestamps": 1,
+        "segment_format": "mp4",
+        "segment_format_options": "movflags=+faststart:fflags=+bitexact:avoid_negative_ts=disabled",
+    }
+    output = ffmpeg.output(*streams, "%06d.mp4", **options)
+    general = ["-hide_banner", "-nostdin", "-loglevel", "error", "-xerror", "-nostats"]
+    return output.global_args(*general, "-progress", _PROGRESS_FILE).compile(cmd=program)
+
+
+def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, settings: ChunkSettings) -> tuple[Any, Any]:
+    """(the source, the frames that the encoder of `span` gets) as streams of ffmpeg-python.
+
+    The frames have the chunks' size and rate and begin at time 0; their number is for the output to say.
+    """
+    fps = settings.fps_exact
+    width, height = output_size(source, short_side=settings.short_side)
+    seek_s = _seek_s(span, fps=fps, source=source)
+    margin_s = _margin_s(span, fps=fps, source=source)
+    input_options = {"ss": _microseconds(seek_s)} if seek_s else {}
+    stream = ffmpeg.input(
+        f"file:{source_path}",
+        threads=1,
+        protocol_whitelist=PROTOCOLS,
+        format_whitelist=DEMUXERS,
+        **input_options,
+    )
+    resize = [width, height]
+    resize_options = {"flags": f"{settings.scaler}+accurate_rnd+bitexact", "out_range": "tv"}
+    rate_options = {"fps": settings.fps, "start_time": _microseconds(margin_s), "round": "near"}
+    video = stream["V:0"]
+    # The cheaper order: resize before frames are repeated, or after they are dropped. The pictures are the same.
+    if source.fps <= fps:
+        video = video.filter("scale", *resize, **resize_options).filter("fps", **rate_options)
+    else:
+        video = video.filter("fps", **rate_options).filter("scale", *resize, **resize_options)
+    return stream, video.filter("format", "yuv420p").filter("setsar", "1").filter("setpts", f"PTS-{margin_s}/TB")
+
+
+def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
+    """Where the pass begins to read: before the span by a second and a key frame, on the grid of output frames."""
+    return Fraction(max(0, span.first_frame - math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
+
+
+def _margin_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
+    """How long the pass reads before the span begins."""
+    return Fraction(span.first_frame) / fps - _seek_s(span, fps=fps, source=source)
+
+
+def _microseconds(seconds: Fraction) -> str:
+    whole, rest = divmod(round(seconds * 1_000_000), 1_000_000)
+    return f"{whole}.{rest:06d}"
+
+
+def _rate_control(settings: ChunkSettings, crf_argument: str) -> dict[str, str | int]:
+    if settings.bitrate is not None:
+        return {"b:v": settings.bitrate}
+    assert settings.crf is not None, "a resolved recipe has one of crf and bitrate"
+    rate: dict[str, str | int] = {crf_argument: settings.crf}
+    if crf_argument == "crf" and settings.codec == "vp9":
+        rate["b:v"] = 0  # without it, libvpx holds to a default bitrate as well
+    return rate
+
+
+def _encoded_frames(progress: Path) -> int:
+    """Frames so far, from the end of ffmpeg's progress file."""
+    try:
+        with progress.open("rb") as file:
+            file.seek(max(0, progress.stat().st_size - 1000))
+            lines = file.read().decode("ascii", "replace").splitlines()
+    except OSError:
+        return 0
+    counts = [line.removeprefix("frame=").strip() for line in lines if line.startswith("frame=")]
+    return int(counts[-1]) if counts and counts[-1].isdigit() else 0
+
+
+TIMES_FORMAT = "{ptsi} {tbi}"  # of -stats_enc_pre: the source frame's time and its unit
+_ROUNDING_S = 2e-6  # ffmpeg seeks in whole microseconds
+
+
+def read_source_times(path: Path, *, offset_s: Fraction) -> np.ndarray:
+    """Source time of each output frame in seconds from the start of the video: float64 [frames].
+
+    Args:
+        path: a line in TIMES_FORMAT for each output frame.
+        offset_s: where the pass began to read; ffmpeg counts from there.
+
+    Raises:
+        SourceFailure: io_error, when a line is cut off.
+    """
+    lines = path.read_text().splitlines()
+    if not lines:
+        return np.zeros(0)
+    try:
+        unit_s = Fraction(lines[0].split()[1])  # one stream, hence one unit
+        counts = np.array([line.split()[0] for line in lines], np.int64)
+    except (ValueError, IndexError):
+        raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times was not written whole") from None
+    return counts * unit_s.numerator / unit_s.denominator + float(offset_s)
+
+
+def check_source_times(times_s: np.ndarray, *, span: Span, fps: Fraction, source_frame_s: float) -> None:
+    """Compares the source frames that were encoded with the span's plan.
+
+    Every output frame must show the source frame that was on show at its time: one that begins at most half an
+    output frame later. Only the first frames of a video that begins with a gap may show what comes after. The last
+    span may end earlier than its header promised by two frames or one source frame, whichever is longer.
+
+    Args:
+        times_s: float64 [frames], from `read_source_times`.
+
+    Raises:
+        SourceFailure: source_truncated, or frames_differ.
+    """
+    slack_frames = max(2, math.ceil(source_frame_s * fps) + 1) if span.is_last else 0
+    if len(times_s) < span.num_frames - slack_frames or not len(times_s):
+        raise SourceFailure(
+            FailureCode.SOURCE_TRUNCATED,
+            f"span {span.index} has {len(times_s)} of {span.num_frames} frames: the source ends before its header says",
+        )
+    due_s = (span.first_frame + np.arange(len(times_s))) * fps.denominator / fps.numerator
+    is_late = times_s > due_s + float(1 / (2 * fps)) + _ROUNDING_S
+    if span.index == 0:
+        is_late &= times_s != times_s[0]
+    if is_late.any():
+        first = int(np.argmax(is_late))
+        raise SourceFailure(
+            FailureCode.FRAMES_DIFFER,
+            f"output frame {span.first_frame + first} shows source time {times_s[first]:.4f} s,"
+            f" due is {due_s[first]:.4f} s",
+        )

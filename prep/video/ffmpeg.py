@@ -1,0 +1,246 @@
+"""The one door to the ffmpeg program: which one it is, what it can do, and running it so that nothing is left behind.
+
+The program is `$CLIPMILL_FFMPEG`, else the `ffmpeg` on PATH if it is new enough, else the one that the wheel of
+imageio-ffmpeg ships.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from manifests.errors import UserError
+from prep.engines import die_with_parent
+from prep.video.codecs import CODECS
+
+PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
+MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which proves the time of every frame
+LEAST_VERSION = ".".join(map(str, MIN_VERSION))
+_POLL_S = 0.1
+_KILL_GRACE_S = 2.0
+_STDERR_BYTES = 4000  # of its beginning, and of its end
+
+
+@dataclass(frozen=True)
+class Ffmpeg:
+    """A program that was found to work."""
+
+    path: str
+    version: str  # "9.0.2", or what the build calls itself
+    passed_over: str | None = None  # the program on PATH that was too old, and its version
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        return_code: exit status; negative for a signal.
+        stderr_head: the beginning of what it wrote to standard error, where the first error is.
+        stderr_tail: the end of it.
+        timed_out: it was killed because it exceeded its wall-clock limit.
+        cpu_s: user and system seconds of the process.
+    """
+
+    return_code: int
+    stderr_head: str
+    stderr_tail: str
+    timed_out: bool
+    cpu_s: float
+
+    @property
+    def stderr(self) -> str:
+        """All that it wrote, or the beginning and the end of it."""
+        return self.stderr_head if self.stderr_head == self.stderr_tail else f"{self.stderr_head}\n{self.stderr_tail}"
+
+
+def find_ffmpeg() -> Ffmpeg:
+    """Finds the program, in the order that the module's text gives.
+
+    Raises:
+        UserError: there is none, or the one that was named does not work or is too old.
+    """
+    named = os.environ.get(PROGRAM_VARIABLE)
+    if named:
+        version = _version(named, where=f"${PROGRAM_VARIABLE}")
+        if _is_too_old(version):
+            raise UserError(
+                f'the ffmpeg program "{named}" (${PROGRAM_VARIABLE}) has version {version}, {LEAST_VERSION} is needed',
+                hint="name a newer one, or unset the variable to use the one that clipmill[prep] ships",
+            )
+        return Ffmpeg(path=named, version=version)
+    on_path, passed_over = shutil.which("ffmpeg"), None
+    if on_path:
+        found = _version(on_path, where="PATH")
+        if not _is_too_old(found):
+            return Ffmpeg(path=on_path, version=found)
+        passed_over = f"{on_path} {found}"
+    try:
+        import imageio_ffmpeg
+    except ImportError:
+        raise UserError(
+            "there is no ffmpeg program",
+            hint=f"install clipmill[prep], which ships one, or name one with {PROGRAM_VARIABLE}",
+        ) from None
+    shipped = imageio_ffmpeg.get_ffmpeg_exe()
+    return Ffmpeg(shipped, _version(shipped, where="the imageio-ffmpeg package"), passed_over=passed_over)
+
+
+def why_not_version(version: str) -> str | None:
+    """Why a worker's machine must not work for a plan that was made with ffmpeg `version`; None where it may."""
+    try:
+        found = find_ffmpeg().version
+    except UserError as error:
+        return str(error)
+    return None if found == version else f"it has ffmpeg {found}, the plan needs {version}"
+
+
+@cache
+def _version(path: str, *, where: str) -> str:
+    try:
+        text = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(
+            f'the ffmpeg program "{path}" ({where}) does not run: {error}',
+            hint=f"name a working one with {PROGRAM_VARIABLE}",
+        ) from None
+    words = text.split()
+    if words[:2] != ["ffmpeg", "version"] or len(words) < 3:
+        raise UserError(f'"{path}" ({where}) is no ffmpeg', hint=f"name one with {PROGRAM_VARIABLE}")
+    return words[2]
+
+
+def _is_too_old(version: str) -> bool:
+    digits = version.lstrip("n").split("-")[0].split(".")
+    # Builds from git call themselves N-12345-g...: they have no number, and are new.
+    return digits[0].isdigit() and tuple(int(digit) for digit in digits[:2] if digit.isdigit()) < MIN_VERSION
+
+
+@cache
+def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
+    """Makes sure that `ffmpeg` can write `codec_name`, by writing four frames of it.
+
+    Raises:
+        UserError: the program lacks the encoder, or the encoder lacks its hardware.
+    """
+    encoder = CODECS[codec_name].encoder
+    listed = subprocess.run(
+        [ffmpeg.path, "-hide_banner", "-encoders"], capture_output=True, text=True, check=True
+    ).stdout
+    asked = f'"{encoder}" (asked for by --codec {codec_name})'
+    if not any(line.split()[1:2] == [encoder] for line in listed.splitlines()):
+        raise UserError(
+            f"ffmpeg {ffmpeg.version} has no encoder {asked}",
+            hint=f"use --codec h264, or name an ffmpeg built with it in {PROGRAM_VARIABLE}",
+        )
+    trial = [
+        ffmpeg.path,
+        "-v",
+        "error",
+        "-nostdin",
+        "-f",
+        "lavfi",
+        "-i",
+        "color=size=256x256:rate=30",
+        "-frames:v",
+        "4",
+    ]
+    tried = subprocess.run([*trial, "-c:v", encoder, "-f", "null", "-"], capture_output=True, text=True)
+    if tried.returncode:
+        last_line = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(
+            f"the encoder {asked} does not work on this machine: {last_line}",
+            hint="use --codec h264, or a machine that has its hardware",
+        )
+
+
+def run(
+    arguments: Sequence[str], *, folder: Path, limit_s: float, on_poll: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Runs ffmpeg to its end, or to `limit_s` seconds of wall-clock time.
+
+    The process has its own group, which is killed as a whole when the limit is passed or this call is left by an
+    exception; when the calling process itself is killed, the kernel ends ffmpeg with it.
+
+    Args:
+        arguments: program and arguments.
+        folder: working directory.
+        limit_s: wall-clock limit in seconds.
+        on_poll: called about ten times a second, for progress.
+    """
+    # A pipe, because a file could not tell of a full disk.
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    try:
+        process = subprocess.Popen(
+            list(arguments),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=writing,
+            process_group=0,
+            preexec_fn=die_with_parent,
+        )
+        begin_s, timed_out, head, tail = time.monotonic(), False, b"", b""
+        try:
+            while (waited := _wait(process, _POLL_S)) is None:
+                head, tail = _read_ends(reading, head, tail)
+                on_poll()
+                if time.monotonic() - begin_s > limit_s:
+                    timed_out = True
+                    break
+        finally:
+            if process.returncode is None:
+                waited = _kill_group(process)
+        head, tail = _read_ends(reading, head, tail)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert waited is not None
+    return_code, cpu_s = waited
+    first, last = (text.decode("utf-8", "replace").strip() for text in (head, tail))
+    return Outcome(return_code=return_code, stderr_head=first, stderr_tail=last, timed_out=timed_out, cpu_s=cpu_s)
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[int, float] | None:
+    """Waits up to `seconds`; (return code, CPU seconds) when the process has ended."""
+    deadline_s = time.monotonic() + seconds
+    pause_s = 0.002
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage.ru_utime + usage.ru_stime
+        if time.monotonic() >= deadline_s:
+            return None
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.05)
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:
+    for kill_signal in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kill_signal)
+        except ProcessLookupError:
+            pass
+        if (waited := _wait(process, _KILL_GRACE_S)) is not None:
+            return waited
+    return -signal.SIGKILL, 0.0
+
+
+def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]:
+    """Empties a pipe without waiting; the first bytes of `head` and of what was in the pipe, and the last of `tail`."""
+    while True:
+        try:
+            piece = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return head, tail
+        if not piece:
+            return head, tail
+        head = (head + piece)[:_STDERR_BYTES] if len(head) < _STDERR_BYTES else head
+        tail = (tail + piece)[-_STDERR_BYTES:]

@@ -1,0 +1,99 @@
+"""What ffmpeg says on its standard error, as a failure by name: one line that states the cause, the same in each run.
+
+An exit status of 0 proves nothing: a Matroska file that breaks off, or a GIF frame that is cut in half, is told of in
+a line and encoded as far as it goes. Most lines at level `error` are harmless, though (a decoder joins an open group
+of pictures after a seek), so that only those in `_LOSSES` count against a run that ended well.
+"""
+
+import errno
+import os
+import re
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.video.ffmpeg import Outcome
+
+# Data that is not there or not readable, whatever the exit status: pattern and code, the first that is found decides.
+_LOSSES = (
+    (r"File ended prematurely", FailureCode.SOURCE_TRUNCATED),
+    (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # of an Ogg page, which is left out
+    (r"exceeds containing master element", FailureCode.DECODE_ERRORS),  # Matroska: the rest of a cluster is left out
+    (r"invalid as first byte of an EBML number", FailureCode.DECODE_ERRORS),
+    (r"corrupt input packet", FailureCode.DECODE_ERRORS),
+    (r"Error during demuxing", FailureCode.DECODE_ERRORS),
+    (r"LZW decode failed", FailureCode.DECODE_ERRORS),
+    (r"corrupt decoded frame", FailureCode.DECODE_ERRORS),
+)
+# What the system refused to a run that failed.
+_REFUSALS = (
+    (os.strerror(errno.ENOSPC), FailureCode.DISK_FULL),
+    (os.strerror(errno.EDQUOT), FailureCode.DISK_FULL),
+    (os.strerror(errno.ENOMEM), FailureCode.OUT_OF_MEMORY),
+    (os.strerror(errno.ENOENT), FailureCode.SOURCE_MISSING),
+    (os.strerror(errno.EACCES), FailureCode.SOURCE_UNREADABLE),
+    (os.strerror(errno.EIO), FailureCode.IO_ERROR),
+)
+# Damage that ends a run.
+_DAMAGE = (
+    *_LOSSES,
+    (r"error while decoding", FailureCode.DECODE_ERRORS),
+    (r"Error submitting packet to decoder", FailureCode.DECODE_ERRORS),
+    (r"Error processing packet in decoder", FailureCode.DECODE_ERRORS),
+    (r"Invalid data found", FailureCode.DECODE_ERRORS),
+    (r"corrupt", FailureCode.DECODE_ERRORS),
+)
+# What ffmpeg's threads and files say after something else has gone wrong.
+_CONSEQUENCES = re.compile(
+    r"Task finished with error code|Terminating thread with return code|Last message repeated|Conversion failed"
+    r"|Error opening (in|out)put files?\b|Nothing was written|Error sending frames to consumers|Error while filtering"
+    r"|Error processing packet in decoder|Error submitting packet to decoder|corrupt decoded frame"
+    r"|Cannot determine format of input|Could not open encoder before EOF|Warning MVs not available"
+)
+_CONTEXTS = re.compile(r"^(?:\[[^\]]*\]\s*)+")
+_CONTEXT_NAME = re.compile(r"\[(?:[^\]]*[/:])?([^\]/:@]*?)\s*(?:@ 0x[0-9a-f]+)?\]")
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+_LONGEST_MESSAGE = 300
+
+
+def require_success(outcome: Outcome, *, limit_s: float) -> None:
+    """Returns when ffmpeg has read its source whole and written its files.
+
+    Args:
+        limit_s: the wall-clock limit that it ran under, in seconds.
+
+    Raises:
+        SourceFailure: it has not; the message is the line that states the cause.
+    """
+    text = outcome.stderr
+    if outcome.timed_out:
+        raise SourceFailure(FailureCode.TIMEOUT, f"ffmpeg had not finished after {limit_s:.0f} s")
+    if outcome.return_code in (-9, 137):
+        raise SourceFailure(FailureCode.OUT_OF_MEMORY, "ffmpeg was killed, most likely for want of memory")
+    marks = _LOSSES if outcome.return_code == 0 else (*_REFUSALS, *_DAMAGE)
+    for mark, code in marks:
+        if re.search(mark, text):
+            raise SourceFailure(code, cause(text))
+    if outcome.return_code:
+        raise SourceFailure(FailureCode.ENCODE_FAILED, f"ffmpeg ended with {outcome.return_code}: {cause(text)}")
+
+
+def cause(text: str) -> str:
+    """The line of ffmpeg's standard error that states the cause, without what differs from run to run.
+
+    That is the first line that tells of damage or of a refusal by the system, else the first that is no mere
+    consequence of another, else the last. Memory addresses are left out; of `[in#0/mpegts @ 0x5616b5]` stays `mpegts`.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return "no message"
+    causes = [line for line in lines if not _CONSEQUENCES.search(line)]
+    telling = re.compile("|".join(mark for mark, _ in (*_REFUSALS, *_DAMAGE)))
+    chosen = next(filter(telling.search, causes), None) or next(iter(causes), lines[-1])
+    return _plain(chosen)
+
+
+def _plain(line: str) -> str:
+    contexts = _CONTEXTS.match(line)
+    said = _ADDRESS.sub("0x...", line[contexts.end() :] if contexts else line)
+    names = _CONTEXT_NAME.findall(contexts.group()) if contexts else []
+    text = f"{names[-1]}: {said}" if names and names[-1] else said
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 3]}..."

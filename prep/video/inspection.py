@@ -1,0 +1,116 @@
+"""What `prep inspect` shows of one chunk."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from manifests.store import MANIFEST_FILE, manifest_dir, read_videos
+from prep.core.report import Report
+from shards.damage import DamagedTar
+from shards.format import PACKET_KEY, PACKET_REFERENCE
+from shards.reader import CommittedShard
+
+_MAX_CAPTIONS = 20
+_MAX_PATTERN = 32  # frames of a group that are spelled out
+_MAX_PATTERNS = 4
+
+
+def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Report:
+    """Everything about one chunk.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    row = {name: shard.index[name][number].as_py() for name in shard.index.column_names}
+    key = row["key"]
+    try:
+        description = json.loads(shard.read(number, "json"))
+    except (DamagedTar, OSError, ValueError) as error:
+        raise UserError(f"{key} cannot be read: {error}", hint="`prep verify` tells what is damaged") from None
+    begin_s, end_s = (float(np.divide(*description[name])) for name in ("begin_s", "end_s"))
+    members = {
+        extension: dict(zip(("offset", "size"), shard.member_range(number, extension), strict=True))
+        for extension in shard.extensions
+    }
+    path = _source_path(data_dir, row["video_id"])
+    gop = gop_line(row["packet_frame"], row["packet_flags"])
+    captions = description["captions"]
+    lines = [
+        f"key       {key}",
+        f"tar       {shard.tar_path} ({shard.split})",
+        *(
+            f"  .{name:<8}bytes {place['offset']} to {place['offset'] + place['size']}"
+            for name, place in members.items()
+        ),
+        f"time      {clock(begin_s)} to {clock(end_s)} of video {row['video_id']}",
+        f"frames    {row['num_frames']} at {row['fps_num'] / row['fps_den']:g} fps,"
+        f" {description['num_source_frames']} different ones in the source",
+        f"video     {row['codec']} {row['width']}x{row['height']},"
+        f" {row['mp4_size'] * 8 / (end_s - begin_s) / 1000:.0f} kbit/s",
+        f"GOP       {gop}",
+        f"source    {description['source_id']} of {description['dataset']}: {path or 'not in the manifest any more'}",
+        f"captions  {len(captions)}",
+        *(f"  {_caption_time(caption)}  {caption['text']}" for caption in captions[:_MAX_CAPTIONS]),
+    ]
+    if len(captions) > _MAX_CAPTIONS:
+        lines.append(f"  ... and {len(captions) - _MAX_CAPTIONS} more")
+    values = {
+        "variant": shard.tar_path.parent.name,
+        "shard_id": shard.shard_id,
+        "tar": str(shard.tar_path),
+        "members": members,
+        "gop": gop,
+        "source_path": path,
+        **description,
+    }
+    return Report("\n".join(lines), values)
+
+
+def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
+    """How a chunk's frames depend on each other, in the order shown: `IbbbP x 28 + IP`.
+
+    I begins decoding, P may be needed by other frames, b is needed by none.
+    """
+    shown = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
+    letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in shown)
+    begins = [place for place, letter in enumerate(letters) if letter == "I"]
+    groups = [letters[begin:end] for begin, end in zip(begins, [*begins[1:], len(letters)], strict=True)]
+    parts = []
+    for group, repeated in groupby(groups):
+        count = len(list(repeated))
+        spelled = group if len(group) <= _MAX_PATTERN else _runs(group)
+        parts.append(f"{spelled} x {count}" if count > 1 else spelled)
+    more = f" + {len(parts) - _MAX_PATTERNS} other patterns" if len(parts) > _MAX_PATTERNS else ""
+    return " + ".join(parts[:_MAX_PATTERNS]) + more
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a player shows them: 0:15, 1:02:03.5."""
+    minutes, rest = divmod(round(seconds, 3), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    text = f"{rest:06.3f}".rstrip("0").rstrip(".")
+    return f"{hours}:{minutes:02d}:{text}" if hours else f"{minutes}:{text}"
+
+
+def _runs(letters: str) -> str:
+    runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
+    text = " ".join(f"{count}{letter}" if count > 1 else letter for letter, count in runs[:_MAX_PATTERN])
+    return f"({text}{' ...' if len(runs) > _MAX_PATTERN else ''})"
+
+
+def _caption_time(caption: dict[str, Any]) -> str:
+    end_s = caption["end_s"]
+    return f"{clock(caption['begin_s'])} to {'the end' if end_s is None else clock(end_s)}"
+
+
+def _source_path(data_dir: Path, video_id: str) -> str | None:
+    if not (manifest_dir(data_dir) / MANIFEST_FILE).exists():
+        return None
+    videos = read_videos(data_dir)
+    row = pc.index(videos["video_id"], video_id).as_py()
+    return None if row < 0 else str(videos["path"][row].as_py())

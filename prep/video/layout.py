@@ -1,0 +1,133 @@
+"""The layout of `video`: which span of which video lies in which shard.
+
+It lies in `<data>/layout/<len>-<tail>.parquet`. New spans go into new shards, in manifest order, split by split.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from manifests.errors import UserError
+from prep.core.column import VIDEO
+from prep.core.layout import LAYOUT, LAYOUT_FOLDER, SpanId, layout_of_commits, variants_of, wanted_spans
+from prep.video.recipe import SPAN_CHUNKS, recipe_from_dict
+from prep.video.settings import ChunkSettings
+from shards.commits import Failure
+from shards.reader import Variant
+
+MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default recipe
+MIN_SHARDS = 16  # a small set still gives every core of a server something to do
+
+
+def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
+    """Where the layout for the recipe's chunk length lies."""
+    return data_dir / LAYOUT_FOLDER / layout_file(settings)
+
+
+def layout_file(settings: ChunkSettings) -> str:
+    """Name of that file."""
+    return f"{settings.len}-{settings.tail}.parquet"
+
+
+def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> pa.Table:
+    """Assigns every span of the given videos that has no shard yet.
+
+    Args:
+        layout: schema LAYOUT.
+        video_ids: of the videos, in manifest order.
+        splits: of the videos, same order.
+        num_chunks: chunks of each video (0 for one that cannot be used), int64.
+
+    Returns:
+        `layout` with new rows at its end; itself when nothing is new.
+    """
+    spans_per_video = -(-num_chunks // SPAN_CHUNKS)
+    video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)
+    first = np.cumsum(spans_per_video) - spans_per_video
+    span_index = np.arange(len(video_rows)) - first[video_rows]
+    span_chunks = np.minimum(num_chunks[video_rows] - span_index * SPAN_CHUNKS, SPAN_CHUNKS)
+    is_new = ~np.isin(_codes(video_rows, span_index), _assigned_codes(layout, video_ids=video_ids, splits=splits))
+    if not is_new.any():
+        return layout
+    target = int(np.clip(-(-span_chunks[is_new].sum() // MIN_SHARDS), SPAN_CHUNKS, MAX_SHARD_CHUNKS))
+    next_shard = pc.max(layout["shard_id"]).as_py() + 1 if len(layout) else 0
+    added = []
+    for split in sorted(pc.unique(splits).to_pylist()):
+        mine = np.flatnonzero(is_new & np.asarray(pc.equal(splits, split))[video_rows])
+        shard_of, next_shard = _pack(span_chunks[mine], target=target, first_shard=next_shard)
+        added.append(
+            pa.table(
+                [
+                    pa.array(shard_of, pa.int32()),
+                    pa.repeat(split, len(mine)),
+                    video_ids.take(pa.array(video_rows[mine])),
+                    pa.array(span_index[mine], pa.int32()),
+                ],
+                schema=LAYOUT,
+            )
+        )
+    return pa.concat_tables([layout, *added]).combine_chunks()
+
+
+def wanted_rows(
+    layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`wanted_spans` of videos with so many chunks each, int64."""
+    num_spans = num_chunks // SPAN_CHUNKS + (num_chunks % SPAN_CHUNKS > 0)
+    return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=num_spans)
+
+
+def video_layout_of_commits(data_dir: Path, settings: ChunkSettings, *, video_ids: pa.Array) -> pa.Table:
+    """The layout (schema LAYOUT) of chunks of this length, from every variant that shares it.
+
+    Args:
+        video_ids: of the manifest, in its order.
+    """
+    chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
+
+    def span_indexes(start_ms: np.ndarray) -> np.ndarray:
+        return np.rint(start_ms / chunk_ms).astype(np.int64) // SPAN_CHUNKS
+
+    def spans(index: pa.Table) -> list[SpanId]:
+        of_rows = span_indexes(index["start_ms"].to_numpy()).tolist()
+        return list(dict.fromkeys(zip(index["video_id"].to_pylist(), of_rows, strict=True)))
+
+    def span_of_failure(failure: Failure) -> SpanId | None:
+        if failure.key is None:
+            return None
+        start_ms = int(failure.key.rpartition("_")[2])
+        return failure.video_id, int(span_indexes(np.array([start_ms]))[0])
+
+    def shares_layout(variant: Variant) -> bool:
+        try:
+            other = recipe_from_dict(variant.recipe).settings()
+        except UserError:
+            return False
+        return (other.len, other.tail, other.fps_exact) == (settings.len, settings.tail, settings.fps_exact)
+
+    variants = [variant for variant in variants_of(data_dir, VIDEO) if shares_layout(variant)]
+    return layout_of_commits(variants, video_ids, spans=spans, span_of_failure=span_of_failure)
+
+
+def _assigned_codes(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array) -> np.ndarray:
+    everything = np.full(len(video_ids), np.iinfo(np.int64).max)
+    rows, video_rows = wanted_rows(layout, video_ids=video_ids, splits=splits, num_chunks=everything)
+    return _codes(video_rows, np.asarray(layout["span_index"])[rows])
+
+
+def _codes(video_rows: np.ndarray, span_index: np.ndarray) -> np.ndarray:
+    return video_rows.astype(np.int64) << 32 | span_index.astype(np.int64)
+
+
+def _pack(span_chunks: np.ndarray, *, target: int, first_shard: int) -> tuple[np.ndarray, int]:
+    """Fills shards one after another up to `target` chunks; (shard of each span, next free shard id)."""
+    shard_of = np.empty(len(span_chunks), np.int64)
+    shard, held = first_shard, 0
+    for row, chunks in enumerate(span_chunks.tolist()):
+        if held and held + chunks > target:
+            shard, held = shard + 1, 0
+        shard_of[row] = shard
+        held += chunks
+    return shard_of, shard + 1 if held else shard

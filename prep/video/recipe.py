@@ -1,0 +1,169 @@
+"""The recipe of the `video` column: every setting that changes its bytes, and nothing else.
+
+A recipe as the user states it (`Recipe`) leaves choices to a named recipe and to the codec; `resolve` fills them in and
+adds the ffmpeg build. The resolved recipe is what is fingerprinted, stored beside the shards and compared when a run is
+repeated; the name is not part of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from prep.core.column import recipe_fingerprint
+from prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
+from prep.video.settings import Audio, ChunkSettings, Gop, Scaler, Tail, require_bitrate_unit
+
+RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
+SPAN_CHUNKS = 20  # chunks of one encoder pass: five minutes of video at 15 s
+
+RecipeName = Literal["balanced", "small", "fast"]
+# docs/encoding.md says what they were chosen by. What a name does not say comes from the codec.
+NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
+    "balanced": {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90},
+    "small": {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90},
+    "fast": {"codec": "mjpeg", "crf": 8, "gop": "intra"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Settings of `prep chunk` that change what is made. Those that are None come from the named recipe."""
+
+    recipe: RecipeName = "balanced"
+    """What the settings that are not given come from: balanced; small (AV1: few bytes, slow to decode); or fast
+    (MJPEG: quick to decode, many bytes)."""
+
+    len: Annotated[str, Parameter(allow_leading_hyphen=True)] = "15s"
+    """Length of a chunk, with its unit: 15s, 2.5s, 500ms."""
+
+    codec: str | None = None
+    """h264, hevc, av1, vp9, mjpeg, h264_nvenc or hevc_nvenc; another one than the recipe's brings its own defaults."""
+
+    crf: int | None = None
+    """Constant quality, smaller is better (for MJPEG: the quantiser scale)."""
+
+    bitrate: Annotated[str | None, Parameter(validator=require_bitrate_unit)] = None
+    """Average bitrate instead of constant quality: 800k, 2M."""
+
+    preset: str | None = None
+    """The encoder's speed preset."""
+
+    gop: Gop | None = None
+    """comb (a P every 16 frames, no b is a reference), star (a comb with one P), closed, or intra."""
+
+    keyint: int | None = None
+    """Frames from one key frame to the next (default: comb 90, star 16, closed 30)."""
+
+    fps: str = "30"
+    """Constant frame rate of every chunk: 30, 25, 30000/1001."""
+
+    short_side: int = 288
+    """Short side in pixels; smaller videos are not enlarged."""
+
+    scaler: Scaler = "bicubic"
+    """Filter of the resize."""
+
+    tail: Tail = "keep"
+    """What becomes of the rest that is shorter than a chunk: kept, dropped, or merged into the chunk before."""
+
+    audio: Audio = "drop"
+    """Whether chunks carry the first audio stream, as AAC."""
+
+    def __post_init__(self) -> None:
+        if self.crf is not None and self.bitrate is not None:
+            raise UserError("--crf and --bitrate exclude each other", hint="give the one that you mean")
+        self.settings()  # says what does not fit
+
+    def settings(self) -> ChunkSettings:
+        """Every setting with its value, in its one spelling.
+
+        Raises:
+            UserError: they do not fit together.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
+        named = NAMED_RECIPES[self.recipe]
+        codec = codec_named(self.codec or named["codec"])
+        of_codec: dict[str, Any] = {
+            "crf": codec.default_crf,
+            "preset": codec.default_preset or None,
+            "gop": codec.gops[0],
+            "codec": named["codec"],
+        }
+        if self.codec in (None, named["codec"]):
+            of_codec |= named
+        if self.bitrate is not None:
+            of_codec["crf"] = None
+        gop = self.gop or of_codec["gop"]
+        if gop != of_codec["gop"] or "keyint" not in of_codec:
+            of_codec["keyint"] = DEFAULT_KEYINT[gop]
+        chosen: dict[str, Any] = {name: of_codec.get(name) if value is None else value for name, value in given.items()}
+        stated = ChunkSettings(**chosen)
+        return replace(stated, len=_canonical_length(stated.len_s), fps=str(stated.fps_exact))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRecipe:
+    """A recipe with every choice made, and the program that carries it out."""
+
+    settings: ChunkSettings
+    ffmpeg: str  # version line of the program: another build may write other bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the canonical JSON of `as_dict`."""
+        return recipe_fingerprint(self.as_dict())
+
+    @property
+    def variant(self) -> str:
+        """Folder name of the variant that this recipe makes: a readable part and the fingerprint's first 8 digits."""
+        settings = self.settings
+        rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
+        gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
+        fps = settings.fps.replace("/", "-")
+        return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{settings.len}-{self.fingerprint[:8]}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        changed = changed_arguments(self.settings.codec, self.settings.gop)
+        return {
+            "schema": RECIPE_SCHEMA,
+            "ffmpeg": self.ffmpeg,
+            "span_chunks": SPAN_CHUNKS,
+            "threads": 1,
+            **asdict(self.settings),
+            **({} if changed is None else {"arguments": changed}),
+        }
+
+
+def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
+    """Fills in what `recipe` leaves open, so that the same bytes have one description."""
+    return ResolvedRecipe(settings=recipe.settings(), ffmpeg=ffmpeg_version)
+
+
+def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
+    """The recipe in a variant's recipe.json, as written by `ResolvedRecipe.as_dict`: every setting is given.
+
+    Raises:
+        UserError: it was written by another version of the recipe's schema.
+    """
+    if stored.get("schema") != RECIPE_SCHEMA:
+        raise UserError(
+            f"the recipe has schema {stored.get('schema')!r}, this version writes {RECIPE_SCHEMA}",
+            hint="run `prep chunk` with the settings that you want; it makes a new variant",
+        )
+    names = {field.name for field in fields(ChunkSettings)}
+    return Recipe(**{name: value for name, value in stored.items() if name in names})
+
+
+def settings_line(stored: Mapping[str, Any]) -> str:
+    """The settings of a recipe.json that say something, on one line."""
+    names = [field.name for field in fields(ChunkSettings)]
+    return " ".join(f"{name}={stored[name]}" for name in [*names, "ffmpeg"] if stored.get(name) is not None)
+
+
+def _canonical_length(length_s: Fraction) -> str:
+    return f"{length_s}s" if length_s.denominator == 1 else f"{int(length_s * 1000)}ms"

@@ -1,0 +1,158 @@
+"""What a plan of `video` says: what has to be done and why, and what that will cost in core-hours and bytes.
+
+Bytes come from the shards that are committed already, else from the bitrate or from measured averages. Core-hours come
+from a model with two terms: reading grows with the source's pixels, writing with the output's. Both were fitted to runs
+on natural videos; expect the right order of magnitude, not the minute.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from manifests.errors import UserError
+from manifests.keys import split_key
+from prep.core.column import VIDEO
+from prep.core.plan import ShardState
+from prep.core.report import Report, changed_settings, states_lines, states_values, summary_report
+from prep.core.run import Summary
+from prep.video.codecs import codec_named
+from prep.video.plan import Workload
+from prep.video.planning import Planned
+from prep.video.settings import ChunkSettings, bits_per_second
+from shards.damage import DamagedIndex
+from shards.index import open_index
+
+# Core-seconds for a million pixels, measured on an x86-64 server core at about 3 GHz.
+_DECODE_S_PER_MEGAPIXEL = 0.0029
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Cost of encoding; what is taken over from old shards costs nothing here."""
+
+    core_hours: float
+    size_bytes: float
+    video_hours: float
+
+
+def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> Estimate:
+    """Cost of encoding `work`.
+
+    Args:
+        bytes_per_second: of video, measured on shards of the same variant; None where there are none yet.
+    """
+    codec = codec_named(settings.codec)
+    source_pixels = work.width * work.height
+    scale = np.minimum(1.0, settings.short_side / np.maximum(1, np.minimum(work.width, work.height)))
+    output_megapixels_per_s = source_pixels * scale**2 * float(settings.fps_exact) / 1e6
+    source_megapixels_per_s = source_pixels * work.fps / 1e6
+    core_s = work.seconds * (
+        source_megapixels_per_s * _DECODE_S_PER_MEGAPIXEL + output_megapixels_per_s * codec.encode_s_per_megapixel
+    )
+    video_s = float(work.seconds.sum())
+    if bytes_per_second is not None:
+        size_bytes = video_s * bytes_per_second
+    elif settings.bitrate is not None:
+        size_bytes = video_s * bits_per_second(settings.bitrate) / 8
+    else:
+        size_bytes = float((work.seconds * output_megapixels_per_s).sum()) * 1e6 * codec.bits_per_pixel / 8
+    return Estimate(core_hours=float(core_s.sum()) / 3600, size_bytes=size_bytes, video_hours=video_s / 3600)
+
+
+def estimate_of(planned: Planned) -> Estimate:
+    """Cost of the shards that have to be encoded; those that are only written anew count as nothing."""
+    plan = planned.plan
+    ranges = [np.asarray(shard.rows) for shard in plan.shards if shard.has_work and shard.state != ShardState.CHANGED]
+    work = plan.workload(np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64))
+    return estimate(work, settings=plan.recipe.settings, bytes_per_second=_bytes_per_second(planned))
+
+
+def _bytes_per_second(planned: Planned) -> float | None:
+    """Measured on one committed shard of this variant."""
+    for commit in planned.commits.values():
+        if commit.files is None:
+            continue
+        try:
+            frames = open_index(planned.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
+        except (DamagedIndex, OSError):
+            continue  # its shard is planned anew; another one will do
+        return float(commit.files.tar_bytes * planned.plan.recipe.settings.fps_exact / int(frames))
+    return None
+
+
+def plan_report(planned: Planned) -> Report:
+    """What would be done, by state and reason, with an estimate."""
+    plan, cost = planned.plan, estimate_of(planned)
+    against = _changed_settings(planned)
+    lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
+    lines += states_lines(plan.shards)
+    lines += [f"unusable {count:>7} videos: {code}" for code, count in sorted(plan.unusable.items())]
+    if any(shard.has_work for shard in plan.shards):
+        lines.append(
+            f"estimate {_hours(cost.core_hours)} of one core for {_hours(cost.video_hours)} of video,"
+            f" {cost.size_bytes / 1e9:.2f} GB"
+        )
+    else:
+        lines.append("nothing to do")
+    values = {
+        "variant": plan.recipe.variant,
+        "changed_settings": against,
+        "num_videos": plan.num_videos,
+        "num_chunks": plan.num_chunks,
+        **states_values(plan.shards),
+        "unusable_videos": dict(plan.unusable),
+        "estimate": asdict(cost),
+    }
+    return Report("\n".join(lines), values)
+
+
+def _changed_settings(planned: Planned) -> list[str]:
+    recipe = planned.plan.recipe
+    return changed_settings(planned.data_dir, VIDEO, variant=recipe.variant, recipe=recipe.as_dict())
+
+
+def explanation(planned: Planned, name: str) -> Report:
+    """Why one chunk, or one video, would be made or not.
+
+    Raises:
+        UserError: the manifest has no such video.
+    """
+    plan = planned.plan
+    try:
+        video_id = split_key(name)[0]
+    except ValueError:
+        video_id = name
+    if not plan.has_video(video_id) and plan.has_video(name):
+        video_id = name
+    if not plan.has_video(video_id):
+        raise UserError(
+            f'no video "{video_id}" in the manifest', hint="give a key or a video_id as `prep inspect` shows them"
+        )
+    shards = [shard for shard in plan.shards if any(span.video_id == video_id for span in plan.spans(shard.rows))]
+    failed = [failure for failure in plan.failed_sources() if failure.video_id == video_id]
+    settings = _changed_settings(planned)
+    values = {
+        "video_id": video_id,
+        "variant": plan.recipe.variant,
+        "changed_settings": settings,
+        "unusable": [asdict(failure) for failure in failed],
+        "shards": [{"shard_id": shard.shard_id, "state": str(shard.state), "reason": shard.reason} for shard in shards],
+    }
+    lines = [f"{name}: video {video_id} in variant {plan.recipe.variant}"]
+    lines += [f"setting  {difference}" for difference in settings]
+    lines += [f"shard {shard.shard_id:06d}  {shard.state}: {shard.reason}" for shard in shards]
+    lines += [f"unusable {failure.code}: {failure.message}" for failure in failed]
+    return Report("\n".join(lines), values)
+
+
+def chunk_summary(summary: Summary, *, listed: Path) -> Report:
+    """What a run did; `listed` is the list of its failures."""
+    speed = None
+    if summary.cpu_s and summary.encoded_s:
+        speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time a core ({summary.cpu_s:.1f} CPU-s)"
+    return summary_report(summary, listed=listed, speed=speed)
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"

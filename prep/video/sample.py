@@ -1,0 +1,119 @@
+"""From a finished chunk and the captions that it carries to a sample: its members and its row of the index."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from manifests.keys import chunk_key
+from prep.video.plan import SpanPlan
+from prep.video.settings import ChunkSettings
+from prep.video.span_task import ReadyChunk
+from prep.video.spans import start_ms
+from shards.writer import Sample
+
+
+@dataclass(frozen=True)
+class Caption:
+    """One caption; `end_s` is None when it lasts to the end of the video."""
+
+    caption_id: int
+    begin_s: float
+    end_s: float | None
+    text: str
+    source: str
+
+    def overlaps(self, begin_s: Fraction, end_s: Fraction) -> bool:
+        """Whether any moment of [begin_s, end_s) belongs to the caption."""
+        return self.begin_s < end_s and (self.end_s is None or self.end_s > begin_s)
+
+
+def captions_of(captions_file: Path, video_ids: Sequence[str]) -> dict[str, list[Caption]]:
+    """Captions of some videos, each list in the order of time; reads the table in pieces and keeps only theirs."""
+    wanted = pa.array(sorted(set(video_ids)), pa.string())
+    found: dict[str, list[Caption]] = {}
+    scanner = ds.dataset(captions_file, format="parquet").scanner(columns=_COLUMNS, use_threads=False)
+    for batch in scanner.to_batches():
+        ids = batch["video_id"].cast(pa.string())
+        kept = pc.is_in(ids, value_set=wanted)
+        if not pc.any(kept).as_py():
+            continue
+        for row in batch.filter(kept).to_pylist():
+            end_s = row["end_s"] if row["end_s"] != float("inf") else None
+            caption = Caption(row["caption_id"], row["begin_s"], end_s, row["text"], row["source"])
+            found.setdefault(row["video_id"], []).append(caption)
+    for captions in found.values():
+        captions.sort(key=lambda caption: (caption.begin_s, caption.caption_id))
+    return found
+
+
+def video_sample(
+    chunk: ReadyChunk,
+    *,
+    plan: SpanPlan,
+    number: int,
+    span_chunks: int,
+    split: str,
+    settings: ChunkSettings,
+    captions: Sequence[Caption] | None,
+) -> Sample:
+    """The sample of chunk `number` of a span.
+
+    Args:
+        span_chunks: chunks that the span really has.
+        captions: of the whole video; None when the data set has none, and then there is no txt member.
+    """
+    fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
+    begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
+    key = chunk_key(plan.video_id, start_ms(first_frame, fps=fps))
+    mine = [caption for caption in captions or () if caption.overlaps(begin_s, end_s)]
+    description = {
+        "key": key,
+        "video_id": plan.video_id,
+        "source_id": plan.source_id,
+        "source_fingerprint": plan.source.fingerprint,
+        "dataset": plan.dataset,
+        "split": split,
+        "begin_s": _ratio(begin_s),
+        "end_s": _ratio(end_s),
+        "fps": _ratio(fps),
+        "num_frames": chunk.facts.num_frames,
+        "num_source_frames": chunk.num_source_frames,
+        "is_tail": chunk.facts.num_frames != settings.chunk_frames,
+        "width": chunk.facts.width,
+        "height": chunk.facts.height,
+        "codec": chunk.facts.codec,
+        "span_fingerprint": plan.fingerprint,
+        "span_chunks": span_chunks,
+        "captions": [asdict(caption) for caption in mine],
+    }
+    members = {"mp4": chunk.path.read_bytes(), "json": _json_bytes(description)}
+    if captions is not None:
+        members["txt"] = "\n".join(caption.text for caption in mine).encode("utf-8", "replace")
+    fields = {
+        "video_id": plan.video_id,
+        "start_ms": start_ms(first_frame, fps=fps),
+        "num_frames": chunk.facts.num_frames,
+        "fps_num": fps.numerator,
+        "fps_den": fps.denominator,
+        "span_fingerprint": plan.fingerprint,
+        **vars(chunk.facts),
+    }
+    return Sample(key=key, members=members, fields=fields)
+
+
+def _ratio(value: Fraction) -> list[int]:
+    """Exact in JSON: [numerator, denominator]."""
+    return [value.numerator, value.denominator]
+
+
+def _json_bytes(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+_COLUMNS = ["caption_id", "video_id", "begin_s", "end_s", "text", "source"]

@@ -1,0 +1,132 @@
+"""The settings of `prep chunk` with every choice made: what the planner, the encoder and the fingerprint work with."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from manifests.errors import UserError
+from prep.video.codecs import INTRA, MAX_CONSECUTIVE_B_FRAMES, STAR, codec_named
+
+_LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
+_BITRATE = re.compile(r"[1-9]\d*[kM]?", re.ASCII)
+_SUFFIXES = {"k": 1e3, "M": 1e6}
+
+Gop = Literal["comb", "star", "closed", "intra"]
+Tail = Literal["keep", "drop", "merge"]
+Audio = Literal["drop", "keep"]
+Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSettings:
+    """Every setting that changes the bytes of chunks; `prep.video.recipe.Recipe` says what each means.
+
+    Attributes:
+        crf: None where `bitrate` is given.
+        preset: None where the encoder has none.
+
+    Raises:
+        UserError: a value is none that the codec can do, or two exclude each other.
+    """
+
+    len: str
+    codec: str
+    crf: int | None
+    bitrate: str | None
+    preset: str | None
+    gop: Gop
+    keyint: int
+    fps: str
+    short_side: int
+    scaler: Scaler
+    tail: Tail
+    audio: Audio
+
+    def __post_init__(self) -> None:
+        codec = codec_named(self.codec)
+        low, high = codec.crf_range
+        if self.crf is not None and not low <= self.crf <= high:
+            raise UserError(f"--crf {self.crf} is out of range", hint=f"{self.codec} takes {low} (best) to {high}")
+        if self.bitrate is not None:
+            bits_per_second(self.bitrate)  # says what is wrong with it
+        if self.preset is not None and self.preset not in codec.presets:
+            known = ", ".join(codec.presets) or "none"
+            raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=f"its presets: {known}")
+        if self.gop not in codec.gops:
+            raise UserError(f"{self.codec} cannot write --gop {self.gop}", hint=f"it can: {', '.join(codec.gops)}")
+        self._check_keyint()
+        if not 16 <= self.short_side <= 4320 or self.short_side % 2:
+            raise UserError(f"--short-side {self.short_side} does not work", hint="give an even number from 16 to 4320")
+        if not 1 <= self.fps_exact <= 240:
+            raise UserError(f"--fps {self.fps} is out of range", hint="give 1 to 240 frames per second")
+        if (self.len_s * self.fps_exact).denominator != 1:
+            raise UserError(
+                f"a chunk of {self.len} at {self.fps} fps is {float(self.len_s * self.fps_exact):g} frames",
+                hint="choose --len and --fps so that their product is whole, for example --len 15s --fps 30",
+            )
+        if self.len_s > 3600:
+            raise UserError(f"--len {self.len} is too long", hint="give an hour or less; 15s is what training wants")
+
+    def _check_keyint(self) -> None:
+        if not 1 <= self.keyint <= 600:
+            raise UserError(f"--keyint {self.keyint} is out of range", hint="give 1 to 600 frames")
+        if self.gop == INTRA and self.keyint != 1:
+            raise UserError(
+                f"--keyint {self.keyint} does not fit --gop intra, where every frame is a key frame",
+                hint="leave --keyint out, or give another --gop",
+            )
+        if self.gop == STAR and not 3 <= self.keyint <= MAX_CONSECUTIVE_B_FRAMES + 2:
+            raise UserError(
+                f"--keyint {self.keyint} does not fit a star GOP", hint="give 3 to 18 frames, or use --gop comb"
+            )
+        if self.gop == "comb" and self.keyint < 3:
+            raise UserError(
+                f"--keyint {self.keyint} does not fit a comb GOP", hint="give 3 frames or more, or use --gop intra"
+            )
+
+    @property
+    def len_s(self) -> Fraction:
+        """Length of a full chunk in seconds, exact."""
+        match = _LENGTH.fullmatch(self.len)
+        if match is None or Fraction(match["number"]) == 0:
+            raise UserError(f'--len "{self.len}" is not a length', hint="write a number with its unit: 15s or 500ms")
+        seconds = Fraction(match["number"]) / (1000 if match["unit"] == "ms" else 1)
+        if (seconds * 1000).denominator != 1:
+            raise UserError(f'--len "{self.len}" is finer than a millisecond', hint="keys count whole milliseconds")
+        return seconds
+
+    @property
+    def fps_exact(self) -> Fraction:
+        """Frames per second, exact."""
+        try:
+            return Fraction(self.fps)
+        except (ValueError, ZeroDivisionError):
+            raise UserError(f'--fps "{self.fps}" is not a rate', hint="write 30, 25 or 30000/1001") from None
+
+    @property
+    def chunk_frames(self) -> int:
+        """Frames in a full chunk."""
+        return int(self.len_s * self.fps_exact)
+
+
+def require_bitrate_unit(_type: object, bitrate: str | None) -> None:
+    """A check of `--bitrate` as it is typed; recipes that older versions stored may have a bare number of bits.
+
+    Raises:
+        UserError: it is a number without a unit.
+    """
+    if bitrate is not None and bitrate.isdecimal() and int(bitrate):
+        meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
+        raise UserError(f'--bitrate "{bitrate}" has no unit', hint=f"write --bitrate {meant}, in bits per second")
+
+
+def bits_per_second(bitrate: str) -> float:
+    """The value of `--bitrate`.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not _BITRATE.fullmatch(bitrate):
+        raise UserError(f'--bitrate "{bitrate}" is not a bitrate', hint="write 800k or 2M (bits per second)")
+    return float(bitrate.rstrip("kM")) * _SUFFIXES.get(bitrate[-1], 1.0)

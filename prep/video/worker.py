@@ -1,0 +1,133 @@
+"""Making one shard of the `video` column: what a worker does, on whichever machine and through whichever engine.
+
+Spans whose encoder pass is unchanged are taken from the bytes of the old shard; the others are encoded. Every
+chunk, new or taken over, is read back and compared with the plan before it goes into the tar. A span that fails is
+named in the commit and does not hold up the others.
+"""
+
+import hashlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.keys import chunk_key
+from prep.core.column import VIDEO
+from prep.core.failures import FailureCode, SourceFailure
+from prep.core.heartbeat import Heartbeat
+from prep.core.shard_result import ShardResult, cpu_s, stopped, stopping_at_trouble
+from prep.video.ffmpeg import Ffmpeg, find_ffmpeg
+from prep.video.plan import SpanPlan
+from prep.video.recipe import ResolvedRecipe
+from prep.video.sample import captions_of, video_sample
+from prep.video.scratch import scratch_folder
+from prep.video.span_task import OldChunks, SpanChunks, make_span
+from prep.video.spans import start_ms
+from shards.commits import Commit, Failure, write_commit
+from shards.format import VIDEO_FIELDS
+from shards.writer import ShardWriter
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Everything that a worker needs to know; paths and small values only.
+
+    Attributes:
+        old_commit: what the shard held before, for its unchanged chunks.
+        captions_file: the manifest's table, or None when no video has captions.
+    """
+
+    variant_dir: Path
+    shard_id: int
+    split: str
+    plan_fingerprint: str
+    recipe: ResolvedRecipe
+    spans: tuple[SpanPlan, ...]
+    old_commit: Commit | None
+    captions_file: Path | None
+
+
+def make_shard(task: ShardTask) -> ShardResult:
+    """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes under the same names."""
+    version = find_ffmpeg().version
+    if version != task.recipe.ffmpeg:
+        message = f"this node has ffmpeg {version}, the plan was made with {task.recipe.ffmpeg}"
+        return stopped(task, FailureCode.FFMPEG_DIFFERS, message)
+    return stopping_at_trouble(_make, task)
+
+
+def _make(task: ShardTask) -> ShardResult:
+    with scratch_folder(f"shard {task.shard_id:06d} of {task.variant_dir}") as scratch:
+        return _make_in(scratch, task, ffmpeg=find_ffmpeg())
+
+
+def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
+    begin_cpu_s = cpu_s()
+    settings = task.recipe.settings
+    captions = None
+    if task.captions_file is not None:
+        captions = captions_of(task.captions_file, [plan.video_id for plan in task.spans])
+    extensions = ["mp4", "json", *(["txt"] if captions is not None else [])]
+    old = OldChunks(task.variant_dir, task.old_commit, plans=task.spans, folder=scratch)
+    content = hashlib.sha256(task.plan_fingerprint.encode())
+    failures: list[Failure] = []
+    num_reused, encoded_s, files = 0, 0.0, None
+    writer = ShardWriter(task.variant_dir, shard_id=task.shard_id, extensions=extensions, fields=VIDEO_FIELDS)
+    beat = Heartbeat(
+        task.variant_dir, task.shard_id, num_chunks=sum(len(plan.span.chunk_frames) for plan in task.spans)
+    )
+    with beat, writer:
+        for plan in task.spans:
+            done = writer.num_samples
+
+            def show(frames: int, done: int = done) -> None:
+                beat.show(done + frames // settings.chunk_frames)
+
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                span = old.span(plan, recipe=task.recipe)
+                is_new = not span.is_whole
+                if is_new:
+                    try:
+                        made = make_span(
+                            plan, recipe=task.recipe, program=ffmpeg.path, folder=Path(folder), on_frames=show
+                        )
+                        span = SpanChunks(dict(enumerate(made)), len(made))
+                        encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / settings.fps_exact)
+                    except SourceFailure as failure:
+                        # What is intact stays, even when its source can give no more of it.
+                        is_new = False
+                        key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=settings.fps_exact))
+                        failures.append(Failure(plan.video_id, key, str(failure.code), failure.message))
+                        content.update(f" {key} failed, kept {list(span.chunks)}".encode())
+                num_reused += 0 if is_new else len(span.chunks)
+                for number, chunk in span.chunks.items():
+                    sample = video_sample(
+                        chunk,
+                        plan=plan,
+                        number=number,
+                        span_chunks=span.num_chunks,
+                        split=task.split,
+                        settings=settings,
+                        captions=None if captions is None else captions.get(plan.video_id, []),
+                    )
+                    writer.add(sample)
+        num_chunks = writer.num_samples
+        if num_chunks:
+            files = writer.publish(content.hexdigest())
+    commit = Commit(
+        column=VIDEO,
+        shard_id=task.shard_id,
+        split=task.split,
+        plan_fingerprint=task.plan_fingerprint,
+        files=files,
+        failures=tuple(failures),
+    )
+    write_commit(task.variant_dir, commit)
+    return ShardResult(
+        task.shard_id,
+        num_chunks=num_chunks,
+        num_reused=num_reused,
+        num_bytes=files.tar_bytes if files else 0,
+        failures=commit.failures,
+        encoded_s=encoded_s,
+        cpu_s=cpu_s() - begin_cpu_s,
+    )

@@ -1,0 +1,147 @@
+"""`prep advise`: the arithmetic of AVION's equation 3, and the figures that it is fed with."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prep.advice.equation import Load, Origin, advice_text, advice_values
+from prep.advice.reading_costs import bytes_read, clip_bytes, measure_read_speed, video_bytes_per_s
+from prep.advice.run_steps import read_run_steps
+from shards.format import PACKET_KEY, PACKET_REFERENCE
+from shards.packets import PacketTable
+from shards.reader import Variant
+from tests.prep.running import Ran
+from tests.prep.sets import ShardSet, flip
+
+Prep = Callable[..., Ran]
+STEP = ("--batch", 64, "--step-time", 0.25)
+# AVION's own numbers: 256 clips, 0.12 MB/s, 15 s against a disk of 400 MB/s and a step of 1.5 s.
+LOAD = Load(batch=256, step_s=1.5, read_bytes_per_s=400e6, video_bytes_per_s=0.12e6, chunk_s=15.0, clip_bytes=100_000.0)
+ORIGIN = Origin(read_speed="a", bitrate="b", clip_bytes="c", step="d")
+
+
+def test_the_longest_chunk_is_where_reading_takes_as_long_as_the_step() -> None:
+    assert LOAD.longest_chunk_s == pytest.approx(400e6 * 1.5 / (256 * 0.12e6))
+    assert replace(LOAD, chunk_s=LOAD.longest_chunk_s).whole_headroom == pytest.approx(1)
+    assert LOAD.whole_headroom == pytest.approx(LOAD.longest_chunk_s / 15)
+    assert replace(LOAD, batch=512).longest_chunk_s == pytest.approx(LOAD.longest_chunk_s / 2)
+    assert replace(LOAD, step_s=3.0).longest_chunk_s == pytest.approx(LOAD.longest_chunk_s * 2)
+    assert LOAD.packets_headroom == pytest.approx(400e6 * 1.5 / (256 * 100_000))
+    assert replace(LOAD, chunk_s=600.0).packets_headroom == LOAD.packets_headroom
+
+
+def test_the_advice_in_words_follows_the_figures() -> None:
+    fine, slow = advice_text(LOAD, ORIGIN), advice_text(replace(LOAD, read_bytes_per_s=4e6), ORIGIN)
+    assert "19.5 s: 15 s is fine, with 1.3 times what is needed" in fine
+    assert "15 s is too long, reading takes 76.8 times as long as the step" in slow
+    assert "The disk gives 23.4 times what is needed" in fine and "Reading takes 4.3 times" in slow
+    values = advice_values(replace(LOAD, read_bytes_per_s=100e6), ORIGIN)
+    assert (values["whole_chunks"]["is_current_length_fine"], values["packets"]["is_fine"]) == (False, True)
+
+
+def test_the_bytes_of_a_clip_are_its_packets_and_the_short_gaps_between_them() -> None:
+    size = np.array([1000, 300, 10, 20, 900, 10], np.uint32)
+    offset = (48 + np.concatenate([[0], np.cumsum(size)[:-1]])).astype(np.uint32)
+    both = PACKET_KEY | PACKET_REFERENCE
+    flags = np.array([both, PACKET_REFERENCE, 0, 0, both, 0], np.uint8)
+    frame = np.array([0, 3, 1, 2, 4, 5], np.int32)
+    table = PacketTable(offset, size, frame, flags, np.zeros(6, np.uint32))
+    assert bytes_read(table, [0], gap_bytes=0) == 1000
+    assert bytes_read(table, [2], gap_bytes=0) == 1320
+    assert bytes_read(table, [2], gap_bytes=10) == 1330
+    assert bytes_read(table, [1, 5], gap_bytes=19) == 1310 + 910
+    assert bytes_read(table, [1, 5], gap_bytes=20) == 1310 + 20 + 910
+    is_open = replace(table, frame=np.array([0, 3, 1, 2, 5, 4], np.int32))
+    assert bytes_read(is_open, [0], gap_bytes=0) == int(size.sum()) + 48
+
+
+def test_a_set_is_measured_by_what_is_in_it(shard_set: ShardSet) -> None:
+    shards = Variant.open(shard_set.data).shards()
+    sizes = [len(shard.read(row, "mp4")) for shard in shards for row in range(shard.num_samples)]
+    assert video_bytes_per_s(shards) == pytest.approx(sum(sizes) / 8)  # videos of 5 and 3 s
+    per_clip, num_clips = clip_bytes(shards)
+    assert 0 < per_clip < sum(sizes) / len(sizes) and num_clips == 4 * len(sizes)
+    found = measure_read_speed(shards)
+    assert (found.num_reads, found.num_shards) == (len(sizes), len(shards)) and found.bytes_per_s > 0
+
+
+def test_advice_on_a_set_in_words_and_as_json(prep: Prep, shard_set: ShardSet) -> None:
+    text = prep("advise", "--data", shard_set.data, *STEP).stdout
+    assert "chunks read whole" in text and "packets alone" in text and "2 of 2 shards" in text
+    values = prep("advise", "--data", shard_set.data, *STEP, "--read-speed", 50, "--json").summary
+    assert (values["batch"], values["step_s"], values["read_bytes_per_s"], values["chunk_s"]) == (64, 0.25, 50e6, 2.0)
+    whole = values["whole_chunks"]
+    assert whole["longest_chunk_s"] == pytest.approx(50e6 * 0.25 / (64 * values["video_bytes_per_s"]))
+    assert whole["headroom"] == pytest.approx(whole["longest_chunk_s"] / 2)
+    assert values["packets"]["headroom"] > whole["headroom"]
+    given = prep("advise", "--data", shard_set.data, *STEP, "--read-speed", 50, "--bitrate", "8M", "--json").summary
+    assert given["video_bytes_per_s"] == 1e6
+    assert given["clip_bytes"] / values["clip_bytes"] == pytest.approx(1e6 / values["video_bytes_per_s"])
+
+
+def write_run(folder: Path, steps: list[dict[str, Any]], *, settings: str = "model: tiny\nbatch: 32\n") -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps) + '{"step": 9, "st')
+    (folder / "settings.yaml").write_text(settings)
+    return folder
+
+
+def test_step_time_and_batch_come_from_a_run(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    steps = [{"step": 1, "step_s": 60.0, "data_wait_s": 1.0}]
+    steps += [{"step": number, "step_s": 0.5, "data_wait_s": 0.1} for number in range(2, 9)]
+    run = write_run(tmp_path / "run", steps)
+    found = read_run_steps(run)
+    assert found.step_s == pytest.approx(0.4)
+    assert (found.num_steps, found.batch) == (7, 32)
+    values = prep("advise", "--data", shard_set.data, "--run", run, "--read-speed", 50, "--json").summary
+    assert (values["batch"], values["step_s"]) == (32, pytest.approx(0.4))
+    given = prep("advise", "--data", shard_set.data, "--run", run, "--read-speed", 50, "--batch", 7, "--json").summary
+    assert (given["batch"], given["step_s"]) == (7, pytest.approx(0.4))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--batch", 0, "--step-time", 1), "--batch 0"),
+        (("--batch", -3, "--step-time", 1), "--batch -3"),
+        (("--batch", 3, "--step-time", "nan"), "--step-time nan"),
+        (("--batch", 3, "--step-time", "inf"), "--step-time inf"),
+        (("--batch", 3, "--step-time", -0.5), "--step-time -0.5"),
+        (("--batch", 3, "--step-time", 1, "--read-speed", 0), "--read-speed 0"),
+        (("--batch", 3, "--step-time", 1, "--bitrate", "-8k"), '"-8k"'),
+        (("--batch", 3), "how long a step takes"),
+        (("--step-time", 1), "how many clips"),
+        (("--run", "nowhere"), "nowhere/metrics.jsonl"),
+    ],
+)
+def test_a_wrong_figure_is_named(words: tuple[object, ...], named: str, prep: Prep, made_set: Path) -> None:
+    assert named in prep("advise", "--data", made_set, *words, status=2).error
+
+
+def test_a_run_that_tells_nothing_is_refused(prep: Prep, made_set: Path, tmp_path: Path) -> None:
+    one = {"step": 1, "step_s": 1.0, "data_wait_s": 0.5}
+    nothing = {"step": 2, "step_s": float("nan"), "data_wait_s": 0.5}
+    waiting = {"step": 3, "step_s": 1.0, "data_wait_s": 1.0}
+    for number, (steps, named) in enumerate(
+        [([], "no steps"), ([one], "no steps"), ([one, nothing], "no steps"), ([one, waiting], "take 0 s")]
+    ):
+        run = write_run(tmp_path / str(number), steps)
+        assert named in prep("advise", "--data", made_set, "--run", run, status=2).error
+    run = write_run(tmp_path / "no-batch", [one, one], settings="model: tiny\n")
+    assert "how many clips" in prep("advise", "--data", made_set, "--run", run, status=2).error
+
+
+def test_without_shards_there_is_no_advice(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    assert "no data folder" in prep("advise", "--data", tmp_path / "none", *STEP, status=2).error
+    (tmp_path / "empty").mkdir()
+    assert "holds no video shards" in prep("advise", "--data", tmp_path / "empty", *STEP, status=2).error
+    flip(shard_set.index(), 5000)
+    assert "is not the file that was committed" in prep("advise", "--data", shard_set.data, *STEP, status=2).error
+    shard_set.tar(1).unlink()
+    shard_set.tar().unlink()
+    assert "cannot be read" in prep("advise", "--data", shard_set.data, *STEP, status=2).error

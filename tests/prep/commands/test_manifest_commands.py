@@ -1,0 +1,257 @@
+"""`prep manifest` as a user meets it: exit statuses, messages, summaries."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import run_command
+from manifests.store import read_captions, read_rejected, read_videos
+from prep.commands.manifest import app
+from tests.prep.running import contents
+
+
+def run(*arguments: object) -> int:
+    """Exit status of `prep manifest ARGUMENTS`."""
+    with pytest.raises(SystemExit) as caught:
+        run_command(lambda: app([str(argument) for argument in arguments], result_action="return_value"))
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for name in ("a.mp4", "b.mp4"):
+        (folder / name).write_bytes(b"video")
+    return folder
+
+
+def test_a_folder_becomes_a_manifest(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text\na,one\ngone,two\n")
+    assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 0
+    output = capsys.readouterr().out
+    assert "folder: 2 videos (2 new), 1 captions (1 new)" in output
+    assert "missing_file: 1" in output
+    assert "rejected.parquet" in output
+    assert read_videos(tmp_path / "data")["source_id"].to_pylist() == ["a", "b"]
+    assert read_captions(tmp_path / "data")["text"].to_pylist() == ["one"]
+    assert read_rejected(tmp_path / "data")["source_id"].to_pylist() == ["gone"]
+
+
+def test_json_is_all_that_a_script_sees(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("folder", videos, "--data", tmp_path / "data", "--dataset", "mine", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["dataset"], summary["num_videos"], summary["num_rejected"]) == ("mine", 2, {})
+
+
+def test_the_data_folder_comes_from_the_environment(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIPMILL_DATA", str(tmp_path / "elsewhere"))
+    assert run("folder", videos) == 0
+    assert read_videos(tmp_path / "elsewhere").num_rows == 2
+
+
+def test_a_data_folder_inside_the_videos_is_not_scanned(videos: Path) -> None:
+    (videos / "data").mkdir()
+    (videos / "data" / "made.mp4").write_bytes(b"video")
+    assert run("folder", videos, "--data", videos / "data") == 0
+    assert read_videos(videos / "data")["source_id"].to_pylist() == ["a", "b"]
+
+
+def test_nothing_usable_is_an_error_and_the_manifest_stays(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, annotations = tmp_path / "data", tmp_path / "vatex.json"
+    assert run("folder", videos, "--data", data) == 0
+    annotations.write_text('[{"videoID": "gone", "enCap": ["x"]}]')
+    assert run("vatex", videos, "--annotations", annotations, "--data", data) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no usable video for the data set vatex; missing_file: 1\nhint: ")
+    assert read_videos(data).num_rows == 2
+
+
+WRONG_TABLES = {
+    "a wrong prefix": ("video,text\nold/a.mp4,one\nold/b.mp4,two\n", "missing_file: 2"),
+    "commas without quotes": ("video,text\na,one, two\nb,three, four\n", "malformed_row: 2"),
+    "times backwards": ("video,text,begin_s,end_s\na,one,5,4\n", "bad_time: 1"),
+    "no rows": ("video,text\n", "there are no rows in"),
+}
+
+
+@pytest.mark.parametrize("table", WRONG_TABLES.values(), ids=WRONG_TABLES)
+def test_captions_that_are_all_lost_fail_and_the_manifest_stays(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: tuple[str, str]
+) -> None:
+    data, good, wrong = tmp_path / "data", tmp_path / "good.csv", tmp_path / "wrong.csv"
+    good.write_text("video,text\na,one\nb,two\n")
+    assert run("folder", videos, "--captions", good, "--data", data) == 0
+    before = contents(data)
+    content, reason = table
+    wrong.write_text(content)
+    capsys.readouterr()
+    assert run("folder", videos, "--captions", wrong, "--data", data) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("failed: ") and str(wrong) in output.err and reason in output.err
+    assert contents(data) == before
+
+
+def test_lost_captions_are_named_with_what_to_do(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "captions.csv"
+    table.write_text("video,text\n" + "".join(f"old/{n}.mp4,text\n" for n in range(40)) + "a,one, two\n")
+    assert run("folder", videos, "--captions", table, "--data", tmp_path / "data") == 1
+    error = capsys.readouterr().err
+    assert "captions.csv: old/0.mp4: missing_file: no video file for it" in error
+    assert "captions.csv, row 40: malformed_row: 3 cells under 2 columns" in error
+    assert "and 36 more" in error
+    assert "the video files have names such as a.mp4" in error and "in double quotes" in error
+    assert not (tmp_path / "data").exists()
+
+
+def test_one_of_several_annotation_files_that_brings_nothing_fails(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = [tmp_path / name for name in ("train.csv", "val.csv")]
+    lists[0].write_text("a.mp4 1\n")
+    lists[1].write_text("old/b.mp4 1\n")
+    assert run("kinetics", *lists, "--videos", videos, "--data", tmp_path / "data") == 1
+    error = capsys.readouterr().err
+    assert f"no row of {lists[1]} could be used" in error and "leave out a file" in error
+
+
+def test_composed_names_find_files_with_decomposed_ones(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    folder, table = tmp_path / "videos", tmp_path / "captions.csv"
+    folder.mkdir()
+    (folder / f"{decomposed}.mp4").write_bytes(b"video")
+    table.write_text(f"video,text\n{composed}.mp4,one\n{composed},two\n{decomposed},three\n")
+    assert run("folder", folder, "--captions", table, "--data", tmp_path / "data") == 0
+    assert read_captions(tmp_path / "data")["text"].to_pylist() == ["one", "two", "three"]
+    # Paths stay as they are on the disk.
+    assert Path(read_videos(tmp_path / "data")["path"][0].as_py()).is_file()
+    assert read_videos(tmp_path / "data")["source_id"].to_pylist() == [decomposed]
+
+
+def test_a_file_with_another_ending_joins_without_changing_ids(videos: Path, tmp_path: Path) -> None:
+    arguments = ("folder", videos, "--data", tmp_path / "data")
+    assert run(*arguments) == 0
+    before = read_videos(tmp_path / "data").to_pylist()
+    (videos / "a.mkv").write_bytes(b"video")
+    for _ in range(2):
+        assert run(*arguments) == 0
+        after = read_videos(tmp_path / "data").to_pylist()
+        assert after[: len(before)] == before
+        assert [row["source_id"] for row in after] == ["a", "b", "a.mkv"]
+
+
+def test_rejected_rows_are_named_without_control_characters(
+    videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (videos / "evil\x1b[31m\nname.mp4").touch()
+    table = tmp_path / "captions.csv"
+    table.write_text('video,text\na,one\n"b\x1b[2J\u202e",two\na,\n')
+    arguments = ("folder", videos, "--captions", table, "--data", tmp_path / "data")
+    assert run(*arguments) == 0
+    output = capsys.readouterr().out
+    assert "evil\\x1b[31m name.mp4: empty_file: it has no bytes" in output
+    assert "captions.csv: b\\x1b[2J\\u202e: missing_file" in output
+    assert "captions.csv, row 2: a: empty_caption" in output
+    assert "\x1b" not in output and "\u202e" not in output
+    assert run(*arguments, "--json") == 0
+    first = json.loads(capsys.readouterr().out)["first_rejected"]
+    assert sorted(row["code"] for row in first) == ["empty_caption", "empty_file", "missing_file"]
+
+
+@pytest.mark.timeout(60)
+def test_pipes_are_refused_before_they_block(videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("c.csv", "n.json", "l.pkl"):
+        os.mkfifo(tmp_path / name)
+    data = ("--data", tmp_path / "data")
+    assert run("folder", videos, "--captions", tmp_path / "c.csv", *data) == 2
+    assert run("kinetics", tmp_path / "c.csv", "--videos", videos, *data) == 2
+    for name in ("n.json", "l.pkl"):
+        assert run("ego4d", videos, "--annotations", tmp_path / name, *data) == 2
+    assert capsys.readouterr().err.count("it is a pipe, not a file") == 4
+
+
+def test_every_kind_has_a_command(videos: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    vatex, ego4d, kinetics = tmp_path / "v.json", tmp_path / "n.json", tmp_path / "train.csv"
+    vatex.write_text('[{"videoID": "a", "enCap": ["x", "y"]}]')
+    points = [{"narration_text": "#C C x", "timestamp_sec": time_s} for time_s in (1, 2)]
+    ego4d.write_text(json.dumps({"videos": {"a": {"narration_pass_1": {"narrations": points}}}}))
+    kinetics.write_text("a 1\nb 2\n")
+    epic = [tmp_path / "EPIC_100_train.csv", tmp_path / "EPIC_100_validation.csv"]
+    for path, video in zip(epic, "ab", strict=True):
+        path.write_text(
+            "video_id,start_timestamp,stop_timestamp,narration,verb_class,noun_class\n"
+            f"{video},00:00:01,00:00:02,open,1,2\n"
+        )
+    assert run("vatex", videos, "--annotations", vatex, "--data", data / "v") == 0
+    assert run("ego4d", videos, "--annotations", ego4d, "--data", data / "e") == 0
+    assert run("epic-kitchens", videos, "--annotations", *epic, "--data", data / "k") == 0
+    assert run("kinetics", kinetics, "--videos", videos, "--data", data / "l") == 0
+    assert run("synthetic", "--videos", 1, "--minutes", 0.05, "--data", data / "s") == 0
+    assert [read_captions(data / name).num_rows for name in "vekls"] == [2, 2, 2, 2, 1]
+    assert read_videos(data / "k")["split"].to_pylist() == ["train", "val"]
+    assert Path(read_videos(data / "s")["path"][0].as_py()).parent == data / "s" / "synthetic"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["folder", "{tmp}/nowhere"], "no such folder"),
+        (["folder", "{tmp}/videos/a.mp4"], "is a file"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/videos"], "both the data folder"),
+        (["folder", "{tmp}/videos", "--data", "{root}"], "own source"),
+        (["folder", "{tmp}/videos", "--data", "{root}/shards"], "own source"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/videos/a.mp4"], "is a file"),
+        (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/gone.json"], "cannot read"),
+        (["ego4d", "{tmp}/videos", "--annotations", "{tmp}/x.txt"], "neither .json nor .pkl"),
+        (["kinetics", "{tmp}/gone.txt", "--videos", "{tmp}/videos"], "cannot read"),
+        (["folder", "{tmp}/videos", "--captions", "{tmp}/folder.csv"], "it is a folder"),
+        (["vatex", "{tmp}/videos", "--annotations", "{tmp}/folder.csv"], "it is a folder"),
+        (["folder", "{tmp}/loop"], "loop"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/loop"], "loop"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/videos/a.mp4/data"], "a.mp4"),
+        (["folder", "{tmp}/videos", "--data", "{tmp}/" + "x" * 300], "File name too long"),
+        (["synthetic", "--videos", "0"], "--videos is 0"),
+        (["synthetic", "--minutes", "nan"], "--minutes is nan"),
+    ],
+)
+def test_a_users_mistake_is_two_lines_and_status_2(
+    videos: Path,
+    tmp_path: Path,
+    repository: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    filled = [argument.format(tmp=tmp_path, root=repository) for argument in arguments]
+    if "--data" not in filled:
+        filled += ["--data", str(tmp_path / "data")]
+    assert run(*filled) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["error", "hint"]
+    assert message in lines[0]
+    assert not (tmp_path / "data").exists()
+
+
+def test_help_loads_nothing_heavy(repository: Path) -> None:
+    program = (
+        "import sys; from prep.commands.manifest import app; app(['--help'], result_action='return_value');"
+        "print([name for name in ('torch', 'ray', 'av', 'pandas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,140 @@
+"""What a run says of shards that the data folder does not hold in the end, whatever became of their workers."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prep.core.failures import FailureCode
+from prep.core.run import Summary, execute
+from prep.core.shard_result import ShardResult, stopped
+from prep.engines import Check, Outcome, R, T
+from prep.video.ffmpeg import find_ffmpeg
+from prep.video.planning import chunk_job, make_plan
+from prep.video.recipe import Recipe, resolve
+from prep.video.worker import ShardTask, make_shard
+from shards.dataset import current_variant
+from tests.prep.running import Ran, manifest
+from tests.prep.sets import LEN, ShardSet
+
+Prep = Callable[..., Ran]
+
+
+class Here:
+    """An engine that runs tasks in this process."""
+
+    def run(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
+    ) -> Iterator[Outcome[T, R] | None]:
+        assert check is None or check() is None
+        for task in tasks:
+            yield Outcome(task, function(task))
+
+
+@pytest.fixture
+def data(tmp_path: Path, write_video: Callable[..., Path]) -> Path:
+    """Five videos of a second each, of which two lie in each shard."""
+    for number in range(5):
+        write_video(tmp_path / "videos" / f"{number}.mp4", seconds=1, first_number=1000 * number)
+    manifest(tmp_path / "data", tmp_path / "videos")
+    return tmp_path / "data"
+
+
+def run(
+    data: Path, make: Callable[[ShardTask], ShardResult], monkeypatch: pytest.MonkeyPatch, *, per_shard: int = 2
+) -> Summary:
+    monkeypatch.setattr("prep.video.layout.MIN_SHARDS", 1)
+    monkeypatch.setattr("prep.video.layout.MAX_SHARD_CHUNKS", per_shard)
+    monkeypatch.setattr("prep.video.layout.SPAN_CHUNKS", 1)
+    recipe = resolve(Recipe(len="1s", preset="ultrafast", short_side=32), ffmpeg_version=find_ffmpeg().version)
+    job = chunk_job(make_plan(data, recipe))
+    return execute(replace(job, make=make), Here())
+
+
+def listed(data: Path, summary: Summary) -> list[dict[str, Any]]:
+    path = data / "video" / summary.variant / "failures.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_worker_that_wrote_elsewhere_is_not_believed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+
+    def astray(task: ShardTask) -> ShardResult:
+        if task.shard_id != 1:
+            return make_shard(task)
+        elsewhere.mkdir()
+        return make_shard(replace(task, variant_dir=elsewhere))
+
+    summary = run(data, astray, monkeypatch)
+    assert (summary.num_shards, summary.num_shards_made, summary.num_chunks, summary.num_encoded) == (2, 2, 3, 3)
+    assert summary.failures_by_code() == {FailureCode.SHARD_MISSING: 2} and summary.num_failed_videos == 2
+    assert [failure["code"] for failure in listed(data, summary)] == ["shard_missing"] * 2
+    assert "no commit of it" in summary.failures[0].message and str(data) in summary.failures[0].message
+    summary = run(data, make_shard, monkeypatch)
+    assert (summary.num_shards_made, summary.num_chunks, summary.failures) == (1, 5, [])
+
+
+def test_a_commit_without_its_tar_is_a_missing_shard(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lossy(task: ShardTask) -> ShardResult:
+        result = make_shard(task)
+        if task.shard_id == 0:
+            next(task.variant_dir.glob("000000-*.tar")).unlink()
+        return result
+
+    summary = run(data, lossy, monkeypatch)
+    assert summary.failures_by_code() == {FailureCode.SHARD_MISSING: 2} and summary.num_shards_made == 2
+
+
+def test_a_shard_that_was_given_up_is_a_failure_of_all_of_its_videos(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(task: ShardTask) -> ShardResult:
+        return stopped(task, FailureCode.OUT_OF_MEMORY, "gone") if task.shard_id == 0 else make_shard(task)
+
+    summary = run(data, lost, monkeypatch)
+    assert summary.failures_by_code() == {FailureCode.OUT_OF_MEMORY: 2} and summary.num_failed_videos == 2
+    assert summary.gave_up is None
+
+
+def test_a_run_that_full_disks_ended_names_what_it_did_not_try(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(task: ShardTask) -> ShardResult:
+        return stopped(task, FailureCode.DISK_FULL, "full")
+
+    summary = run(data, full, monkeypatch, per_shard=1)
+    assert summary.failures_by_code() == {FailureCode.DISK_FULL: 3, FailureCode.SHARD_MISSING: 2}
+    assert summary.num_failed_videos == 5 and "disk was full" in (summary.gave_up or "")
+
+
+def test_no_budget_covers_a_run_that_ended_early(prep: Prep, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gives_up(job: object, engine: object) -> Summary:
+        return Summary("h264", gave_up="the disk was full for 3 shards in a row")
+
+    monkeypatch.setattr("prep.core.run.execute", gives_up)
+    ran = prep("chunk", "--data", data, "--engine", "processes", "--max-failures", "100%", "--len", "1s", status=1)
+    assert "the disk was full for 3 shards in a row" in ran.stderr
+
+
+def test_a_worker_makes_no_folder_of_a_variant(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmounted(task: ShardTask) -> ShardResult:
+        moved = task.variant_dir.rename(task.variant_dir.with_name("moved"))
+        try:
+            return make_shard(task)
+        finally:
+            assert not task.variant_dir.exists(), "a worker made it"
+            moved.rename(task.variant_dir)
+
+    summary = run(data, unmounted, monkeypatch)
+    assert summary.failures_by_code() == {FailureCode.IO_ERROR: 5}
+    assert all("no such folder of a variant" in failure.message for failure in summary.failures)
+
+
+def test_a_variant_in_which_everything_failed_takes_the_place_of_none(prep: Prep, shard_set: ShardSet) -> None:
+    before = current_variant(shard_set.data, "video")
+    flags = ("--bitrate", "99999999M", "--engine", "processes", *LEN)
+    prep("chunk", "--data", shard_set.data, *flags, status=1)
+    assert current_variant(shard_set.data, "video") == before

@@ -1,0 +1,82 @@
+"""What both engines promise to functions that keep something, such as a model, from one task to the next."""
+
+import functools
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UserError
+from prep.engines import Engine, Outcome
+from prep.engines.admission import worker_ticket
+from prep.engines.processes import ProcessEngine
+from prep.engines.ray import RayEngine
+
+NUM_TASKS = 12
+
+
+@dataclass(frozen=True)
+class Task:
+    """`deadly` kills its worker always, `risky` once; the others tell who did them and how often that one loaded."""
+
+    number: int
+    folder: Path
+
+    @property
+    def is_deadly(self) -> bool:
+        return self.number == 7
+
+    @property
+    def is_risky(self) -> bool:
+        return self.number == 3
+
+
+@functools.cache
+def load(folder: Path) -> int:
+    with (folder / f"loaded-{os.getpid()}").open("a") as file:
+        file.write("x")
+    return os.getpid()
+
+
+def work(task: Task) -> tuple[int, int]:
+    worker = load(task.folder)
+    first_time = task.folder / f"risky-{task.number}"
+    if task.is_deadly or (task.is_risky and not first_time.exists()):
+        first_time.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task.number, worker
+
+
+@pytest.mark.parametrize(
+    "engine", [ProcessEngine(num_workers=2), RayEngine(num_workers=2, address=None, actor_gpus=0)], ids=type
+)
+def test_workers_keep_what_they_loaded_and_outlive_each_other(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    outcomes: list[Outcome[Task, tuple[int, int]]] = [
+        outcome
+        for outcome in engine.run(work, (Task(number, tmp_path) for number in range(NUM_TASKS)))
+        if isinstance(outcome, Outcome)
+    ]
+    done = {outcome.task.number: outcome.result for outcome in outcomes}
+    assert done.keys() == set(range(NUM_TASKS)) and len(outcomes) == NUM_TASKS
+    assert {number for number, result in done.items() if result is None} == {7}
+    assert all(result[0] == number for number, result in done.items() if result is not None)
+    loaded = list(tmp_path.glob("loaded-*"))
+    assert {path.read_text() for path in loaded} == {"x"}
+    assert len(loaded) <= 2 + 1 + 3  # two workers, and one for each that died
+
+
+def test_a_worker_without_the_package_of_a_column_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    (tmp_path / "hidden" / "hidden_column").mkdir(parents=True)
+    (tmp_path / "hidden" / "hidden_column" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "hidden")
+    engine = RayEngine(num_workers=1, address=None)
+    with worker_ticket(tmp_path, package="hidden_column") as ticket:
+        assert ticket() is None
+        with pytest.raises(UserError, match="the column's package hidden_column is not installed there"):
+            list(engine.run(work, [Task(0, tmp_path)], check=ticket))

@@ -1,0 +1,316 @@
+"""What one source does to its reader befalls that source alone, and a file that breaks off is found out."""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from prep.core.failures import FailureCode, SourceFailure
+from prep.sources import files as source_files
+from prep.sources import probe_processes
+from prep.sources import table as sources
+from prep.sources.files import NO_FILE, current_fingerprint, look_at_sources
+from prep.sources.probe import SourceFacts, probe
+from prep.sources.table import probe_sources, read_probes
+from prep.video.ffmpeg import find_ffmpeg
+from shards.reader import Variant
+from tests.conftest import ROOT
+from tests.prep.numbered import Source
+from tests.prep.running import chunk, manifest, wait_until
+
+# Holds a lease on a file: everybody else's `open` of it waits until the lease is given up (45 s at most).
+HOLD = """
+import fcntl, os, signal, sys
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+file = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+sys.stdin.read()
+"""
+COPY = ["-c", "copy"]
+VP9 = ["-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"]
+# Containers whose structure says how long they are.
+SIZED = {
+    "matroska.mkv": COPY,
+    "live.mkv": [*COPY, "-live", "1"],
+    "webm.webm": VP9,
+    "live.webm": [*VP9, "-live", "1"],
+    "wmv.wmv": ["-c:v", "wmv2"],
+    "avi.avi": ["-c:v", "mpeg4"],
+    "theora.ogv": ["-c:v", "libtheora"],
+    "fragments.mp4": [*COPY, "-movflags", "frag_keyframe+empty_moov"],
+    "last.mov": COPY,
+    "first.mp4": [*COPY, "-movflags", "+faststart"],
+    "flash.flv": COPY,
+    "ivf.ivf": VP9,
+}
+
+
+@contextmanager
+def lease(path: Path) -> Iterator[None]:
+    """A file that cannot be opened as long as this lasts."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    try:
+        yield
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.fixture
+def leasable(tmp_path: Path) -> Path:
+    """A folder whose file system knows leases."""
+    path = tmp_path / "leasable"
+    path.touch()
+    with path.open("r+b") as file:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError:
+            pytest.skip("this file system has no leases")
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return tmp_path
+
+
+def failures(data: Path) -> dict[str, str]:
+    """Code of each source that failed, by its name."""
+    listed = (Variant.open(data).directory / "failures.jsonl").read_text().splitlines()
+    return {one["video_id"]: one["code"] for one in map(json.loads, listed)}
+
+
+def test_a_source_that_cannot_be_opened_holds_up_no_other_and_is_tried_again(
+    leasable: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    videos, data = leasable / "videos", leasable / "data"
+    for number, name in enumerate(("a", "held", "z")):
+        write_video(videos / f"{name}.mp4", seconds=1, first_number=100 * number)
+    manifest(data, videos)
+    monkeypatch.setattr(probe_processes, "SILENCE_LIMIT_S", 4.0)
+    with lease(videos / "held.mp4"):
+        chunk(data, "--len", "1s", status=1)
+        assert failures(data) == {"held": "timeout"}
+        assert {sample["__key__"] for sample in Variant.open(data).iterate()} == {"a_000000000", "z_000000000"}
+    assert chunk(data, "--len", "1s")["num_encoded"] == 1
+
+
+def test_a_source_that_ends_its_reader_has_failed_and_the_others_are_read(
+    leasable: Path, write_video: Callable[..., Path]
+) -> None:
+    paths = [write_video(leasable / f"{number}.mp4", seconds=1) for number in range(3)]
+    outcomes: dict[int, SourceFacts | SourceFailure] = {}
+
+    def read() -> None:
+        outcomes.update(probe_processes.probe_each([*map(str, paths)], max_processes=2))
+
+    with lease(paths[0]):
+        reading = threading.Thread(target=read)
+        reading.start()
+        wait_until(lambda: _waits_for_lease(os.getpid()))
+        os.kill(_waits_for_lease(os.getpid())[0], signal.SIGKILL)
+        reading.join(timeout=60)
+    assert isinstance(outcomes[1], SourceFacts) and isinstance(outcomes[2], SourceFacts)
+    failed = outcomes[0]
+    assert isinstance(failed, SourceFailure) and failed.code == FailureCode.PROBE_FAILED and not failed.is_lasting
+    assert "signal 9" in failed.message
+
+
+def _waits_for_lease(parent: int) -> list[int]:
+    """Readers among the children of a process that wait inside the kernel for a lease to be given up."""
+    found = []
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            arguments = Path(f"/proc/{child}/cmdline").read_bytes()
+            waiting_in = Path(f"/proc/{child}/wchan").read_text()
+            if b"probe_processes" in arguments and "break_lease" in waiting_in:
+                found.append(child)
+    return found
+
+
+def test_a_reader_has_only_so_much_memory(
+    tmp_path: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = probe_processes._PROGRAM.replace(
+        "serve()", "import prep.sources.probe_processes as reader; reader.MEMORY_LIMIT_BYTES = 260 << 20; serve()"
+    )
+    monkeypatch.setattr(probe_processes, "_PROGRAM", program)
+    wide, good = tmp_path / "wide.avi", write_video(tmp_path / "good.mp4", seconds=1)
+    size = ["-f", "lavfi", "-i", "color=size=12000x12000:rate=1", "-frames:v", "1"]
+    subprocess.run([find_ffmpeg().path, "-v", "error", *size, "-c:v", "mjpeg", wide], check=True)
+    outcomes = dict(probe_processes.probe_each([str(wide), str(good)], max_processes=1))
+    failed = outcomes[0]
+    assert isinstance(failed, SourceFailure) and failed.code == FailureCode.OUT_OF_MEMORY, failed
+    assert isinstance(outcomes[1], SourceFacts)
+
+
+def test_a_span_whose_source_cannot_be_opened_any_more_is_given_up(
+    leasable: Path, write_video: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_video(leasable / "v.mp4", seconds=1)
+    fingerprint = current_fingerprint(path)
+    assert fingerprint == probe(path).fingerprint
+    monkeypatch.setattr(source_files, "LOOK_LIMIT_S", 0.3)
+    with lease(path), pytest.raises(SourceFailure) as caught:
+        current_fingerprint(path)
+    assert caught.value.code == FailureCode.TIMEOUT
+
+
+def test_a_mount_that_does_not_answer_costs_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [tmp_path / f"{number}.mp4" for number in range(4)]
+    for number, path in enumerate(good):
+        path.write_bytes(b"x" * number)
+    paths = [str(good[0]), "/dead/a.mp4", str(good[1]), "/dead/b.mp4", str(tmp_path / "gone.mp4"), *map(str, good[2:])]
+    really, released = os.stat, threading.Event()
+
+    def stat(path: str, **options: object) -> os.stat_result:
+        if str(path).startswith("/dead/"):
+            released.wait(60)
+        return really(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(source_files, "LOOK_LIMIT_S", 0.3)
+    monkeypatch.setattr(os, "stat", stat)
+    looks = look_at_sources(pa.chunked_array([paths]), num_threads=2)
+    released.set()
+    assert {row: failure.code for row, failure in looks.failures.items()} == {
+        1: FailureCode.TIMEOUT,
+        3: FailureCode.TIMEOUT,
+        4: FailureCode.SOURCE_MISSING,
+    }
+    assert looks.size_bytes.tolist() == [0, NO_FILE, 1, NO_FILE, NO_FILE, 2, 3]
+
+
+def test_a_source_that_may_be_read_again_is_read_without_being_asked_for(
+    tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    write_video(videos / "good.mp4", seconds=1)
+    secret = write_video(videos / "secret.mp4", seconds=1)
+    manifest(data, videos)
+    secret.chmod(0)
+    _chunk_without_privileges(data, status=1)
+    assert failures(data) == {"secret": "source_unreadable"}
+    before = (data / "probes.parquet").stat().st_ino
+    _chunk_without_privileges(data, status=1)
+    assert (data / "probes.parquet").stat().st_ino == before, "nothing new was learned"
+    secret.chmod(0o600)
+    _chunk_without_privileges(data, status=0)
+    assert len(list(Variant.open(data).iterate())) == 2
+
+
+def _chunk_without_privileges(data: Path, *, status: int) -> None:
+    """`prep chunk` by a user who may not read every file, as root may: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH go."""
+    drop = "import ctypes; libc = ctypes.CDLL(None); [libc.prctl(24, number, 0, 0, 0) for number in (1, 2)]\n"
+    start = "import os, sys; os.execv(sys.executable, [sys.executable, '-m', 'prep.cli', *sys.argv[1:]])"
+    flags = ["chunk", "--data", str(data), "--len", "1s", "--engine", "processes", "--workers", "1"]
+    ran = subprocess.run([sys.executable, "-c", drop + start, *flags], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == status, ran.stderr
+
+
+def test_failures_of_older_rules_are_looked_into_again_and_good_sources_are_not(
+    tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    paths = pa.chunked_array([[str(write_video(tmp_path / f"{number}.mp4", seconds=1)) for number in range(2)]])
+    told: list[int] = []
+    probe_sources(tmp_path, paths, num_workers=2)
+    rows = read_probes(tmp_path).to_pylist()
+    rows[1] |= {"code": "source_truncated", "message": "its header promises 18.60 s, the packets end at 11.30 s"}
+    older = pa.Table.from_pylist(rows, schema=sources.PROBES.remove_metadata())
+    pa.parquet.write_table(older, tmp_path / sources.PROBES_FILE)
+    found = probe_sources(tmp_path, paths, num_workers=2, on_progress=lambda done, total: told.append(total))
+    assert found["code"].to_pylist() == [None, None] and told == [1]
+    probe_sources(tmp_path, paths, num_workers=2, on_progress=lambda done, total: told.append(total))
+    assert told == [1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Four seconds in each container of SIZED."""
+    folder = tmp_path_factory.mktemp("whole")
+    base = Source("base.mp4", Fraction(30), 120, options={"gop": 15}).write(folder)
+    for name, options in SIZED.items():
+        subprocess.run([find_ffmpeg().path, "-v", "error", "-i", base, *options, folder / name], check=True)
+    return {name: folder / name for name in SIZED}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_wherever_a_file_is_cut_its_frames_are_all_there_or_it_is_named(
+    name: str, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    facts = probe(whole[name])
+    assert abs(facts.end_s - 4) < 0.05
+    content, generator = whole[name].read_bytes(), random.Random(name)
+    at_random = [generator.randrange(1, len(content)) for _ in range(14)]
+    for cut in (len(content) - 1, len(content) * 9 // 10, *at_random):
+        path = tmp_path / f"{cut}{whole[name].suffix}"
+        path.write_bytes(content[:cut])
+        try:
+            found = probe(path)
+        except SourceFailure as failure:
+            assert failure.message
+        else:
+            assert found.end_s == facts.end_s, f"cut at {cut} of {len(content)}"
+
+
+def test_raw_frames_can_be_given_times_as_the_message_says(tmp_path: Path) -> None:
+    raw, program = tmp_path / "in.h264", find_ffmpeg().path
+    base = Source("base.mp4", Fraction(30), 90).write(tmp_path)
+    subprocess.run([program, "-v", "error", "-i", base, "-c:v", "libx264", "-bf", "2", "-f", "h264", raw], check=True)
+    with pytest.raises(SourceFailure, match="as in a raw h264 stream") as caught:
+        probe(raw)
+    command = caught.value.message.partition("ffmpeg ")[2].split()
+    given = {"RATE": "30", "IN": str(raw), "OUT.mkv": str(tmp_path / "out.mkv")}
+    subprocess.run([program, "-v", "error", *(given.get(word, word) for word in command)], check=True)
+    assert abs(probe(tmp_path / "out.mkv").end_s - 3) < 0.01
+
+
+def test_times_that_no_video_has_are_refused(tmp_path: Path) -> None:
+    base = Source("base.mp4", Fraction(30), 30).write(tmp_path)
+    path = tmp_path / "centuries.ogv"
+    shift = ["-output_ts_offset", "-1.5", "-avoid_negative_ts", "disabled"]  # counted from the end of 64 bits
+    subprocess.run([find_ffmpeg().path, "-v", "error", "-i", base, "-c:v", "libtheora", *shift, path], check=True)
+    with pytest.raises(SourceFailure, match="30 frames cannot last") as caught:
+        probe(path)
+    assert caught.value.code == FailureCode.BAD_TIMESTAMPS
+
+
+def test_timestamps_that_jump_by_hours_are_refused(whole: dict[str, Path], tmp_path: Path) -> None:
+    content = bytearray(whole["flash.flv"].read_bytes())
+    position, num_tags = 13, 0
+    while num_tags < 60:
+        position, num_tags = position + 15 + int.from_bytes(content[position + 1 : position + 4], "big"), num_tags + 1
+    content[position + 7] = 1  # the highest byte of a tag's time in ms: 4.7 hours
+    (tmp_path / "jump.flv").write_bytes(content)
+    with pytest.raises(SourceFailure, match=r"its timestamps jump by 4\.7 hours") as caught:
+        probe(tmp_path / "jump.flv")
+    assert caught.value.code == FailureCode.BAD_TIMESTAMPS
+
+
+def test_readers_do_not_outlive_the_driver(leasable: Path, write_video: Callable[..., Path]) -> None:
+    path = write_video(leasable / "v.mp4", seconds=1)
+    program = f"from prep.sources.probe_processes import probe_each; list(probe_each([{str(path)!r}], max_processes=1))"
+    with lease(path):
+        driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+        wait_until(lambda: _waits_for_lease(driver.pid))
+        (reader,) = _waits_for_lease(driver.pid)
+        driver.kill()
+        driver.wait()
+        wait_until(lambda: not Path(f"/proc/{reader}").exists() or _is_zombie(reader))
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

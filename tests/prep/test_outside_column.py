@@ -1,0 +1,197 @@
+"""A column that clipmill does not know goes through every command (`tests/prep/brightness`)."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prep.core.column import DeepCode, imported
+from prep.registry import column_names, register
+from shards.dataset import current_variant
+from shards.reader import Variant
+from tests.conftest import ROOT
+from tests.prep.brightness.column import COLUMN
+from tests.prep.brightness.work import PAUSE, measure
+from tests.prep.running import ENGINES, MARK, Process, Ran, contents, identities, processes, wait_until
+from tests.prep.sets import LEN, ShardSet, flip, rerun
+
+Prep = Callable[..., Ran]
+
+
+def start(*arguments: object, **environment: str) -> "subprocess.Popen[str]":
+    """`prep` with the column, as a program of its own; a Ray worker has to find the column too."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.prep.brightness", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: object, status: int = 0, **environment: str) -> Ran:
+    """Runs it to its end."""
+    process = start(*arguments, **environment)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == status, f"status {process.returncode}\n{stdout}\n{stderr}"
+    return Ran(process.returncode, stdout, stderr)
+
+
+def make(data: Path, *settings: object, status: int = 0, **environment: str) -> dict[str, Any]:
+    """`prep brightness --json`; its summary."""
+    flags = ("--data", data, "--json", "--workers", 2, *settings)
+    return run("brightness", *flags, status=status, **environment).summary
+
+
+def stored(data: Path) -> dict[str, list[float]]:
+    return {
+        sample["__key__"]: np.frombuffer(sample["brightness.npy"][-4 * 60 :], np.float32).tolist()
+        for sample in Variant.open(data, column="brightness").iterate()
+    }
+
+
+def is_worker(process: Process) -> bool:
+    """Whether it may still write a shard."""
+    return any(name in " ".join(process.arguments) for name in ("ray::make_brightness", "multiprocessing.spawn"))
+
+
+def test_it_is_planned_made_and_looked_after(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    assert "nothing" not in run("plan", "brightness", "--data", data).stdout
+    planned = run("plan", "brightness", "--data", data, "--json").summary
+    assert (planned["shards"], planned["chunks"]) == ({"new": 2}, {"new": 5})
+    made = make(data)
+    assert (made["num_shards_made"], made["num_chunks"], made["failures"]) == (2, 5, {})
+    status = run("status", "--data", data, "--json").summary["columns"]["brightness"]
+    assert status["current"] == made["variant"] and (status["to_make"], status["problems"]) == ({}, [])
+    assert [variant["num_wanted"] for variant in status["variants"]] == [5]
+    assert f"brightness{made['variant']} (current)" in run("status", "--data", data).stdout
+    verified = run("verify", "--deep", "--data", data).stdout
+    assert f"brightness {made['variant']}: 5 chunks in 2 shards" in verified
+    assert "240 frames looked at: all right" in verified
+    shown = run("inspect", "--column", "brightness", "--data", data).stdout
+    assert "every=1 video=h264" in shown and "5 chunks in 2 shards" in shown
+    key = next(iter(stored(data)))
+    one = run("inspect", key, "--column", "brightness", "--data", data, "--json").summary
+    assert (one["key"], one["num_frames"], set(one["members"])) == (key, 60, {"brightness.npy"})
+    assert (
+        "nearest of that video"
+        in run("inspect", f"{key[:-2]}99", "--column", "brightness", "--data", data, status=2).stderr
+    )
+    before = identities(data)
+    again = make(data)
+    assert (again["num_shards_made"], again["num_shards"]) == (0, 2) and identities(data) == before
+
+
+def test_what_is_stored_is_what_the_chunks_show(shard_set: ShardSet) -> None:
+    make(shard_set.data)
+    found = stored(shard_set.data)
+    wanted = {sample["__key__"]: measure(sample["mp4"], every=1) for sample in Variant.open(shard_set.data).iterate()}
+    assert list(found) == list(wanted)
+    for key, array in wanted.items():
+        np.testing.assert_array_equal(found[key][-len(array) :], array)
+
+
+def test_it_is_made_on_ray_with_the_same_bytes(shard_set: ShardSet, tmp_path: Path) -> None:
+    shutil.copytree(shard_set.data, tmp_path / "other")
+    make(shard_set.data)
+    make(tmp_path / "other", "--engine", "ray")
+    assert contents(tmp_path / "other" / "brightness") == contents(shard_set.data / "brightness")
+
+
+def test_damage_is_found_and_repaired_by_the_command_that_is_named(shard_set: ShardSet) -> None:
+    data = shard_set.data
+    variant = make(data, "--every", 2)["variant"]
+    whole = contents(data / "brightness")
+    tar = next((data / "brightness" / variant).glob("000000-*.tar"))
+    flip(tar, 600)
+    ran = run("verify", "--column", "brightness", "--data", data, status=1)
+    command = f"prep brightness --every 2 --data {data}"
+    assert f"made again by: {command}" in ran.stderr
+    assert command in run("status", "--data", data, status=1).stderr
+    run(*command.split()[1:])
+    assert contents(data / "brightness") == whole
+
+
+def test_a_sample_that_differs_from_its_row_is_found() -> None:
+    row = {"num_frames": 3}
+    assert (
+        imported(COLUMN.check_sample)(row, {"brightness.npy": b"none"}, "train").differences[0][0]
+        == DeepCode.ARRAY_DIFFERS
+    )
+
+
+def test_a_failed_chunk_is_named_and_tried_again(shard_set: ShardSet) -> None:
+    data, tar = shard_set.data, shard_set.tar(0)
+    sound = tar.read_bytes()
+    flip(tar, shard_set.index(0).stat().st_size % 100 + 4000)
+    made = make(data, status=1)
+    assert made["failures"] == {"decode_errors": 1} and made["num_chunks"] == 4
+    assert "1 x decode_errors of brightness" in run("status", "--data", data).stdout
+    tar.write_bytes(sound)
+    assert make(data, status=1)["num_shards_made"] == 0  # it waits for somebody to ask
+    retry = ("retry", "--column", "brightness", "--engine", "processes", "--data", data, "--json")
+    assert run(*retry, "--only", "timeout", status=1).summary["num_shards_made"] == 0
+    retried = run(*retry).summary
+    assert (retried["num_shards_made"], retried["num_chunks"], retried["failures"]) == (1, 5, {})
+
+
+def test_a_changed_recipe_makes_a_variant_and_gc_drops_the_old_one(prep: Prep, shard_set: ShardSet) -> None:
+    data = shard_set.data
+    old = make(data)["variant"]
+    new = make(data, "--every", 3)["variant"]
+    assert old != new and current_variant(data, "brightness") == new
+    foreign = data / "brightness" / "notes.txt"
+    foreign.write_text("mine")
+    gone = run("gc", "--data", data).stdout
+    assert f"removed   brightness/{old}" in gone and "left      brightness/notes.txt" in gone
+    assert not (data / "brightness" / old).exists() and foreign.exists()
+    rerun(prep, shard_set, *LEN, "--crf", 30)  # clipmill without the column leaves it alone
+    assert "stale" in run("status", "--data", data, "--json").stdout
+    status = run("status", "--data", data, "--json").summary["columns"]["brightness"]
+    assert "the current variant of video is" in status["stale_because"]
+    assert "the current variant is stale" in run("gc", "--dry-run", "--data", data).stdout
+    assert make(data, "--every", 3)["variant"] != new
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_run_is_finished_by_the_next(engine: str, tmp_path: Path, shard_set: ShardSet) -> None:
+    data, mark = shard_set.data, secrets.token_hex(8)
+    shutil.copytree(data, tmp_path / "undisturbed")
+    make(tmp_path / "undisturbed")
+    flags = ("--data", data, "--engine", engine, "--workers", 1)
+    killed = start("brightness", *flags, **{MARK: mark, PAUSE: "5"})
+    wait_until(lambda: list(data.glob("brightness/*/.tmp-*.tar")) or killed.poll() is not None, seconds=120)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.communicate(timeout=60) and killed.returncode == -signal.SIGKILL, "it ended by itself"
+    wait_until(lambda: not any(is_worker(process) for process in processes(mark)))
+    assert not list(data.glob("brightness/*/commits/*.json"))
+    again = make(data)
+    assert (again["num_shards"], again["num_shards_made"], again["failures"]) == (2, 2, {})
+    assert contents(data / "brightness") == contents(tmp_path / "undisturbed" / "brightness")
+
+
+def test_a_damaged_dataset_json_forgets_no_column(prep: Prep, shard_set: ShardSet) -> None:
+    variant = make(shard_set.data)["variant"]
+    (shard_set.data / "dataset.json").write_text("{}")
+    rerun(prep, shard_set, *LEN)
+    assert current_variant(shard_set.data, "brightness") == variant
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    assert column_names() == ("video", "latents", "text")
+    with pytest.raises(ValueError, match="is taken"):
+        register(COLUMN.__class__(**{**vars(COLUMN), "name": "text"}))
+    with pytest.raises(ValueError, match="no name of a column"):
+        register(COLUMN.__class__(**{**vars(COLUMN), "name": "15s"}))
+    assert column_names() == ("video", "latents", "text")

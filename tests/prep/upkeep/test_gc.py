@@ -1,0 +1,141 @@
+"""`prep gc` removes what nothing needs, and never what it does not know."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prep.core.data_folder import writing
+from shards.commits import commit_path
+from tests.prep.running import Ran, chunk, contents
+from tests.prep.sets import LEN, ShardSet
+
+Prep = Callable[..., Ran]
+
+
+@pytest.fixture(scope="session")
+def two_variants(made_set: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A data folder with a second variant, which is current, and the name of the first."""
+    data = tmp_path_factory.mktemp("two") / "data"
+    shutil.copytree(made_set, data)
+    old = ShardSet(data).variant.name
+    chunk(data, *LEN, "--crf", "40", status=1)
+    return data, old
+
+
+@pytest.fixture
+def old_and_new(two_variants: tuple[Path, str], tmp_path: Path) -> tuple[ShardSet, Path]:
+    """A set with a variant that is no longer current, and the folder of that."""
+    shutil.copytree(two_variants[0], tmp_path / "two")
+    return ShardSet(tmp_path / "two"), tmp_path / "two" / "video" / two_variants[1]
+
+
+def test_a_clean_set_keeps_every_file(prep: Prep, shard_set: ShardSet) -> None:
+    before = contents(shard_set.data)
+    assert "nothing to remove" in prep("gc", "--data", shard_set.data).stdout
+    assert contents(shard_set.data) == before
+
+
+def test_the_old_variant_goes_and_the_current_one_stays(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:
+    shard_set, old = old_and_new
+    before, kept = contents(shard_set.data), contents(shard_set.variant)
+    old_bytes = sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
+    ran = prep("gc", "--dry-run", "--data", shard_set.data)
+    assert old.name in ran.stdout and "would be freed" in ran.stdout
+    assert contents(shard_set.data) == before
+    values = prep("gc", "--data", shard_set.data, "--json").summary
+    assert (values["num_bytes"], values["unknown"]) == (old_bytes, [])
+    assert {item["variant"] for item in values["items"]} == {f"video/{old.name}"}
+    assert not old.exists()
+    assert contents(shard_set.variant) == kept
+    assert (shard_set.data / "layout").is_dir()
+    prep("verify", "--deep", "--data", shard_set.data)
+
+
+def test_strays_survive_wherever_they_are(prep: Prep, old_and_new: tuple[ShardSet, Path]) -> None:
+    shard_set, old = old_and_new
+    tar = next(old.glob("*.tar"))
+    strays = [
+        shard_set.data / "notes.txt",
+        shard_set.data / ".tmp-mine",
+        shard_set.data / "video" / "README",
+        shard_set.data / "video" / "backup" / tar.name,
+        shard_set.variant / "000000-copy.tar",
+        shard_set.variant / "mine" / "000007-0123abcd.tar",
+        old / "my results.csv",
+        old / "commits" / "notes",
+        old / "commits" / "mine" / "000000.json",
+    ]
+    for stray in strays:
+        stray.parent.mkdir(exist_ok=True)
+        stray.write_text("mine")
+    link = old / "000009-0123abcd.tar"
+    link.symlink_to(shard_set.data / "notes.txt")
+    copied = shard_set.data / "video" / f"h264-kept-{old.name[-8:-1]}x"
+    shutil.copytree(old, copied)
+    copy = contents(copied)
+    ran = prep("gc", "--data", shard_set.data)
+    assert all(stray.read_text() == "mine" for stray in strays)
+    assert link.is_symlink() and contents(copied) == copy
+    assert {path.name for path in old.rglob("*")} == {
+        "my results.csv",
+        "commits",
+        "notes",
+        "mine",
+        "000000.json",
+        link.name,
+    }
+    for name in ("my results.csv", "backup", "000000-copy.tar", "commits/notes", link.name, copied.name):
+        assert f"{name}: not a file of the format" in ran.stdout
+
+
+def test_what_killed_commands_left_goes(prep: Prep, shard_set: ShardSet) -> None:
+    before = contents(shard_set.data)
+    left = [
+        shard_set.data / ".tmp-0123456789ab-dataset.json",
+        shard_set.data / "manifest" / ".tmp-0123456789ab-videos.parquet",
+        shard_set.variant / ".tmp-0123456789ab-000000.tar",
+        shard_set.variant / "commits" / ".tmp-0123456789ab-000000.json",
+        shard_set.variant / ".tmp-running" / "000000.json",
+        shard_set.variant / "000000-0123abcd.tar",
+        shard_set.variant / "000000-0123abcd.tar.idx",
+        shard_set.variant / "000000-0123abcd.index.arrow",
+    ]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"12345")
+    ran = prep("gc", "--data", shard_set.data)
+    assert f"{5 * len(left)} bytes freed" in ran.stdout
+    assert "000000-0123abcd.tar (5 bytes): no commit names it" in ran.stdout
+    assert contents(shard_set.data) == before
+    assert not (shard_set.variant / ".tmp-running").exists()
+
+
+@pytest.mark.parametrize("loss", ["tar", "commit", "dataset", "folder"])
+def test_nothing_goes_while_the_current_variant_is_not_whole(
+    prep: Prep, old_and_new: tuple[ShardSet, Path], loss: str
+) -> None:
+    shard_set, old = old_and_new
+    reason = {
+        "tar": "000000 is missing",
+        "commit": "000001.json: the record is missing",
+        "dataset": "no variant",
+        "folder": "is missing",
+    }
+    {
+        "tar": lambda: shard_set.tar(0).unlink(),
+        "commit": lambda: commit_path(shard_set.variant, 1).unlink(),
+        "dataset": lambda: (shard_set.data / "dataset.json").unlink(),
+        "folder": lambda: shutil.rmtree(shard_set.variant),
+    }[loss]()
+    before = contents(shard_set.data)
+    ran = prep("gc", "--data", shard_set.data)
+    assert "kept      all variants and shards" in ran.stdout and reason[loss] in ran.stdout
+    assert contents(shard_set.data) == before
+    assert old.is_dir()
+
+
+def test_it_waits_for_nobody(prep: Prep, shard_set: ShardSet) -> None:
+    with writing(shard_set.data):
+        assert "another command is writing" in prep("gc", "--data", shard_set.data, status=2).error

@@ -1,0 +1,186 @@
+"""`prep inspect`: the set, one chunk, and a page of pictures."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+
+import av
+import pytest
+
+from prep.synthetic.frame_code import read_frame_number
+from prep.video.contact_sheet import MAX_CHUNKS, Card, decode_frames, jpeg, page, spread, write_contact_sheet
+from prep.video.inspection import clock, gop_line
+from shards.format import PACKET_KEY, PACKET_REFERENCE
+from shards.reader import Variant
+from tests.prep.running import Ran
+from tests.prep.sets import NASTY, ShardSet, rerun
+
+Prep = Callable[..., Ran]
+KEY, REFERENCE = PACKET_KEY | PACKET_REFERENCE, PACKET_REFERENCE
+
+
+def test_the_set_is_a_table_of_shards(prep: Prep, shard_set: ShardSet) -> None:
+    values = prep("inspect", "--data", shard_set.data, "--json").summary
+    assert [(row["shard_id"], row["split"], row["num_chunks"], row["state"]) for row in values["shards"]] == [
+        (0, "train", 3, "committed"),
+        (1, "val", 2, "committed"),
+    ]
+    assert values["recipe"]["len"] == "2s"
+    shard_set.tar(1).unlink()
+    text = prep("inspect", "--data", shard_set.data).stdout
+    assert re.search(r"000000 +train +3 .* committed", text)
+    assert re.search(r"000001 +val +2 .* missing", text)
+
+
+def test_a_chunk_is_told_with_its_bytes(prep: Prep, shard_set: ShardSet) -> None:
+    values = prep("inspect", "long_000002000", "--data", shard_set.data, "--json").summary
+    content = Path(values["tar"]).read_bytes()
+    place = values["members"]["json"]
+    assert json.loads(content[place["offset"] : place["offset"] + place["size"]])["key"] == "long_000002000"
+    assert values["gop"] == "(I 15b P 15b P 15b P 10b P)"
+    text = prep("inspect", "long_000000000", "--data", shard_set.data).stdout
+    for part in ("0:00 to 0:02 of video long", "60 at 30 fps", "h264 128x96", "long.mp4", NASTY, "train"):
+        assert part in text
+
+
+def test_an_unknown_key_names_its_neighbours(prep: Prep, shard_set: ShardSet) -> None:
+    for key in ("long_000003000", "long"):
+        ran = prep("inspect", key, "--data", shard_set.data, status=2)
+        assert f'no chunk "{key}"' in ran.error
+        assert "long_000000000, long_000002000, long_000004000" in ran.stderr
+    ran = prep("inspect", "nobody_000000000", "--data", shard_set.data, status=2)
+    assert "keys look like long_000000000" in ran.stderr
+
+
+def test_what_a_damaged_index_hides_is_said(prep: Prep, shard_set: ShardSet) -> None:
+    shard_set.index(0).write_bytes(b"no index")
+    ran = prep("inspect", "long_000000000", "--data", shard_set.data, status=2)
+    assert "cannot be read: 1" in ran.stderr
+    prep("inspect", "short_000000000", "--data", shard_set.data)
+
+
+@pytest.mark.parametrize(
+    ("frames", "flags", "line"),
+    [
+        ([0, 2, 1], [KEY, REFERENCE, 0], "IbP"),
+        ([0, 1, 2], [KEY, KEY, KEY], "I x 3"),
+        ([0], [KEY], "I"),
+        (list(range(40)), [KEY, *[REFERENCE] * 39], "(I 39P)"),
+        (
+            list(range(15)),
+            [KEY if n in (0, 1, 3, 6, 10) else REFERENCE for n in range(15)],
+            "I + IP + IPP + IPPP + 1 other patterns",
+        ),
+    ],
+)
+def test_a_gop_is_one_line(frames: list[int], flags: list[int], line: str) -> None:
+    assert gop_line(frames, flags) == line
+
+
+def test_times_read_as_in_a_player() -> None:
+    assert [clock(seconds) for seconds in (0, 15, 75.5, 3723, 59.9996)] == ["0:00", "0:15", "1:15.5", "1:02:03", "1:00"]
+
+
+class _Page(HTMLParser):
+    """The images, texts and addresses of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images: list[bytes] = []
+        self.tags: set[str] = set()
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if tag == "img" and name == "src" and value is not None:
+                self.images.append(base64.b64decode(value.removeprefix("data:image/jpeg;base64,")))
+            elif name in ("src", "href", "srcset"):
+                self.addresses.append(f"{value}")
+
+
+def test_the_page_shows_frames_of_every_chunk_and_needs_nothing_else(
+    prep: Prep, shard_set: ShardSet, tmp_path: Path
+) -> None:
+    path = tmp_path / "sheet.html"
+    assert "5 chunks" in prep("inspect", "--html", path, "--data", shard_set.data).stdout
+    text = path.read_text()
+    found = _Page(text)
+    assert found.tags.isdisjoint({"script", "link", "iframe"}) and found.addresses == []
+    assert "url(" not in text and "http" not in text
+    assert len(found.images) == 5 * 4
+    numbers = []
+    for image in found.images:
+        with av.open(BytesIO(image), "r", format="jpeg_pipe") as container:
+            numbers.append(read_frame_number(next(container.decode(video=0)).to_ndarray(format="gray")))
+    long, short = spread(60, num_pictures=4), spread(30, num_pictures=4)
+    expected = [*long, *(60 + n for n in long), *(120 + n for n in short), *long, *(60 + n for n in short)]
+    assert numbers == expected
+    assert "&lt;script&gt;" in text and "all of them shown" in text
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_a_damaged_chunk_is_a_card_with_the_reason(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    content = shard_set.tar(0).read_bytes()
+    shard_set.tar(0).write_bytes(content[: len(content) // 3])
+    prep("inspect", "--html", tmp_path / "sheet.html", "--data", shard_set.data)
+    assert "cannot be shown" in (tmp_path / "sheet.html").read_text()
+
+
+def test_a_large_set_is_shown_in_part(shard_set: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prep.video.contact_sheet.MAX_CHUNKS", 3)
+    assert write_contact_sheet(tmp_path / "sheet.html", Variant(shard_set.variant)) == 3
+    text = (tmp_path / "sheet.html").read_text()
+    assert "5 chunks of 2 videos" in text and "3 of them shown, spread evenly" in text
+    assert re.findall(r'<article id="([^"]+)"', text) == ["long_000000000", "long_000004000", "short_000002000"]
+    assert MAX_CHUNKS == 150
+
+
+def test_every_text_of_the_page_is_escaped() -> None:
+    card = Card(NASTY, NASTY, 0.0, 1.0, [NASTY] * 5, [], problem=NASTY)
+    text = page([card], num_chunks={NASTY: 1}, title=NASTY, summary=NASTY, settings={"len": NASTY})
+    assert "script" not in _Page(text).tags
+    assert "and 2 captions more" in text
+
+
+@pytest.mark.parametrize("name", ["folder", "missing/sheet.html"])
+def test_a_page_that_cannot_be_written_is_an_error(prep: Prep, shard_set: ShardSet, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    assert "--html" in prep("inspect", "--html", tmp_path / name, "--data", shard_set.data, status=2).error
+
+
+def test_a_key_and_a_page_exclude_each_other(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    arguments = ("inspect", "long_000000000", "--html", tmp_path / "x.html", "--data", shard_set.data)
+    assert "not one chunk" in prep(*arguments, status=2).error
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--codec", "hevc", "--preset", "veryfast"),
+        ("--codec", "av1", "--preset", "13", "--crf", "20"),
+        ("--codec", "vp9", "--preset", "8", "--crf", "20"),
+        ("--codec", "mjpeg"),
+        ("--codec", "h264", "--gop", "closed", "--keyint", "250", "--preset", "ultrafast"),
+    ],
+    ids=lambda settings: settings[1] if settings[1] != "h264" else "h264-closed",
+)
+def test_single_frames_and_deep_checks_work_with_every_codec(
+    prep: Prep, shard_set: ShardSet, settings: tuple[str, ...]
+) -> None:
+    rerun(prep, shard_set, "--len", "2s", "--short-side", "96", *settings)
+    deep = prep("verify", "--deep", "--data", shard_set.data, "--json").summary["video"]
+    assert (deep["num_deep"], deep["num_samples"]) == (240, 5)
+    shard = Variant(shard_set.variant).shards()[0]
+    row = {name: shard.index[name][1].as_py() for name in shard.index.column_names}
+    asked = [59, 0, 17, 30]
+    pictures = decode_frames(shard.read(1, "mp4"), row, frames=asked)
+    assert [read_frame_number(picture.to_ndarray(format="gray")) for picture in pictures] == [60 + n for n in asked]
+    with av.open(BytesIO(jpeg(pictures[0], height=48)), "r", format="jpeg_pipe") as container:
+        small = next(container.decode(video=0)).to_ndarray(format="gray")
+    assert small.shape == (48, 64) and int(small.max()) - int(small.min()) > 200

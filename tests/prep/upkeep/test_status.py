@@ -1,0 +1,181 @@
+"""`prep status` says what is there, what is wrong and what to do next."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prep.core.heartbeat import RUNNING_FOLDER, Heartbeat
+from prep.core.table_file import read_table_file, write_table_file
+from prep.sources.table import PROBES
+from prep.upkeep.status import ColumnStatus, Status, VariantStatus
+from prep.upkeep.status_text import status_text
+from shards.commits import Commit, Failure, commit_path, read_commit, write_commit
+from tests.prep.running import Ran, manifest
+from tests.prep.sets import LEN, ShardSet, rerun
+
+Prep = Callable[..., Ran]
+
+
+def test_a_set_is_told_in_numbers(prep: Prep, shard_set: ShardSet) -> None:
+    status = prep("status", "--data", shard_set.data, "--json").summary
+    video = status["columns"]["video"]
+    (variant,) = video["variants"]
+    assert video["current"] == variant["name"] == shard_set.variant.name
+    assert (variant["num_samples"], variant["num_shards"], variant["num_wanted"]) == (5, 2, 5)
+    assert round(variant["hours"] * 3600, 6) == 8.0
+    assert variant["size_bytes"] == sum(path.stat().st_size for path in shard_set.variant.rglob("*") if path.is_file())
+    videos = status["videos"]
+    assert (videos["num_videos"], videos["num_usable"], videos["num_captions"]) == (3, 2, 3)
+    assert videos["unusable"] == {"source_unreadable": 1}
+    listed = [json.loads(line) for line in Path(video["failures_file"]).read_text().splitlines()]
+    assert [failure["video_id"] for failure in listed] == ["text"]
+
+
+def test_the_text_says_the_same(prep: Prep, shard_set: ShardSet) -> None:
+    text = prep("status", "--data", shard_set.data).stdout
+    for part in ("3: 2 usable, 1 unusable", "5 chunks in 2 shards", "1 x source_unreadable", "failures.jsonl"):
+        assert part in text
+    assert "next" not in text
+
+
+def test_each_stage_names_the_next_step(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
+    (tmp_path / "no videos").mkdir()
+    # A command to copy, whatever the folder is called.
+    shown = f"prep manifest folder VIDEOS --data '{tmp_path / 'no videos'}'"
+    assert shown in prep("status", "--data", tmp_path / "no videos").stdout
+    before = tmp_path / "before"
+    before.mkdir()
+    (shard_set.data / "manifest").rename(before / "manifest")
+    text = prep("status", "--data", before).stdout
+    assert "3 not looked at yet" in text
+    assert "next      prep chunk" in text
+    # Without a manifest the chunks are still there to be told.
+    assert "5 chunks" in prep("status", "--data", shard_set.data).stdout
+
+
+def test_no_data_folder_is_an_error(prep: Prep, tmp_path: Path) -> None:
+    assert "no data folder" in prep("status", "--data", tmp_path / "none", status=2).error
+    for command in ("status", "chunk"):
+        assert (
+            f"--data '{tmp_path / 'no folder'}'\n" in prep(command, "--data", tmp_path / "no folder", status=2).stderr
+        )
+
+
+def test_missing_and_damaged_shards_fail_with_a_command_that_mends_them(prep: Prep, shard_set: ShardSet) -> None:
+    shard_set.tar(0).unlink()
+    commit_path(shard_set.variant, 1).write_text("{}")
+    ran = prep("status", "--data", shard_set.data, status=1)
+    assert "missing   shard 000000" in ran.stdout
+    assert "corrupt   shard 000001" in ran.stdout
+    assert "2 shards are missing or damaged" in ran.stderr
+    command = ran.stderr.partition("made again by: prep chunk ")[2].split()
+    assert command == ["--len", "2s", "--preset", "ultrafast", "--short-side", "96", "--data", str(shard_set.data)]
+    summary = rerun(prep, shard_set, *command[:-2])
+    assert (summary["variant"], summary["num_shards_made"]) == (shard_set.variant.name, 2)
+    prep("status", "--data", shard_set.data)
+
+
+def test_a_running_command_is_seen_with_how_far_it_is(prep: Prep, shard_set: ShardSet) -> None:
+    (shard_set.variant / "contents.json").unlink()  # as in a first run
+    commit_path(shard_set.variant, 0).unlink()
+    with Heartbeat(shard_set.variant, 0, num_chunks=3) as beat:
+        beat._written_s = 0.0
+        beat.show(2)
+        ran = prep("status", "--data", shard_set.data)
+        (variant,) = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]["variants"]
+    assert "being made now: 4 of 5 chunks (80%)" in ran.stdout
+    assert variant["num_running"] == 2
+    assert list((shard_set.variant / RUNNING_FOLDER).iterdir()) == []
+    assert "being made" not in prep("status", "--data", shard_set.data).stdout
+
+
+def test_other_variants_are_listed_after_the_current_one(prep: Prep, shard_set: ShardSet) -> None:
+    rerun(prep, shard_set, *LEN, "--crf", "40")
+    variants = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]["variants"]
+    assert [("crf40" in variant["name"], variant["is_current"]) for variant in variants] == [
+        (True, True),
+        (False, False),
+    ]
+    assert [variant["num_samples"] for variant in variants] == [5, 5]
+
+
+def test_a_source_that_went_away_is_told_apart_from_an_unusable_one(prep: Prep, shard_set: ShardSet) -> None:
+    path = shard_set.data / "probes.parquet"
+    table = pq.read_table(path).replace_schema_metadata()  # which holds a checksum
+    rows = table.to_pylist()
+    codes = ["source_missing" if row["path"].endswith("long.mp4") else row["code"] for row in rows]
+    column = table.schema.get_field_index("code")
+    pq.write_table(table.set_column(column, table.schema.field("code"), pa.array(codes)), path)
+    videos = prep("status", "--data", shard_set.data, "--json").summary["videos"]
+    assert (videos["num_usable"], videos["lost"]) == (2, {"source_missing": 1})
+
+
+def test_failures_are_named_by_every_command(prep: Prep, shard_set: ShardSet) -> None:
+    videos = shard_set.data.parent / "named like videos"
+    videos.mkdir()
+    for number in range(7):
+        (videos / f"bad{number}\x1b[31m.mp4").write_text("not a video")
+    manifest(shard_set.data, videos, "--dataset", "bad")
+    failure = Failure("long", "long_000002000", "decode_errors", "frame 3\nis damaged")
+    commit = read_commit(commit_path(shard_set.variant, 0))
+    write_commit(shard_set.variant, Commit(**{**vars(commit), "failures": (failure,)}))
+    ran = prep("chunk", "--data", shard_set.data, *LEN, "--engine", "processes", "--workers", 2, status=1)
+    of_status = prep("status", "--data", shard_set.data).stdout
+    for shown in (ran.stdout, of_status):
+        (line,) = [line for line in shown.splitlines() if "source_unreadable: " in line and "text.mp4" in line]
+        assert line.strip().startswith("text: source_unreadable: ")
+        assert "long_000002000: decode_errors: frame 3 is damaged" in shown
+        assert f"and 4 more, listed in {shard_set.variant / 'failures.jsonl'}" in shown
+        assert "\x1b" not in shown
+    again = prep("retry", "--data", shard_set.data, "--only", "decode_errors", "--engine", "processes", status=1)
+    assert "decode_errors" not in again.stdout and "text: source_unreadable" in again.stdout
+    column = prep("status", "--data", shard_set.data, "--json").summary["columns"]["video"]
+    assert [failure["code"] for failure in column["first_failures"]] == ["source_unreadable"] * 5
+    summary = rerun(prep, shard_set, *LEN)
+    assert summary["first_failures"] == column["first_failures"]
+    assert summary["failures_file"] == column["failures_file"]
+
+
+def test_lost_sources_are_named(prep: Prep, shard_set: ShardSet) -> None:
+    path = shard_set.data / "probes.parquet"
+    rows = read_table_file(path, schema=PROBES).to_pylist()
+    lost = [{**row, "code": "source_missing", "message": "gone"} if "long" in row["path"] else row for row in rows]
+    write_table_file(path, pa.Table.from_pylist(lost, schema=PROBES))
+    assert "long.mp4: gone" in prep("status", "--data", shard_set.data).stdout
+
+
+def test_the_next_step_keeps_the_settings_of_a_set_without_chunks(prep: Prep, tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    videos.mkdir()
+    (videos / "text.mp4").write_text("not a video")
+    manifest(data, videos)
+    prep("chunk", "--len", "1s", "--data", data, "--engine", "processes", status=1)
+    assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
+    # The same where nothing says which variant is current, and no guess where the recipe is gone.
+    (data / "dataset.json").unlink()
+    assert f"next      prep chunk --len 1s --data {data}" in prep("status", "--data", data).stdout
+    next(data.glob("video/*/recipe.json")).write_text("{")
+    assert "--len" not in prep("status", "--data", data).stdout
+
+
+def test_stale_stands_under_the_variant_that_is(tmp_path: Path) -> None:
+    def variant(name: str, *, is_current: bool) -> VariantStatus:
+        return VariantStatus(name, is_current, 1, 1, 1, 0.0, {}, None, None)
+
+    variants = [variant("new", is_current=True), variant("old", is_current=False)]
+    latents = ColumnStatus("latents", variants, stale_because="made from x", to_make={"changed": 2})
+    columns = {"video": ColumnStatus("video"), "latents": latents, "text": ColumnStatus("text")}
+    lines = status_text(Status(tmp_path, None, columns)).splitlines()
+    parts = ("new (current)", "stale: ", "to make: ", "old")
+    order = [next(row for row, line in enumerate(lines) if part in line) for part in parts]
+    assert order == sorted(order)
+
+
+def test_shards_that_no_run_came_to_are_told_with_the_command_that_makes_them(prep: Prep, shard_set: ShardSet) -> None:
+    (shard_set.variant / "contents.json").unlink()  # as if a run had been killed before its first end
+    commit_path(shard_set.variant, 1).unlink()
+    said = prep("status", "--data", shard_set.data).stdout
+    assert "shards to make: 1 missing" in said and f"next      prep chunk --len {LEN[1]}" in said

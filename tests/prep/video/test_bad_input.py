@@ -1,0 +1,166 @@
+"""A folder of sources as bad as they come: each gets its name in the list, and all others are made."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from manifests.keys import safe_video_id
+from prep.video.ffmpeg import find_ffmpeg
+from shards.reader import Variant
+from tests.prep.numbered import Source, frame_numbers
+from tests.prep.running import ENGINES, Ran, chunk, contents, manifest
+
+STRANGE_NAMES = [
+    "dots.in.it",
+    "spaces in it",
+    "emoji 🎬",
+    "sub/folder",
+    "sub.folder",
+    "n" * 200,
+    "-dash",
+    "quote'\"$(x)",
+    "%d",
+]
+EXPECTED = {
+    "cut-fast": "source_truncated",
+    "cut-mkv": "source_truncated",
+    "cut-avi": "source_truncated",
+    "cut-late": "source_truncated",
+    "cut-slow": "source_unreadable",
+    "raw-h264": "bad_timestamps",
+    "raw-hevc": "bad_timestamps",
+    "raw-mpeg": "bad_timestamps",
+    "negative": "bad_timestamps",
+    "half-frame": "decode_errors",
+    "nothing": "source_unreadable",
+    "text": "source_unreadable",
+    "playlist": "source_unreadable",
+    "concat": "source_unreadable",
+    "pipe": "source_unreadable",
+    "sound": "no_video",
+    "gone": "source_missing",
+    "damaged": "decode_errors",
+}
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory, write_video: Callable[..., Path]) -> Path:
+    """The sources, manifest and all; `gone.mp4` is removed and `pipe.mp4` put there after the manifest was made."""
+    root = tmp_path_factory.mktemp("bad")
+    videos = root / "videos"
+    whole = write_video(videos / "whole.mp4", seconds=3)
+    for number, name in enumerate(STRANGE_NAMES):
+        write_video(videos / f"{name}.mp4", seconds=1, first_number=100 * number)
+    write_video(videos / "one.mp4", seconds=1 / 30, first_number=77)
+    for name in ("cut.mkv", "cut.avi", "gone.mp4", "pipe.mp4"):
+        Source(name, num_frames=120, options={"codec": "mpeg4", "gop": 10}).write(root / "made")
+    program = find_ffmpeg().path
+    sound = ["-f", "lavfi", "-i", "sine=duration=2", "-c:a", "aac", str(videos / "sound.mp4")]
+    subprocess.run([program, "-v", "error", *sound], check=True)
+    fast = ["-i", str(whole), "-c", "copy", "-movflags", "+faststart", str(root / "made/fast.mp4")]
+    subprocess.run([program, "-v", "error", *fast], check=True)
+    _write_streams_without_times(program, root / "made/gone.mp4", videos)
+    subprocess.run(
+        [program, "-v", "error", "-i", str(root / "made/gone.mp4"), str(root / "made/whole.gif")], check=True
+    )
+    (videos / "half-frame.mp4").write_bytes((root / "made/whole.gif").read_bytes()[:-50])
+    late = (root / "made/cut.mkv").read_bytes()
+    (videos / "cut-late.mkv").write_bytes(late[: len(late) * 9 // 10])  # less than a second of it is missing
+    for made, name in (("fast.mp4", "cut-fast.mp4"), ("cut.mkv", "cut-mkv.mkv"), ("cut.avi", "cut-avi.avi")):
+        content = (root / "made" / made).read_bytes()
+        (videos / name).write_bytes(content[: len(content) * 6 // 10])
+    (videos / "cut-slow.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size * 6 // 10])
+    damaged = bytearray((root / "made/fast.mp4").read_bytes())
+    middle = damaged.index(b"mdat") + (len(damaged) - damaged.index(b"mdat")) // 2
+    damaged[middle : middle + 1500] = bytes(byte ^ 0x5A for byte in damaged[middle : middle + 1500])
+    (videos / "damaged.mp4").write_bytes(damaged)
+    (videos / "nothing.mp4").write_text("not for long")
+    (videos / "text.mp4").write_text("This is no video at all.\n" * 100)
+    list_of_parts = f"#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\n{whole.name}\n#EXT-X-ENDLIST\n"
+    (videos / "playlist.mp4").write_text(list_of_parts)
+    (videos / "concat.mp4").write_text(f"ffconcat version 1.0\nfile {whole.name}\n")
+    (videos / "directory.mp4").mkdir()
+    for name in ("gone.mp4", "pipe.mp4"):
+        shutil.copy(root / "made" / name, videos / name)
+    manifest(root / "manifest-only", videos)
+    for name in ("gone.mp4", "pipe.mp4"):
+        (videos / name).unlink()
+    (videos / "nothing.mp4").write_bytes(b"")
+    os.mkfifo(videos / "pipe.mp4")
+    return videos
+
+
+def _write_streams_without_times(program: str, whole: Path, videos: Path) -> None:
+    """Raw streams under a video's name, and a Matroska file that begins before 0, which its blocks cannot say."""
+    x264, mpeg2 = ["-c:v", "libx264", "-bf", "2"], ["-c:v", "mpeg2video"]
+    for name, options in (
+        ("raw-h264.mp4", [*x264, "-f", "h264"]),
+        ("raw-hevc.mp4", ["-c:v", "libx265", "-x265-params", "log-level=none", "-f", "hevc"]),
+        ("raw-mpeg.mpg", [*mpeg2, "-f", "mpeg2video"]),
+        ("negative.mkv", [*x264, "-output_ts_offset", "-1.5", "-avoid_negative_ts", "disabled"]),
+    ):
+        subprocess.run([program, "-v", "error", "-i", str(whole), *options, str(videos / name)], check=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_bad_source_is_named_and_all_others_are_made(
+    prep: Callable[..., Ran], engine: str, videos: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(videos.parent / "manifest-only", data)
+    summary = chunk(data, "--len", "1s", engine=engine, status=1)
+    variant = Variant.open(data)
+    listed = [json.loads(line) for line in (variant.directory / "failures.jsonl").read_text().splitlines()]
+    assert {one["video_id"]: one["code"] for one in listed} == EXPECTED
+    assert all(one["message"] for one in listed) and summary["num_failed_videos"] == len(EXPECTED)
+    probes = pq.read_table(data / "probes.parquet").to_pylist()
+    in_probes = {Path(row["path"]).stem: row["code"] for row in probes if row["code"]}
+    in_commits = {one.video_id: one.code for commit in variant.commits.values() for one in commit.failures}
+    assert in_probes | in_commits == EXPECTED and set(in_commits) == {"damaged", "half-frame"}
+    assert not [one for one in listed if "0x" in one["message"]], "an address of memory differs from run to run"
+
+    chunks = {sample["__key__"]: sample for sample in variant.iterate()}
+    wanted = {f"whole_{second * 1000:09d}": second * 30 for second in (0, 1, 2)} | {"one_000000000": 77}
+    wanted |= {f"{safe_video_id(name)}_000000000": 100 * number for number, name in enumerate(STRANGE_NAMES)}
+    assert {key: frame_numbers(sample["mp4"])[0] for key, sample in chunks.items()} == wanted
+    assert frame_numbers(chunks["one_000000000"]["mp4"]) == [77]
+    ids = {json.loads(sample["json"])["source_id"] for sample in chunks.values()}
+    assert ids == {*STRANGE_NAMES, "whole", "one"}
+
+    # Again: the same list, nothing is tried in vain; and a budget says how much of that is all right.
+    before = contents(data)
+    share = 100 * len(EXPECTED) // (len(EXPECTED) + len(ids)) + 1
+    for budget, status in ((len(EXPECTED) - 1, 1), (len(EXPECTED), 0), (f"{share}%", 0)):
+        flags = ("--len", "1s", "--max-failures", budget, "--engine", "processes", "--workers", 2, "--json")
+        again = prep("chunk", "--data", data, *flags, status=status).summary
+        assert again["num_encoded"] == 0 and again["failures"] == summary["failures"]
+    assert contents(data) == before
+
+
+def test_a_mended_source_is_made_by_retry_and_nothing_else_is(
+    prep: Callable[..., Ran], tmp_path: Path, write_video: Callable[..., Path]
+) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    good = write_video(videos / "good.mp4", seconds=2)
+    write_video(tmp_path / "late.mp4", seconds=2, first_number=500)
+    (videos / "late.mp4").write_text("the download broke off")
+    manifest(data, videos)
+    chunk(data, "--len", "1s", status=1)
+    tars = {path: path.stat().st_ino for path in data.glob("video/*/*.tar")}
+    good.rename(tmp_path / "good.mp4")  # not even needed
+    told = prep("retry", "--data", data, "--engine", "processes", status=1).stdout
+    assert "nothing was encoded" in told and "1 x source_unreadable" in told
+    shutil.copy(tmp_path / "late.mp4", videos / "late.mp4")
+    retried = json.loads(prep("retry", "--data", data, "--engine", "processes", "--json").stdout)
+    assert retried["num_encoded"] == 2 and retried["failures"] == {}
+    assert {path: path.stat().st_ino for path in tars} == tars
+    assert not list(data.glob("video/*/failures.jsonl"))
+    assert {sample["__key__"] for sample in Variant.open(data).iterate()} == {
+        f"{name}_00000{second}000" for name in ("good", "late") for second in (0, 1)
+    }

@@ -1,0 +1,38 @@
+import sys
+import time
+from pathlib import Path
+
+from prep.video.ffmpeg import run
+
+TALKS = "import sys\nfor n in range(20000): print('line', n, 'x' * 20, file=sys.stderr)\nsys.exit(3)"
+STAYS = "import subprocess, time\nsubprocess.Popen(['sleep', '99'])\ntime.sleep(99)"
+
+
+def test_a_talkative_program_does_not_block_and_its_last_words_are_kept(tmp_path: Path) -> None:
+    outcome = run([sys.executable, "-c", TALKS], folder=tmp_path, limit_s=60)
+    assert outcome.return_code == 3 and not outcome.timed_out
+    assert outcome.stderr_tail.splitlines()[-1] == f"line 19999 {'x' * 20}"
+    assert len(outcome.stderr_tail) <= 4000
+    assert outcome.cpu_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    polls: list[float] = []
+    outcome = run(
+        [sys.executable, "-c", STAYS], folder=tmp_path, limit_s=1, on_poll=lambda: polls.append(time.monotonic())
+    )
+    assert outcome.timed_out and outcome.return_code < 0
+    assert len(polls) > 1
+    # Killed, a process takes a moment to go on a busy machine; those that were not killed stay.
+    until = time.monotonic() + 10
+    while any(_is_in(path, tmp_path) for path in Path("/proc").glob("[0-9]*/cwd")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _is_in(link: Path, folder: Path) -> bool:
+    try:
+        return link.readlink() == folder
+    except OSError:
+        return False

@@ -1,0 +1,79 @@
+"""Fingerprints of recipes: what shapes bytes is part of them, and what was made before stays."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prep.sources.probe import SourceFacts
+from prep.video import codecs
+from prep.video.codecs import CODECS, changed_arguments
+from prep.video.encode import span_arguments
+from prep.video.recipe import Recipe, ResolvedRecipe, recipe_from_dict, resolve
+from prep.video.spans import Span
+
+SOURCE = SourceFacts(
+    fingerprint="0" * 64, size_bytes=1, end_s=100.0, fps=25.0, width=640, height=480, codec="h264", key_gap_s=2.0
+)
+
+
+def recipe(**settings: Any) -> ResolvedRecipe:
+    return resolve(Recipe(**settings), ffmpeg_version="9.0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "begin"),
+    [
+        ({}, "65e7d986a649dd9d"),
+        ({"recipe": "small"}, "585a3c6c7f066c88"),
+        ({"recipe": "fast"}, "b778c5fb75f10b4b"),
+        ({"codec": "hevc"}, "97e7700c15b85304"),
+        ({"codec": "hevc", "gop": "star"}, "2874b8ae95b18f4e"),
+        ({"codec": "vp9", "bitrate": "800k"}, "f0c3a114c0b214fa"),
+        ({"codec": "h264_nvenc"}, "110515b00c310553"),
+        ({"gop": "star"}, "d3b01d5b9f381f33"),
+        ({"gop": "closed", "audio": "keep", "tail": "merge"}, "22787b4a49915f72"),
+        ({"gop": "intra"}, "946fdc7cf6cd85ee"),
+    ],
+    ids=str,
+)
+def test_a_recipe_has_the_fingerprint_that_it_had_at_893498c(settings: dict[str, Any], begin: str) -> None:
+    assert recipe(**settings).fingerprint.startswith(begin)
+
+
+def test_every_codec_is_as_it_was_at_schema_1() -> None:
+    assert [(name, gop) for name, codec in CODECS.items() for gop in codec.gops if changed_arguments(name, gop)] == []
+
+
+def test_another_distance_of_references_is_another_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[dict[str, Any]] = [{}, {"codec": "hevc"}, {"keyint": 20}]
+    untouched: list[dict[str, Any]] = [{"gop": "star"}, {"gop": "closed"}, {"gop": "intra"}, {"recipe": "small"}]
+    before = [recipe(**settings) for settings in [*touched, *untouched]]
+    fingerprints = [made.fingerprint for made in before]
+    monkeypatch.setattr(codecs, "COMB_STEP", 8)
+    after = [made.fingerprint for made in before]
+    assert [new != old for new, old in zip(after, fingerprints, strict=True)] == [True] * 3 + [False] * 4
+    stored = before[0].as_dict()
+    assert recipe_from_dict(stored).settings() == before[0].settings
+    monkeypatch.undo()
+    assert [made.fingerprint for made in before] == fingerprints
+
+
+def test_the_arguments_of_a_pass_are_those_of_the_schema() -> None:
+    """What `prep.video.encode` adds to the codec's arguments is hashed nowhere: raise RECIPE_SCHEMA with it."""
+    digest = hashlib.sha256()
+    for source in (SOURCE, SourceFacts(**{**vars(SOURCE), "fps": 60.0})):
+        for span in (Span(0, 0, (450, 450, 450), False), Span(1, 9000, (450, 100), True)):
+            for audio in ("drop", "keep"):
+                kinds: list[dict[str, Any]] = [{}, {"recipe": "small"}, {"recipe": "fast"}, {"codec": "vp9"}]
+                for settings in [*kinds, {"bitrate": "800k"}, {"scaler": "area", "short_side": 128}]:
+                    arguments = span_arguments(
+                        Path("/source.mp4"),
+                        source=source,
+                        span=span,
+                        recipe=recipe(audio=audio, **settings),
+                        program="ffmpeg",
+                    )
+                    digest.update("\0".join(arguments).encode())
+    assert digest.hexdigest() == "9be96c62c014314591dee99028c15e90bdb319a68143cc0af1230751d3e82aa4"

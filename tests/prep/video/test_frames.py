@@ -1,0 +1,115 @@
+"""Every output frame shows the source frame that was on show at its time, whatever the source."""
+
+import json
+import subprocess
+from collections import defaultdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prep.video.ffmpeg import find_ffmpeg
+from shards.reader import Variant
+from tests.prep.numbered import Source, due_frames, frame_numbers
+from tests.prep.running import chunk, manifest
+
+FPS = Fraction(30)
+Chunks = dict[str, list[tuple[dict[str, Any], bytes]]]  # of each source in order: what their json says, and the mp4
+CHUNK_FRAMES = 15  # 500 ms: a whole group of pictures and the beginning of one
+SPAN_S = 10.0  # each source is longer, so that its second span begins with a seek
+
+SOURCES = [
+    Source("30.mp4", Fraction(30), 321),
+    Source("ntsc.mp4", Fraction(30000, 1001), 321),
+    Source("film.mp4", Fraction(24), 257),
+    Source("pal.mp4", Fraction(25), 269),
+    Source("fast.mp4", Fraction(60), 641),
+    Source("slow.mp4", Fraction(10), 108),
+    Source("variable.mp4", Fraction(30), 321, options={"variable_rate": True}),
+    Source("variable-slow.mp4", Fraction(12), 130, options={"variable_rate": True}),
+    Source("offset.mp4", Fraction(30), 321, options={"start_offset_s": 1.5}),
+    Source("offset-pal.mp4", Fraction(25), 269, options={"start_offset_s": 0.73}),
+    Source("turned-90.mp4", Fraction(30), 321, 120, 160, options={"rotation_degrees": 90}),
+    Source("turned-180.mp4", Fraction(25), 269, options={"rotation_degrees": 180}),
+    Source("odd.mp4", Fraction(30), 321, 161, 121, options={"pixel_format": "yuv444p"}),
+    Source("ten-bit.mp4", Fraction(30), 321, options={"codec": "libx265", "pixel_format": "yuv420p10le"}),
+    Source("open-h264.mp4", Fraction(30), 321, options={"open_gop": True, "gop": 50}),
+    Source("open-hevc.mp4", Fraction(30), 321, options={"codec": "libx265", "open_gop": True, "gop": 50}),
+    Source("one-key.mp4", Fraction(30), 321, options={"gop": 10_000}),
+    Source("mkv.mkv", Fraction(30000, 1001), 321, tick_s=0.001),
+    Source("offset-mkv.mkv", Fraction(30), 321, tick_s=0.001, options={"start_offset_s": 7.3}),
+    Source("offset-webm.webm", Fraction(25), 269, tick_s=0.001, options={"codec": "libvpx-vp9", "start_offset_s": 7.3}),
+    Source("offset-wmv.wmv", Fraction(30), 321, tick_s=0.001, options={"codec": "wmv2", "start_offset_s": 7.3}),
+    Source("avi.avi", Fraction(25), 269, options={"codec": "mpeg4"}),
+    Source("ts.ts", Fraction(30), 321, tick_s=2e-5),
+    Source("ts-hevc.ts", Fraction(30), 321, tick_s=2e-5, options={"codec": "libx265", "open_gop": True, "gop": 100}),
+]
+
+
+@pytest.fixture(scope="module")
+def chunks(tmp_path_factory: pytest.TempPathFactory) -> Chunks:
+    videos, data = tmp_path_factory.mktemp("videos"), tmp_path_factory.mktemp("data")
+    for source in SOURCES:
+        source.write(videos)
+    manifest(data, videos)
+    chunk(data, "--len", "500ms", "--keyint", 10, "--preset", "ultrafast")
+    return chunks_by_source(data)
+
+
+def chunks_by_source(data: Path) -> Chunks:
+    found = defaultdict(list)
+    for sample in Variant.open(data).iterate():
+        description = json.loads(sample["json"])
+        found[description["source_id"]].append((description, sample["mp4"]))
+    return {name: sorted(mine, key=lambda chunk: chunk[0]["key"]) for name, mine in found.items()}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_each_output_frame_shows_what_was_on_show_at_its_time(source: Source, chunks: Chunks) -> None:
+    times_s = source.times_s()
+    mine = chunks[source.name.partition(".")[0]]
+    shown: list[int] = []
+    first_frames = []
+    for description, content in mine:
+        numbers = frame_numbers(content)
+        assert description["num_frames"] == len(numbers)
+        first_frames.append(Fraction(*description["begin_s"]) * FPS)
+        assert Fraction(*description["end_s"]) * FPS == len(shown) + len(numbers)
+        shown += numbers
+        assert len(numbers) == CHUNK_FRAMES or description is mine[-1][0]
+    assert first_frames == [CHUNK_FRAMES * n for n in range(len(mine))]
+    last_frame_s = times_s[-1] - times_s[-2]
+    assert abs(len(shown) / float(FPS) - (times_s[-1] + last_frame_s)) <= max(last_frame_s, 2 / float(FPS))
+    assert len(shown) / float(FPS) > SPAN_S
+    wrong = [
+        (frame, number)
+        for frame, number in enumerate(shown)
+        if number not in due_frames(times_s, output_frame=frame, fps=FPS, tick_s=source.tick_s)
+    ]
+    assert wrong == []
+
+
+def test_other_output_rates_and_a_video_that_begins_after_its_sound(tmp_path: Path) -> None:
+    videos, data = tmp_path / "videos", tmp_path / "data"
+    source = Source("ntsc.mp4", Fraction(30000, 1001), 180)
+    late = Source("late.mp4", Fraction(30), 90)
+    source.write(videos)
+    sound = ("-f", "lavfi", "-i", "sine=duration=4", "-itsoffset", "1", "-i", late.write(tmp_path))
+    program = find_ffmpeg().path
+    subprocess.run([program, "-v", "error", *sound, "-c:v", "copy", "-c:a", "aac", videos / "late.mp4"], check=True)
+    manifest(data, videos)
+
+    chunk(data, "--len", "1001ms", "--fps", "30000/1001")
+    same_rate = [number for _, content in chunks_by_source(data)["ntsc"] for number in frame_numbers(content)]
+    assert same_rate == list(range(180))
+
+    chunk(data, "--len", "1s", "--fps", "25")
+    times_s = np.concatenate([[0.0], 1.0 + late.times_s()])
+    shown = [number for _, content in chunks_by_source(data)["late"] for number in frame_numbers(content)]
+    assert len(shown) == 4 * 25
+    for frame, number in enumerate(shown):
+        # Until the first frame begins there is nothing else to show.
+        due = due_frames(times_s, output_frame=frame, fps=Fraction(25), tick_s=1e-3)
+        assert number in {max(row - 1, 0) for row in due}

@@ -1,0 +1,83 @@
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests.errors import UserError
+from prep.core.layout import LAYOUT, read_layout, write_layout
+from prep.video.layout import MAX_SHARD_CHUNKS, extend_layout, wanted_rows
+from prep.video.recipe import SPAN_CHUNKS
+
+Videos = list[tuple[str, str, int]]  # video_id, split, chunks
+SPLITS = ["train", "val", "test"]
+VIDEOS = st.lists(
+    st.tuples(st.integers(0, 30).map("v{}".format), st.sampled_from(SPLITS), st.integers(0, 90)),
+    max_size=20,
+    unique_by=lambda video: video[0],
+)
+
+
+def columns(videos: Videos) -> tuple[pa.Array, pa.Array, np.ndarray]:
+    ids, splits, chunks = ([video[column] for video in videos] for column in range(3))
+    return pa.array(ids, pa.string()), pa.array(splits, pa.string()), np.array(chunks, np.int64)
+
+
+def extend(layout: pa.Table, videos: Videos) -> pa.Table:
+    ids, splits, chunks = columns(videos)
+    return extend_layout(layout, video_ids=ids, splits=splits, num_chunks=chunks)
+
+
+def wanted_spans(layout: pa.Table, videos: Videos) -> list[tuple[str, int]]:
+    ids, splits, chunks = columns(videos)
+    rows, video_rows = wanted_rows(layout, video_ids=ids, splits=splits, num_chunks=chunks)
+    assert layout["video_id"].take(rows).to_pylist() == [videos[row][0] for row in video_rows]
+    return list(zip(*(layout[name].take(rows).to_pylist() for name in ("video_id", "span_index")), strict=True))
+
+
+@settings(deadline=None)
+@given(manifests=st.lists(VIDEOS, min_size=1, max_size=5))
+def test_every_span_has_one_shard_and_none_ever_moves(manifests: list[Videos]) -> None:
+    """Whatever becomes of the manifest: videos come, go, grow, shrink and change their split."""
+    layout = LAYOUT.empty_table()
+    for videos in manifests:
+        longer = extend(layout, videos)
+        assert longer.slice(0, len(layout)).equals(layout)
+        new_shards = set(longer["shard_id"].to_pylist()[len(layout) :])
+        assert new_shards.isdisjoint(layout["shard_id"].to_pylist())
+        layout = longer
+        all_spans = [(name, span) for name, _, chunks in videos for span in range(-(-chunks // SPAN_CHUNKS))]
+        assert sorted(wanted_spans(layout, videos)) == sorted(all_spans)
+        assert extend(layout, videos) is layout
+        shards = layout["shard_id"].to_pylist()
+        assert shards == sorted(shards)
+        assert len(set(zip(shards, layout["split"].to_pylist(), strict=True))) == len(set(shards))
+
+
+def test_shards_of_a_large_set_have_a_bounded_size_and_keep_the_order() -> None:
+    videos = [(f"v{n}", "train", 33) for n in range(1000)]
+    layout = extend(LAYOUT.empty_table(), videos)
+    chunks = Counter[int]()
+    for shard, span in zip(layout["shard_id"].to_pylist(), layout["span_index"].to_pylist(), strict=True):
+        chunks[shard] += 20 if span == 0 else 13
+    assert max(chunks.values()) <= MAX_SHARD_CHUNKS and min(list(chunks.values())[:-1]) > MAX_SHARD_CHUNKS - SPAN_CHUNKS
+    assert layout["video_id"].to_pylist() == [f"v{n}" for n in range(1000) for _ in range(2)]
+
+
+def test_a_small_set_makes_work_for_many_cores() -> None:
+    layout = extend(LAYOUT.empty_table(), [("v", "train", 20 * 64)])
+    assert len(set(layout["shard_id"].to_pylist())) == 16
+
+
+def test_a_layout_is_read_as_written_and_damage_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "layout/15s-keep.parquet"
+    assert len(read_layout(path)) == 0
+    layout = extend(LAYOUT.empty_table(), [("v", "train", 50), ("w", "val", 3)])
+    write_layout(path, layout)
+    assert read_layout(path).equals(layout)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged"):
+        read_layout(path)

@@ -1,0 +1,157 @@
+import json
+import shlex
+from dataclasses import fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from prep.cli import app
+from prep.core.column import recipe_differences
+from prep.video.column import COLUMN
+from prep.video.recipe import NAMED_RECIPES, Recipe, recipe_from_dict, resolve
+from prep.video.settings import ChunkSettings
+
+
+@pytest.mark.parametrize(
+    ("length", "seconds"),
+    [("15s", 15), ("2.5s", Fraction(5, 2)), ("500ms", Fraction(1, 2)), ("0.1s", Fraction(1, 10)), ("3600s", 3600)],
+)
+def test_lengths_are_exact(length: str, seconds: Fraction) -> None:
+    assert Recipe(len=length).settings().len_s == seconds
+    assert Recipe(len=length).settings().chunk_frames == seconds * 30
+
+
+@pytest.mark.parametrize(
+    "length", ["15", "15sec", "-1s", "0s", "0ms", "s", "", "1e3s", "1.s", "15 s", "15S", "٣s", "1m"]
+)
+def test_a_length_without_a_right_unit_is_refused(length: str) -> None:
+    with pytest.raises(UserError, match="is not a length"):
+        Recipe(len=length)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90}),
+        ({"recipe": "balanced"}, {}),
+        ({"recipe": "small"}, {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90}),
+        ({"recipe": "fast"}, {"codec": "mjpeg", "crf": 8}),
+        ({"recipe": "small", "codec": "h264", "keyint": 90}, {"preset": "faster"}),
+        ({"recipe": "fast", "bitrate": "2M"}, {"codec": "mjpeg", "bitrate": "2M", "gop": "intra", "keyint": 1}),
+        ({"gop": "star"}, {"gop": "star", "keyint": 16, "crf": 24}),
+        ({"len": "15s"}, {"len": "15000ms"}),
+        ({"len": "0.5s"}, {"len": "500ms"}),
+        ({"fps": "30"}, {"fps": "60/2"}),
+        ({"codec": "vp9"}, {"recipe": "small", "codec": "vp9", "gop": "closed", "crf": 33, "keyint": 30}),
+    ],
+)
+def test_two_ways_to_say_the_same_are_one_variant(one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = (resolve(Recipe(**settings), ffmpeg_version="9.0") for settings in (one, other))
+    assert first == second and first.fingerprint == second.fingerprint and first.variant == second.variant
+
+
+def test_a_bitrate_without_a_unit_is_refused_where_it_is_typed_and_read_where_it_was_stored(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in (["plan"], ["chunk"], ["advise", "--batch", "3", "--step-time", "1"]):
+        with pytest.raises(UserError, match='--bitrate "800000" has no unit') as caught:
+            app([*command, "--bitrate", "800000"], exit_on_error=False)
+        assert caught.value.hint == "write --bitrate 800k, in bits per second"
+    stored = resolve(Recipe(bitrate="800000"), ffmpeg_version="9.0")  # as older versions wrote it
+    again = resolve(recipe_from_dict(json.loads(json.dumps(stored.as_dict()))), ffmpeg_version="9.0")
+    assert again == stored and again.variant == stored.variant
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "len": "10s",
+    "codec": "hevc",
+    "crf": 25,
+    "bitrate": "800k",
+    "preset": "fast",
+    "gop": "closed",
+    "keyint": 12,
+    "fps": "25",
+    "short_side": 224,
+    "scaler": "area",
+    "tail": "drop",
+    "audio": "keep",
+}
+
+
+def test_each_setting_changes_the_fingerprint() -> None:
+    assert OTHER_VALUES.keys() == {field.name for field in fields(ChunkSettings)}
+    variants = [resolve(Recipe(**{name: value}), ffmpeg_version="9.0") for name, value in OTHER_VALUES.items()]
+    variants += [resolve(Recipe(), ffmpeg_version=version) for version in ("9.0", "9.1")]
+    assert len({variant.fingerprint for variant in variants}) == len({variant.variant for variant in variants}) == 14
+    for variant in variants:
+        name = variant.variant
+        assert name.endswith(variant.fingerprint[:8]) and "/" not in name and not name.startswith(".")
+
+
+def test_a_stored_recipe_is_read_back_and_compared() -> None:
+    old = resolve(Recipe(), ffmpeg_version="9.0")
+    for name, value in OTHER_VALUES.items():
+        new = resolve(Recipe(**{name: value}), ffmpeg_version="9.0")
+        stored = json.loads(json.dumps(new.as_dict()))
+        assert resolve(recipe_from_dict(stored), ffmpeg_version="9.0") == new
+        assert any(line.startswith(f"{name}: ") for line in recipe_differences(old.as_dict(), new.as_dict()))
+    assert recipe_differences(old.as_dict(), old.as_dict()) == []
+    assert recipe_differences(old.as_dict(), resolve(Recipe(crf=30), ffmpeg_version="9.1").as_dict()) == [
+        "ffmpeg: 9.0 → 9.1",
+        "crf: 24 → 30",
+    ]
+    with pytest.raises(UserError, match="schema 99"):
+        recipe_from_dict({**old.as_dict(), "schema": 99})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"recipe": "small"},
+        {"recipe": "fast", "crf": 5},
+        {"recipe": "small", "bitrate": "200k", "scaler": "area"},
+        {"codec": "hevc"},
+        {"codec": "hevc", "gop": "star"},
+        {"codec": "vp9", "keyint": 50, "preset": "8"},
+        {"gop": "star", "keyint": 12, "len": "2.5s", "tail": "drop"},
+        {"gop": "intra", "fps": "30000/1001", "len": "1001ms"},
+        {"codec": "av1", "gop": "intra", "audio": "keep"},
+        {"bitrate": "800k", "keyint": 30},
+    ],
+    ids=str,
+)
+def test_the_command_of_a_stored_recipe_asks_for_the_same(settings: dict[str, Any]) -> None:
+    made = resolve(Recipe(**settings), ffmpeg_version="9.0")
+    stored = json.loads(json.dumps(made.as_dict()))
+    words = shlex.split(COLUMN.command_line(stored, data_dir=Path("elsewhere")))
+    assert words[:2] == ["prep", "chunk"] and words[-2:] == ["--data", "elsewhere"]
+    _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    asked = bound.arguments.get("recipe", Recipe())
+    assert resolve(asked, ffmpeg_version="9.0") == made
+
+
+def test_the_name_of_a_recipe_is_not_stored_and_its_command_is_short() -> None:
+    made = resolve(Recipe(recipe="small"), ffmpeg_version="9.0")
+    assert "recipe" not in made.as_dict()
+    assert "small" not in made.variant
+    assert COLUMN.command_line(made.as_dict(), data_dir=Path("data")) == "prep chunk --len 15s --recipe small"
+    assert COLUMN.command_line(resolve(Recipe(), ffmpeg_version="9.0").as_dict(), data_dir=Path("data")) == (
+        "prep chunk --len 15s"
+    )
+
+
+def test_a_flag_that_is_given_wins_over_the_recipe() -> None:
+    for name in NAMED_RECIPES:
+        settings = Recipe(recipe=name, codec="hevc", crf=30, preset="slow", gop="closed", keyint=45).settings()
+        assert (settings.codec, settings.crf, settings.preset, settings.gop, settings.keyint) == (
+            *("hevc", 30, "slow", "closed", 45),
+        )
+    for name, values in NAMED_RECIPES.items():
+        kept = {key: value for key, value in values.items() if key != "crf"}
+        settings = Recipe(recipe=name, crf=11).settings()
+        assert settings.crf == 11
+        assert {key: getattr(settings, key) for key in kept} == kept

@@ -1,0 +1,124 @@
+"""Scratch space: what killed workers leave goes, and nothing else does."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from prep.video.scratch import remove_abandoned, scratch_folder
+from tests.conftest import ROOT
+
+HOLD = "from prep.video.scratch import scratch_folder\nwith scratch_folder() as f: print(f, flush=True); input()"
+# Ends the process at the n-th call that changes the file system, before it does anything.
+KILLED = """
+import os, pathlib, sys
+left = int(sys.argv[1])
+def counted(event, arguments):
+    global left
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if writes or event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree", "fcntl.flock"):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+from prep.video.scratch import scratch_folder
+sys.addaudithook(counted)
+with scratch_folder() as folder:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "bytes").write_bytes(b"1")
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$TMPDIR."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def root_of(place: Path) -> Path:
+    return place / f"scratch-clipmill-{os.geteuid()}"
+
+
+@contextmanager
+def worker() -> "Iterator[tuple[subprocess.Popen[str], Path]]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    yield process, Path(process.stdout.readline().strip())
+    process.communicate("\n")
+
+
+def test_scratch_of_a_killed_worker_goes_and_that_of_a_living_one_stays(place: Path) -> None:
+    foreign = place / "clipmill-notes"
+    foreign.write_text("a file of somebody's")
+    with worker() as (killed, killed_folder), worker() as (_, living_folder):
+        assert killed_folder.is_dir() and living_folder.is_dir()
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        with scratch_folder() as own:
+            (own / "bytes").write_bytes(b"1")
+            assert not killed_folder.exists() and living_folder.is_dir()
+            assert living_folder.parent == own.parent == root_of(place)
+            assert root_of(place).stat().st_mode & 0o777 == 0o700
+    assert list(place.iterdir()) == [foreign]
+
+
+def test_what_somebody_else_made_is_never_touched(place: Path) -> None:
+    with worker() as (killed, folder):
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        copied = root_of(place) / "0123456789ab"
+        shutil.copytree(folder, copied)
+    kept = {
+        place / "clipmill-mine": None,
+        place / "clipmill-demo" / "video": None,
+        place / "clipmill-0123abcd" / "clipmill-scratch.json": folder_marker("clipmill-0123abcd"),
+        root_of(place) / "aaaaaaaaaaaa" / "work": None,
+        root_of(place) / "mine" / "clipmill-scratch.json": folder_marker("mine"),
+        root_of(place) / "cccccccccccc" / "clipmill-scratch.json": json.dumps({"program": "another"}),
+        root_of(place) / "dddddddddddd" / "clipmill-scratch.json": "[" * 100_000,
+        root_of(place) / "eeeeeeeeeeee.json": "[1]",
+        root_of(place) / "notes.json": "mine",
+    }
+    for path, content in kept.items():
+        if content is None:
+            path.mkdir(parents=True)
+            (path / "bytes").write_bytes(b"1")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    (root_of(place) / "bbbbbbbbbbbb").symlink_to(place / "clipmill-mine")
+    with scratch_folder():
+        assert not folder.exists()
+    assert all(path.exists() for path in kept)
+    assert (copied / "clipmill-scratch.json").exists(), "a copy has the marker of another folder"
+    assert (place / "clipmill-mine" / "bytes").exists() and (root_of(place) / "bbbbbbbbbbbb").is_symlink()
+
+
+def folder_marker(name: str) -> str:
+    return json.dumps({"program": "clipmill", "format": 1, "folder": name, "run": ""})
+
+
+def test_a_worker_that_is_killed_at_any_moment_leaves_what_the_next_one_removes(place: Path) -> None:
+    for moment in range(100):
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(moment)], cwd=ROOT, capture_output=True)
+        remove_abandoned()
+        assert list(place.iterdir()) == [], f"killed at change {moment}"
+        if ended.returncode == 0:
+            break
+    assert ended.returncode == 0 and moment > 10, ended.stderr
+
+
+@pytest.mark.parametrize("make", [lambda root: root.mkdir(mode=0o755), lambda root: root.symlink_to("/")])
+def test_a_folder_that_others_can_reach_is_refused(place: Path, make: Callable[[Path], None]) -> None:
+    make(root_of(place))
+    with pytest.raises(OSError, match=r"scratch-clipmill"), scratch_folder():
+        pass
