@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +56,12 @@ def find_interpreter_lock() -> InterpreterLock:
     is_enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     if not is_enabled():
         raise LookupError("this Python runs without an interpreter lock")
-    begin, end = _runtime_range()
     ctypes.pythonapi.PyThreadState_Get.restype = ctypes.c_void_p
     own_state = ctypes.pythonapi.PyThreadState_Get()
-    words = np.ctypeslib.as_array((ctypes.c_uint64 * ((end - begin) // 8)).from_address(begin))
+    begin = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
     with _switch_interval(_TELLING_INTERVAL_US / 1e6):
-        found = np.flatnonzero((words[:-2] == _TELLING_INTERVAL_US) & (words[1:-1] == own_state)) + 2
+        words = _memory_from(begin)
+    found = np.flatnonzero((words[:-2] == _TELLING_INTERVAL_US) & (words[1:-1] == own_state)) + 2
     places = [begin + 8 * place for place in found.tolist()]
     for place in places:
         lock = InterpreterLock(np.ctypeslib.as_array((ctypes.c_int32 * 1).from_address(place)))
@@ -86,15 +86,18 @@ def _follows_a_busy_thread(lock: InterpreterLock) -> bool:
         thread.join()
 
 
-def _runtime_range() -> tuple[int, int]:
-    """Addresses of the runtime's structure, and of as much after it as is mapped, at most `_MAX_BYTES`."""
-    begin = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
-    end = begin
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        low, high = (int(part, 16) for part in line.split()[0].split("-"))
-        if low <= end < high and "r" in line.split()[1]:
-            end = high
-    return begin, min(end, begin + _MAX_BYTES) // 8 * 8
+def _memory_from(begin: int) -> NDArray[np.uint64]:
+    """The words of this process's memory from an address on: as many as can be read, at most `_MAX_BYTES`.
+
+    They are read as a file is: what cannot be read is an error there, and ends a process that looks at it directly.
+    """
+    content = bytearray()
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        memory.seek(begin)
+        with suppress(OSError):
+            while len(content) < _MAX_BYTES and (part := memory.read(4096)):
+                content += part
+    return np.frombuffer(bytes(content[: len(content) // 8 * 8]), np.uint64)
 
 
 @contextmanager

@@ -95,6 +95,8 @@ def _run_contents(folder: Path) -> dict[str, str]:
             found[name] = [{key: value for key, value in line.items() if key not in _TIMES} for line in lines]
         elif path.name == "checkpoint.json":
             found[name] = {k: v for k, v in json.loads(content).items() if k not in ("checksum", "files")}
+        elif path.name == "run.json":
+            found[name] = {k: v for k, v in json.loads(content).items() if k != "doctor"}  # memory that is free, and such
         elif path.name == "tensors.json":
             found |= {f"{name}/{tensor}": about for tensor, about in _tensors(path.parent, json.loads(content)).items()}
         else:

@@ -10,6 +10,7 @@ import torch
 
 from manifests.errors import UserError
 from tests.train.evaluation.threads import on_two_ranks
+from tests.train.tiny_data import FPS, Caption, encode_chunk, video_sample, write_captions, write_shard
 from train.distributed.world import World
 from train.evaluation.embeddings import embed_all
 from train.evaluation.in_loop import every_for
@@ -30,6 +31,30 @@ def settings(data_dir: Path, **evaluate: Any) -> DualEncoderSettings:
 
 def task_of(chosen: DualEncoderSettings) -> DualEncoderTask:
     return DualEncoderTask(chosen, door=open_attention("sdpa", device_type="cpu"), device=CPU)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three videos to train on and one held out, no two pictures alike: among equal clips rounding decides the rank."""
+    data_dir = tmp_path_factory.mktemp("unlike")
+    splits = {"a": "train", "b": "train", "c": "train", "d": "val"}
+    chunks = {
+        name: [
+            video_sample(name, 20 * number * 1000 // FPS, encode_chunk(60 * which + 20 * number, 20))
+            for number in range(3)
+        ]
+        for which, name in enumerate(splits)
+    }
+    write_shard(data_dir, 0, [*chunks["a"], *chunks["b"], *chunks["c"]], split="train")
+    write_shard(data_dir, 1, chunks["d"], split="val")
+    spans = {"it begins": (0.0, 1.0), "the middle": (1.2, 2.8), "the end": (3.0, float("inf"))}
+    captions = [
+        Caption(name, begin_s, end_s, words if words == "it begins" else f"{words} of {name}")
+        for name in splits
+        for words, (begin_s, end_s) in spans.items()
+    ]
+    write_captions(data_dir, splits, captions)
+    return data_dir
 
 
 @pytest.fixture(scope="module")
