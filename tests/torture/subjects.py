@@ -96,7 +96,8 @@ def _run_contents(folder: Path) -> dict[str, str]:
         elif path.name == "checkpoint.json":
             found[name] = {k: v for k, v in json.loads(content).items() if k not in ("checksum", "files")}
         elif path.name == "run.json":
-            found[name] = {k: v for k, v in json.loads(content).items() if k != "doctor"}  # memory that is free, and such
+            # What it says of the machine changes: memory that is free.
+            found[name] = {k: v for k, v in json.loads(content).items() if k != "doctor"}
         elif path.name == "tensors.json":
             found |= {f"{name}/{tensor}": about for tensor, about in _tensors(path.parent, json.loads(content)).items()}
         else:
