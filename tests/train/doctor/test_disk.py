@@ -87,7 +87,7 @@ def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, 
     (data / "lost+found").mkdir(mode=0)
     program = "import sys; from pathlib import Path; from train.doctor.disk import examine_disk\n"
     program += "print(examine_disk(Path(sys.argv[1]), is_data=True).problem)"
-    command = [*_without_rights(), sys.executable, "-c", program, data]
+    command = [*_without_rights(), sys.executable, "-c", program, str(data)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"
     (data / closed).chmod(0)
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
