@@ -58,6 +58,7 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
         has_daemons: an interrupted process leaves without the interpreter's own end, in which threads that were in the
             middle of something could hold it up for ever.
     """
+    _open_closed_streams()
     try:
         command()
         sys.stdout.flush()
@@ -90,6 +91,19 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
     except OSError as error:
         _exit_for(error)
     sys.exit(0)
+
+
+def _open_closed_streams() -> None:
+    """Opens the null device in place of standard streams that were closed at the start (`>&-`).
+
+    Python has None for such a stream. The lowest free descriptor is its own: without this the first file that a
+    command opens would get it, and with it whatever a library or another process prints there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", errors="backslashreplace"))
 
 
 def _exit_for(error: OSError) -> NoReturn:

@@ -47,3 +47,27 @@ def test_an_interruption_says_how_to_go_on_where_that_is_known(
     assert ended.value.code == 130
     added = "; --resume goes on" if how else ""
     assert capsys.readouterr().err == f"interrupted; nothing that was finished is lost{added}\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("body", "status"), [("sys.stdout.isatty(); print(1)", 0), ("sys.stdin.read(); fail()", 2)])
+def test_a_closed_stream_is_the_null_device(tmp_path: Path, closed: str, body: str, status: int) -> None:
+    file = tmp_path / "written"
+    program = f"""
+import os, sys
+from manifests.errors import UserError, run_command
+def fail():
+    raise UserError("no", hint="none")
+def command():
+    with open({str(file)!r}, "w") as file:
+        assert file.fileno() > 2
+        os.system("echo of a program; echo of a program >&2")
+        {body}
+run_command(command)
+"""
+    script = f'exec "$0" -c "$1" {closed}'
+    ran = subprocess.run(
+        ["sh", "-c", script, sys.executable, program], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert (ran.returncode, file.read_bytes()) == (status, b"")
+    assert b"error: no" not in ran.stdout and b"Traceback" not in ran.stderr

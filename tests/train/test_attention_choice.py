@@ -102,7 +102,7 @@ def test_a_run_of_before_there_was_a_measurement_goes_on_with_xformers() -> None
     pytest.importorskip("xformers.ops")
     door = as_before({"attention": "xformers (the device is a cuda one)"}, device_type="cuda")
     assert door is not None and door.name == "xformers"
-    for facts in ({}, {"attention": "sdpa (xformers has no attention for a cpu)"}, {"attention_choice": {"name": "?"}}):
+    for facts in ({}, {"attention": "sdpa (xformers has no attention for a CPU)"}, {"attention_choice": {"name": "?"}}):
         assert as_before(facts, device_type="cuda") is None
 
 

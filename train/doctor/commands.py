@@ -15,11 +15,12 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
     """Examines this machine and prints what was found.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder, or it is a file.
         FailedWork: something would stop training.
     """
     if shards is not None and not shards.is_dir():
-        raise UserError(f"there is no folder {shards} (asked for by --shards)", hint="name the data folder of prep")
+        what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
+        raise UserError(f"{what} (asked for by --shards)", hint="name the data folder of prep")
     examined = examine(device=device, shards=shards)
     findings = judge(examined)
     if is_json:

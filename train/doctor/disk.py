@@ -6,6 +6,7 @@ are given up first (posix_fadvise), and `cached` says whether that worked, asked
 wait (RWF_NOWAIT).
 """
 
+import errno
 import os
 import random
 import tempfile
@@ -28,6 +29,7 @@ _NETWORK = {
 # Folders of a host that a virtual machine or a sandbox sees; what is behind them cannot be known from within.
 _OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +97,23 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
         path = folder.resolve(strict=True)
         room = os.statvfs(path)
     except OSError as error:
-        return Disk(path=str(path), problem=f"cannot be read: {error.strerror}")
+        return Disk(path=str(path), problem=_unreadable(error))
     kind, file_system = file_system_of(path, _mounts())
     free_bytes = room.f_bavail * room.f_frsize
     known = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
     try:
         return Disk(**known, **(_of_data(path) if is_data else _of_new_file(path, free_bytes)))  # type: ignore[arg-type]
     except OSError as error:
-        return Disk(**known, problem=f"not measured: {error.strerror}")  # type: ignore[arg-type]
+        return Disk(**known, problem=_unreadable(error) if is_data else _unwritable(error))  # type: ignore[arg-type]
+
+
+def _unreadable(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"cannot be read: {error.strerror}{where}"
+
+
+def _unwritable(error: OSError) -> str:
+    return f"not measured: {'no space is left' if error.errno in _NO_SPACE else error.strerror}"
 
 
 def _of_data(folder: Path) -> dict[str, float | bool | str | None]:
@@ -114,12 +125,21 @@ def _of_data(folder: Path) -> dict[str, float | bool | str | None]:
 
 
 def _some_tar(folder: Path) -> Path | None:
-    """The largest tar of the first variant that has some."""
-    for variant in sorted(folder.glob("*/*/")):
-        tars = [(entry.stat().st_size, entry.path) for entry in os.scandir(variant) if entry.name.endswith(".tar")]
-        if tars:
-            return Path(max(tars)[1])
-    return None
+    """The largest tar of the first variant that has some.
+
+    Raises:
+        OSError: one of the folders cannot be read (glob would pass over it).
+    """
+    variants = [variant for column in _folders(folder) for variant in _folders(column)]
+    tars = [[entry for entry in os.scandir(variant) if entry.name.endswith(".tar")] for variant in variants]
+    first = next(filter(None, tars), [])
+    return Path(max(first, key=lambda entry: entry.stat().st_size).path) if first else None
+
+
+def _folders(folder: Path) -> list[Path]:
+    # What belongs to the file system (lost+found) or is hidden is no column.
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
 
 
 def _of_new_file(folder: Path, free_bytes: int) -> dict[str, float | bool | str | None]:

@@ -1,5 +1,6 @@
 """What is wrong with a machine, as far as training goes, and what to do: pure functions of what was found."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,23 @@ _SLOW_READ = 100e6
 _SLOW_PIECE_MS = 10.0
 _TAKEN_SHARE = 0.1
 _LEAST_TORCH = (2, 11)
+
+
+_MOUNT = "check the mount and its permissions"
+# By words of the problem, the first that fits.
+_DISK_PROBLEMS: tuple[tuple[str, Level, str], ...] = (
+    ("cannot be read: Permission denied", "broken", "give this user access to it"),
+    ("cannot be read", "broken", _MOUNT),
+    ("no answer", "broken", _MOUNT),
+    ("no shard", "note", "run prep chunk first"),
+    ("too small", "note", "nothing to do: a speed needs a shard of 128 KiB"),
+    (
+        "space is left",
+        "warning",
+        "make room, have the quota or the number of inodes raised, or write runs elsewhere (--out)",
+    ),
+    ("", "note", _MOUNT),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,20 +176,34 @@ def _cores(examined: Examined) -> Iterator[Finding]:
             what=f"{host.allowed_cores} cores are visible, and the cgroup allows the time of {host.quota_cores:g}",
             hint=f"torch starts a thread for each visible core: set OMP_NUM_THREADS={max(1, int(host.quota_cores))}",
         )
-    value = host.thread_variables.get("OMP_NUM_THREADS", "").split(",")[0]
+    value = host.thread_variables.get("OMP_NUM_THREADS", "").strip()
+    num_threads = _num_threads(value)
     on_cpu = examined.asked_device == "cpu" or not examined.accelerator.gpus
-    if value.isdigit() and int(value) > cores:
+    if num_threads is None:
+        if value:
+            yield Finding(
+                level="warning",
+                what=f"OMP_NUM_THREADS is {value!r}, which is no number of threads from 1: it has no effect",
+                hint="set it to a number, or unset it",
+            )
+    elif num_threads > cores:
         yield Finding(
             level="warning",
             what=f"OMP_NUM_THREADS is {value}, more than the {cores:g} cores that there are",
             hint="unset it",
         )
-    elif value.isdigit() and on_cpu and 1 <= int(value) < cores // 2 + cores % 2:
+    elif on_cpu and num_threads < cores // 2 + cores % 2:
         yield Finding(
             level="warning",
             what=f"OMP_NUM_THREADS is {value}, and training on this CPU could use {cores:g} cores",
             hint="unset it, unless several processes share the machine",
         )
+
+
+def _num_threads(value: str) -> int | None:
+    """The threads of "4", or of "4,2" (by level of nesting); None of what OpenMP leaves aside (0, words, nothing)."""
+    first = value.split(",")[0].strip()
+    return int(first) if re.fullmatch(r"[0-9]{1,9}", first) and int(first) else None
 
 
 def _shared_memory(examined: Examined) -> Iterator[Finding]:
@@ -208,18 +240,21 @@ def _disk(examined: Examined) -> Iterator[Finding]:
             what=f"{disk.path} lies on a network file system ({disk.file_system}): each clip waits for its server",
             hint="copy the data to a local disk, or see with train bench whether it keeps up",
         )
+    is_full = False
     if disk.free_bytes is not None and disk.free_bytes < _LEAST_FREE:
+        is_full = True
         yield Finding(
             level="warning",
             what=f"{disk.path} has {disk.free_bytes / _GB:.1f} GB left; checkpoints of ViT-B take 1.8 GB each",
             hint="make room, or write runs elsewhere (--out)",
         )
     if disk.problem is not None:
-        yield Finding(
-            level="broken" if "cannot be read" in disk.problem or "no answer" in disk.problem else "note",
-            what=f"{disk.path}: {disk.problem}",
-            hint="check the mount and its permissions" if "no shard" not in disk.problem else "run prep chunk first",
-        )
+        for words, level, hint in _DISK_PROBLEMS:
+            if words in disk.problem:
+                # Of a lack of space that the warning above does not tell already.
+                if not (is_full and words == "space is left"):
+                    yield Finding(level=level, what=f"{disk.path}: {disk.problem}", hint=hint)
+                break
     # What came from memory says nothing of the disk.
     if disk.cached is False and disk.read_bytes_per_s is not None and disk.read_bytes_per_s < _SLOW_READ:
         yield Finding(

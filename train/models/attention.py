@@ -66,13 +66,13 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
         return AttentionDoor("sdpa", "asked for by --attention sdpa", attend_with_sdpa)
     if choice in ("xformers", *PREFERRED) and device_type != "cuda":
         raise UserError(
-            f"{choice} has no attention for a {device_type} (asked for by --attention {choice})",
+            f"{choice} has no attention for a {device_type.upper()} (asked for by --attention {choice})",
             hint="use --attention sdpa, or --device cuda",
         )
     if choice in PREFERRED:
         return AttentionDoor(choice, f"asked for by --attention {choice}", attend_preferring(choice))
     if device_type != "cuda":
-        return AttentionDoor("sdpa", f"xformers has no attention for a {device_type}", attend_with_sdpa)
+        return AttentionDoor("sdpa", f"xformers has no attention for a {device_type.upper()}", attend_with_sdpa)
     if choice == "auto" and compiles:
         return AttentionDoor("sdpa", "--compile sees into it, and not into xformers", attend_with_sdpa)
     try:

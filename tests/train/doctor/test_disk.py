@@ -1,6 +1,10 @@
 """Disks: of which kind they are, and that looking at one leaves nothing behind."""
 
+import errno
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +66,43 @@ def test_a_data_folder_is_only_read(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     assert "no shard" in (examine_disk(tmp_path, is_data=True).problem or "")
     assert "cannot be read" in (examine_disk(tmp_path / "nowhere", is_data=True).problem or "")
+
+
+def _without_rights() -> list[str]:
+    """A command before another that takes from root what lets it read any file."""
+    if os.geteuid() != 0:
+        return []
+    command = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
+    if shutil.which("setpriv") is None or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("root reads any file, and setpriv cannot take that away here")
+    return command
+
+
+@pytest.mark.parametrize("closed", [".", "video", "video/h264-1234", "video/h264-1234/000000-1234.tar"])
+def test_data_that_this_user_may_not_read_is_not_taken_for_none(tmp_path: Path, closed: str) -> None:
+    data = tmp_path / "data"
+    for variant in ("latents/sd-1234", "text/clip-1234", "video/h264-1234"):
+        (data / variant).mkdir(parents=True)
+    (data / "video/h264-1234/000000-1234.tar").write_bytes(bytes(1 << 20))
+    (data / "lost+found").mkdir(mode=0)
+    program = "import sys; from pathlib import Path; from train.doctor.disk import examine_disk\n"
+    program += "print(examine_disk(Path(sys.argv[1]), is_data=True).problem)"
+    command = [*_without_rights(), sys.executable, "-c", program, str(data)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"
+    (data / closed).chmod(0)
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (data / closed).chmod(0o700)
+    assert found == f"cannot be read: Permission denied ({data / closed})\n"
+
+
+def test_a_disk_that_takes_no_file_is_told_from_one_that_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code, words in ((errno.EDQUOT, "no space is left"), (errno.ENOSPC, "no space"), (errno.EROFS, "Read-only")):
+        error = OSError(code, os.strerror(code), str(tmp_path))
+
+        def refuse(*, refusal: OSError = error, **_: object) -> None:
+            raise refusal
+
+        monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+        assert words in (examine_disk(tmp_path, is_data=False).problem or "")

@@ -68,6 +68,8 @@ OLD_DRIVER: dict[str, Any] = {
     "tried": [],
 }
 
+FULL = ("warning", "/data has 0.0 GB left", "make room")
+
 
 def test_nothing_is_said_of_a_good_machine() -> None:
     assert judge(GOOD) == []
@@ -151,6 +153,15 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (machine(disk={"read_bytes_per_s": 30e6}), "warning", "read at 30 MB/s", "train bench"),
         (machine(disk={"piece_ms": 25.0}), "warning", "64 KiB somewhere on /data take 25 ms", "--workers"),
         (machine(disk={"problem": "no answer within 15 s"}), "broken", "no answer within 15 s", "mount"),
+        (machine(disk={"problem": "cannot be read: Permission denied"}), "broken", "denied", "give this user access"),
+        (machine(disk={"problem": "cannot be read: Input/output error"}), "broken", "output error", "check the mount"),
+        (machine(disk={"problem": "there is no shard to read"}), "note", "no shard", "prep chunk"),
+        (machine(disk={"problem": "not measured: Permission denied"}), "note", "not measured", "permissions"),
+        (machine(disk={"problem": "not measured: no space is left"}), "warning", "no space is left", "inodes"),
+        (machine(disk={"problem": "not measured: hardly any space is left", "free_bytes": 10**6}), *FULL),
+        (machine(host={"thread_variables": {"OMP_NUM_THREADS": "0"}}), "warning", "is '0', which is no", "unset"),
+        (machine(host={"thread_variables": {"OMP_NUM_THREADS": "banana"}}), "warning", "no effect", "unset"),
+        (machine(host={"thread_variables": {"OMP_NUM_THREADS": "-1"}}), "warning", "no effect", "unset"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_hint(examined: Examined, level: str, words: str, hint: str) -> None:
@@ -164,6 +175,8 @@ def test_what_is_wrong_is_said_with_a_hint(examined: Examined, level: str, words
     [
         machine(asked="cpu", accelerator=OLD_DRIVER),
         machine(host={"thread_variables": {"OMP_NUM_THREADS": "1"}}),  # the GPU computes
+        machine(host={"thread_variables": {"OMP_NUM_THREADS": " 16,1"}}),
+        machine(host={"thread_variables": {"OMP_NUM_THREADS": ""}}),
         machine(host={"shm_bytes": 64 << 20}),  # one GPU exchanges nothing
         machine(disk={"read_bytes_per_s": 30e6, "piece_ms": 25.0, "cached": True}),
         machine(disk={"read_bytes_per_s": 30e6, "piece_ms": 25.0, "cached": None}),

@@ -92,7 +92,7 @@ def test_a_packing_knows_where_each_token_stands() -> None:
 def test_a_cpu_gets_sdpa_and_is_told_why() -> None:
     door = open_attention("auto", device_type="cpu")
     assert (door.name, door.attend) == ("sdpa", attend_with_sdpa)
-    assert "cpu" in door.reason
+    assert "CPU" in door.reason
     assert open_attention("sdpa", device_type="cuda").name == "sdpa"
 
 
@@ -106,7 +106,7 @@ def test_naive_attention_is_there_to_compare() -> None:
 
 
 def test_xformers_on_a_cpu_is_refused_in_words() -> None:
-    with pytest.raises(UserError, match="xformers has no attention for a cpu") as caught:
+    with pytest.raises(UserError, match="xformers has no attention for a CPU") as caught:
         open_attention("xformers", device_type="cpu")
     assert "--attention sdpa" in (caught.value.hint or "")
 
