@@ -27,8 +27,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_BYTES = 60_000_000
 CONTENTS = "CONTENTS.txt"
 HOW_TO_RUN = """\
-The GPU kit of clipmill: checks and measures clipmill on a machine with an NVIDIA GPU. It needs Linux x86-64, Python 3.11
-to 3.13 and torch there, but no network, no compiler and no root. Copy this folder to that machine, then:
+The GPU kit of clipmill: checks and measures clipmill on a machine with an NVIDIA GPU. It needs Linux x86-64, Python
+3.11 to 3.13 and torch there, but no network, no compiler and no root. Copy this folder to that machine, then:
 
     ./run.sh OUT                 parts A (correctness), B (speed) and C (feeding it): 22 minutes
     ./run.sh OUT --part A        one of them
@@ -168,7 +168,7 @@ def finish(kit: Path, remarks: Mapping[str, str], *, max_bytes: int = MAX_BYTES)
     if total_bytes > max_bytes:
         raise UserError(
             f"the kit has {total_bytes / 1e6:.1f} MB, more than the {max_bytes / 1e6:.0f} that it may have:\n{text}",
-            hint="take fewer pieces of natural videos (PIECES=2), or leave out PIECES, or bring fewer packages (scripts/gpu_kit/wheels.py)",
+            hint="leave out PIECES, which takes as many as fit, or bring fewer packages (scripts/gpu_kit/wheels.py)",
         )
     (kit / CONTENTS).write_text(f"{HOW_TO_RUN}\n{text}")
 

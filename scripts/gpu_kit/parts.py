@@ -118,8 +118,8 @@ def run_part(
             code = process.wait()
     _shorten(log)
     seconds = time.monotonic() - began_s
-    # An interrupted program has an exit status that tells of it, which is no failure of what it has measured.
-    verdict = _verdict(part, result, code=code, was_interrupted=is_late and not is_deaf)
+    # The exit status of a part that was ended for want of time tells of that alone: no failure of what it has measured.
+    verdict = _verdict(part, result, code=code, was_ended=is_late)
     summary, details = verdict.summary, verdict.details
     if is_late:
         end = f"did not react to the interruption within {_INTERRUPTED_S:g} s and was killed" if is_deaf else ""
@@ -135,7 +135,7 @@ def run_part(
     )
 
 
-def _verdict(part: Part, result: Path, *, code: int, was_interrupted: bool) -> Verdict:
+def _verdict(part: Part, result: Path, *, code: int, was_ended: bool) -> Verdict:
     try:
         is_good, summary, details = (_of_tests if part.suffix == ".xml" else _of_measurements)(result)
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def _verdict(part: Part, result: Path, *, code: int, was_interrupted: bool) -> V
     except (ValueError, KeyError, TypeError, ElementTree.ParseError) as error:
         summary = f"{_ending(code)}; {result.name} cannot be read: {error}"
         return Verdict(letter=part.letter, has_passed=False, summary=summary)
-    if code != 0 and not was_interrupted:
+    if code != 0 and not was_ended:
         summary = f"{summary}; {_ending(code)}"
         is_good = False
     return Verdict(letter=part.letter, has_passed=is_good, summary=summary, details=details)
@@ -160,7 +160,7 @@ def _of_tests(path: Path) -> tuple[bool, str, tuple[str, ...]]:
         reasons.setdefault(_first_line(node.get("message", "")), []).append(_name(case))
     for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
         # What this machine cannot do is told by its reason; what there was no time for is missing, and has a name.
-        listed = f": {', '.join(names)}" if NO_TIME in reason else ""
+        listed = f": {', '.join(_at_most(names))}" if NO_TIME in reason else ""
         lines.append(f"skipped: {_count(len(names), 'test')}: {reason}{listed}")
     summary = f"{_count(num_passed, 'test')} passed, {len(failed)} failed, {len(skipped)} skipped"
     return num_passed > 0 and not failed, summary, _at_most(lines)
