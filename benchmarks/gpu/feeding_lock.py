@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 _TELLING_INTERVAL_US = 4321
-_MAX_BYTES = 1 << 21
+_RTLD_DL_SYMENT = 1
 _READS = 200_000_000  # a fraction of a second
 _IS_HELD = 0.5  # of the time, by a thread that computes; on a machine that has other work, too
 
@@ -86,15 +85,29 @@ def _follows_a_busy_thread(lock: InterpreterLock) -> bool:
         thread.join()
 
 
+class _Symbol(ctypes.Structure):
+    """Elf64_Sym of elf.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_uint32),
+        ("info", ctypes.c_uint8),
+        ("other", ctypes.c_uint8),
+        ("section", ctypes.c_uint16),
+        ("value", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+    )
+
+
 def _runtime_range() -> tuple[int, int]:
-    """Addresses of the runtime's structure, and of as much after it as is mapped, at most `_MAX_BYTES`."""
+    """Addresses of the runtime's structure: exactly it, since what is mapped behind it may go while it is read."""
     begin = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
-    end = begin
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        low, high = (int(part, 16) for part in line.split()[0].split("-"))
-        if low <= end < high and "r" in line.split()[1]:
-            end = high
-    return begin, min(end, begin + _MAX_BYTES) // 8 * 8
+    info, symbol = (ctypes.c_void_p * 4)(), ctypes.POINTER(_Symbol)()
+    # dlfcn.h of glibc; the info is a Dl_info, which is not looked at.
+    dladdr1 = ctypes.CDLL(None).dladdr1
+    found = dladdr1(ctypes.c_void_p(begin), info, ctypes.byref(symbol), ctypes.c_int(_RTLD_DL_SYMENT))
+    if not found or not symbol:
+        raise LookupError("the size of the runtime's structure is not known")
+    return begin, begin + int(symbol.contents.size) // 8 * 8
 
 
 @contextmanager
