@@ -18,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="auto",
         help="Device of tests/gpu: auto skips them where there is no GPU, cuda fails there, cpu is a dry run.",
     )
+    parser.addoption(
+        "--gpu-until",
+        type=float,
+        metavar="S",
+        help="Seconds since the epoch: tests of tests/gpu that have not begun by then are skipped.",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -4,21 +4,16 @@
 
 The most important figures come first. How they come about is in benchmarks/gpu/README.md; `python -m
 benchmarks.gpu.tables` makes a page of FILE. --data is a data folder with captioned chunks, which are repeated to a few
-thousand clips. --dry-run goes the same ways at tiny sizes on a CPU: its figures mean nothing.
+thousand clips. --dry-run runs the same program at tiny sizes on a CPU: its figures mean nothing.
 """
 
-import argparse
-import logging
-import sys
 import tempfile
-import warnings
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from benchmarks.gpu.command import Request, run_program
 from benchmarks.gpu.parts import Measurement, Result, Setup
 from benchmarks.gpu.supervised import run_supervised
 
@@ -77,38 +72,29 @@ def _take(module: str, function: str, setup: Setup) -> Result:
     return found
 
 
-def main() -> int:
-    """Measures; 1 where something failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for all measurements (default 9)")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="data folder to load from")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
-    arguments = parser.parse_args()
-    is_dry_run: bool = arguments.dry_run
-    logging.getLogger("xformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+def main() -> None:
+    """Measures what the command line asks for."""
+    run_program(__doc__, _measure, data_help="data folder to load from")
+
+
+def _measure(request: Request) -> bool:
     feeding = _Feeding()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
         def setup() -> Setup:
             stack.enter_context(closing(feeding.start(scratch)))
-            device = torch.device("cpu") if is_dry_run else torch.device("cuda", 0)
-            return Setup(device=device, is_dry_run=is_dry_run, data=arguments.data.absolute(), scratch=scratch)
+            return Setup(device=request.device, is_dry_run=request.is_dry_run, data=request.data, scratch=scratch)
 
-        if is_dry_run:
-            torch.set_num_threads(1)
-        is_whole = run_supervised(
+        return run_supervised(
             "feeding",
             feeding.measurements(),
             setup=setup,
-            is_dry_run=is_dry_run,
-            minutes=arguments.minutes,
-            path=arguments.json,
+            is_dry_run=request.is_dry_run,
+            minutes=request.minutes,
+            path=request.json,
         )
-    return 0 if is_whole else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -138,13 +138,27 @@ def run_part(
             record.skipped = f"takes about {measurement.estimated_s:.0f} s, and {max(0, left_s):.0f} s were left"
         else:
             write(path, content, records, running=measurement.name)
-            _take(measurement, record, setup)
+            try:
+                _take(measurement, record, setup)
+            except KeyboardInterrupt:
+                skip_rest(records, measurements, running=measurement.name)
+                write(path, content, records)
+                raise
         records.append(record)
         write(path, content, records)
         say(part, record)
         if lost := _device_error(setup):
             raise DeviceLost(lost)
     return not any(one.error for one in records)
+
+
+def skip_rest(records: list[Record], measurements: Sequence[Measurement], *, running: str | None) -> None:
+    """Adds records of those that have none: the one that was running, and those after it."""
+    taken = {record.name for record in records}
+    for one in measurements:
+        if one.name not in taken:
+            why = "interrupted before it had finished" if one.name == running else "not begun: no time was left"
+            records.append(Record(name=one.name, skipped=why))
 
 
 def write(path: Path, content: dict[str, Any], records: Sequence[Record], *, running: str | None = None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import DeviceLost, Measurement, Record, Setup, run_part, say, write
+from benchmarks.gpu.parts import DeviceLost, Measurement, Record, Setup, run_part, say, skip_rest, write
 
 # Of the process that measures: when the part's time is over, in seconds since the epoch.
 _ENDS = "CLIPMILL_PART_ENDS"
@@ -22,7 +22,7 @@ _LOST_STATUS = 3
 _LOOKS_EVERY_S = 0.5
 _SLOWER = 3.0  # times as long as estimated, and a measurement is given up
 _LEAST_S = 90.0
-_GRACE_S = 30.0  # after the part's time is over
+_GRACE_S = 10.0  # after the part's time is over; less than the kit gives a part (scripts/gpu_kit/parts.py)
 
 
 def run_supervised(
@@ -62,7 +62,15 @@ def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, en
     environment = {**os.environ, _ENDS: str(ends_s)}
     # At most one process for each measurement, whatever ends them.
     for _ in measurements:
-        why, status = _watched(environment, path, limits_s=limits_s, ends_s=ends_s)
+        try:
+            why, status = _watched(environment, path, limits_s=limits_s, ends_s=ends_s)
+        except (KeyboardInterrupt, _TimeIsOver) as end:
+            if not _cut(part, measurements, path=path):
+                print(f"{part}: the time was over before anything was measured", file=sys.stderr, flush=True)
+                return False
+            if isinstance(end, KeyboardInterrupt):
+                raise
+            return not any(one["error"] for one in _read(path)["measurements"])
         content = _read(path)
         if why is None and status != _LOST_STATUS:
             return status == 0
@@ -76,15 +84,40 @@ def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, en
         elif not records:
             print(f"{part}: {why} before anything was measured", file=sys.stderr, flush=True)
             return False
-        if time.time() >= ends_s or len(records) == len(measurements):
+        if len(records) == len(measurements):
+            break
+        if time.time() >= ends_s:
+            _cut(part, measurements, path=path)
             break
     return False
+
+
+class _TimeIsOver(Exception):
+    """The part's time is over, and a measurement is not."""
+
+
+def _cut(part: str, measurements: Sequence[Measurement], *, path: Path) -> bool:
+    """Writes down what was running and what has not begun; False where there is no file yet."""
+    content = _read(path)
+    if not content:
+        return False
+    records = [Record(**one) for one in content.pop("measurements", [])]
+    num_taken = len(records)
+    skip_rest(records, measurements, running=content.pop("running", None))
+    write(path, content, records)
+    for record in records[num_taken:]:
+        say(part, record)
+    return True
 
 
 def _watched(
     environment: dict[str, str], path: Path, *, limits_s: dict[str, float], ends_s: float
 ) -> tuple[str | None, int]:
-    """Runs this program once more; why it ended before its work was done, if so, and its status."""
+    """Runs this program once more; why it ended before its work was done, if so, and its status.
+
+    Raises:
+        _TimeIsOver: it was ended because the time was over.
+    """
     process = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment, start_new_session=True)
     since_s, running = time.monotonic(), None
     try:
@@ -94,7 +127,9 @@ def _watched(
             if now != running:
                 since_s, running = time.monotonic(), now
             taken_s = time.monotonic() - since_s
-            if taken_s > limits_s.get(running or "", _LEAST_S) or time.time() > ends_s + _GRACE_S:
+            if time.time() > ends_s + _GRACE_S:
+                raise _TimeIsOver
+            if taken_s > limits_s.get(running or "", _LEAST_S):
                 return f"it was ended after {taken_s:.0f} s", -signal.SIGKILL
     finally:
         if process.poll() is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from manifests.errors import UserError
+from manifests.errors import UserError, run_command
 from manifests.publish import published
 
 SPEED, FEEDING, CORRECTNESS = "speed.json", "feeding.json", "correctness.xml"
@@ -28,16 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder with the results of the parts")
     arguments = parser.parse_args()
-    print(write_page(arguments.out))
+    run_command(lambda: print(write_page(arguments.out)))
 
 
 def write_page(out: Path) -> Path:
     """Writes the page of the results in `out`.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or a file is damaged.
     """
-    parts = {name: json.loads((out / name).read_bytes()) for name in (SPEED, FEEDING) if (out / name).is_file()}
+    parts = {name: _read(out / name) for name in (SPEED, FEEDING) if (out / name).is_file()}
     xml = out / CORRECTNESS
     if not parts and not xml.is_file():
         raise UserError(f"{out} has no results", hint=f"there should be {CORRECTNESS}, {SPEED} or {FEEDING}")
@@ -50,6 +50,20 @@ def write_page(out: Path) -> Path:
     with published(path) as temporary:
         temporary.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(found, dict) or not {"environment", "is_dry_run", "measurements"} <= found.keys():
+        raise _damaged(path, "it is no result of a part")
+    return found
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path} cannot be read: {why}", hint="run its part again, or move the file away")
 
 
 def _chip(parts: Mapping[str, Any]) -> str:
@@ -123,7 +137,10 @@ def _correctness_lines(path: Path) -> list[str]:
     """Counts, what failed and what was skipped by name, and what the tests recorded."""
     if not path.is_file():
         return ["Not measured."]
-    suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+    try:
+        suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+    except ElementTree.ParseError as error:
+        raise _damaged(path, str(error)) from None
     counted = {
         key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
     }

@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.environment import COMMIT_FILE, commit
@@ -26,6 +26,17 @@ from scripts.gpu_kit.wheels import choose, fetch
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_BYTES = 60_000_000
 CONTENTS = "CONTENTS.txt"
+HOW_TO_RUN = """\
+The GPU kit of clipmill: checks and measures clipmill on a machine with an NVIDIA GPU. It needs Linux x86-64, Python
+3.11 to 3.13 and torch there, but no network, no compiler and no root. Copy this folder to that machine, then:
+
+    ./run.sh OUT                 parts A (correctness), B (speed) and C (feeding it): 22 minutes
+    ./run.sh OUT --part A        one of them
+    ./run.sh OUT --dry-run       the same programs at tiny sizes on a CPU
+    PYTHON=/path/to/python3.12 ./run.sh OUT
+
+OUT is the folder of the results. The whole story is in checkout/docs/gpu_kit.md.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +53,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu-kit"), help="folder of the kit; it is replaced")
     parser.add_argument("--videos", type=Path, metavar="DIR", help="natural videos to take pieces of")
-    parser.add_argument("--pieces", type=int, default=DataSize().num_pieces, help="pieces of natural videos at most")
-    arguments = parser.parse_args()
-    run_command(lambda: build(arguments.out, videos=arguments.videos, size=DataSize(num_pieces=arguments.pieces)))
+    parser.add_argument(
+        "--pieces",
+        type=int,
+        help=f"pieces of natural videos at most (default: as many of {DataSize().num_pieces} as there is room for)",
+    )
+    found = parser.parse_args()
+    size = DataSize() if found.pieces is None else DataSize(num_pieces=found.pieces)
+    run_command(lambda: build(found.out, videos=found.videos, size=size, may_take_fewer=found.pieces is None))
 
 
-def build(kit: Path, *, videos: Path | None, size: DataSize) -> None:
+def build(kit: Path, *, videos: Path | None, size: DataSize, may_take_fewer: bool = False) -> None:
     """Writes the kit to `kit` in place of an older one, and prints its contents.
 
+    Args:
+        may_take_fewer: pieces of natural videos than `size` says, where there is no room for them.
+
     Raises:
-        UserError: `kit` is something else, a download or a command of prep fails, or the kit is too large.
+        UserError: `kit` is something else, there are no such videos, a download or a command of prep fails, or the kit
+            is too large.
     """
+    if size.num_pieces < 1:
+        raise UserError(f"{size.num_pieces} pieces of natural videos are too few", hint="take at least one (PIECES=1)")
+    own = natural_videos(videos) if videos is not None else None
     if kit.exists() and not (kit / "run.sh").is_file():
         raise UserError(f"{kit} exists and is not a GPU kit", hint="name another folder with --out, or remove it")
     kit.parent.mkdir(parents=True, exist_ok=True)
@@ -65,17 +88,46 @@ def build(kit: Path, *, videos: Path | None, size: DataSize) -> None:
         fetch(pins, new / "wheels")
         contents["wheels"] = ", ".join(f"{pin.name} {pin.version}" for pin in pins)
         _step("natural videos")
-        natural = natural_videos(videos) if videos else fetch_clips(scratch / "clips")
-        origin = f"pieces of {len(natural)} videos of yours" if videos else f"the clips of {CLIPS_PACKAGE}"
-        _step("data (some minutes)")
-        make_data(new / "data", natural=natural, size=size, scratch=scratch)
-        contents["data"] = f"{size.num_made} made videos; natural: {origin}"
+        natural = fetch_clips(scratch / "clips") if own is None else own
+        origin = f"the clips of {CLIPS_PACKAGE}" if own is None else f"of {_count(len(own), 'video')} of yours"
+        num_pieces = add_data(new, natural=natural, size=size, scratch=scratch, may_take_fewer=may_take_fewer)
+        pieces = _count(num_pieces, "natural piece")
+        contents["data"] = f"{_count(size.num_made, 'made video')}; {pieces}: {origin}"
         finish(new, contents)
         # Parts of an older kit must not remain in the new one.
         if kit.exists():
             shutil.rmtree(kit)
         new.rename(kit)
-    print(f"\n{(kit / CONTENTS).read_text()}\nCarry {kit} to the machine with the GPU and run `./run.sh OUT` in it.")
+    print(f"\n{(kit / CONTENTS).read_text()}\nCopy {kit} to the machine with the GPU and run `./run.sh OUT` in it.")
+
+
+def add_data(
+    kit: Path,
+    *,
+    natural: Sequence[Path],
+    size: DataSize,
+    scratch: Path,
+    may_take_fewer: bool,
+    max_bytes: int = MAX_BYTES,
+) -> int:
+    """Makes the data of a kit that has everything else; returns how many pieces of natural videos it has.
+
+    Args:
+        may_take_fewer: as many as there is room for, and at least one.
+    """
+    while True:
+        _step("data (some minutes)")
+        work = scratch / f"data-{size.num_pieces}"
+        num_pieces = make_data(kit / "data", natural=natural, size=size, scratch=work)
+        total_bytes = _size_bytes(kit)
+        if total_bytes <= max_bytes or not may_take_fewer or num_pieces <= 1:
+            return num_pieces
+        _step(
+            f"with {num_pieces} natural pieces the kit has {total_bytes / 1e6:.1f} MB, more than the "
+            f"{max_bytes / 1e6:.0f} that it may have: taking {num_pieces - 1}"
+        )
+        shutil.rmtree(kit / "data")
+        size = replace(size, num_pieces=num_pieces - 1)
 
 
 def copy_checkout(kit: Path) -> str:
@@ -116,13 +168,17 @@ def finish(kit: Path, remarks: Mapping[str, str], *, max_bytes: int = MAX_BYTES)
     if total_bytes > max_bytes:
         raise UserError(
             f"the kit has {total_bytes / 1e6:.1f} MB, more than the {max_bytes / 1e6:.0f} that it may have:\n{text}",
-            hint="take fewer pieces of natural videos (PIECES=3), or bring fewer packages (scripts/gpu_kit/wheels.py)",
+            hint="leave out PIECES, which takes as many as fit, or bring fewer packages (scripts/gpu_kit/wheels.py)",
         )
-    (kit / CONTENTS).write_text(text)
+    (kit / CONTENTS).write_text(f"{HOW_TO_RUN}\n{text}")
 
 
 def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _git(*words: str) -> str:

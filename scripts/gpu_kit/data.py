@@ -44,8 +44,10 @@ class DataSize:
     piece_s: float = 15
 
 
-def make_data(data: Path, *, natural: Sequence[Path], size: DataSize, scratch: Path) -> None:
+def make_data(data: Path, *, natural: Sequence[Path], size: DataSize, scratch: Path) -> int:
     """Writes a data folder with the columns video, latents (of the tiny VAE) and text (of the tiny CLIP).
+
+    Returns how many pieces of natural videos are in it.
 
     Args:
         natural: videos to take pieces of.
@@ -59,6 +61,7 @@ def make_data(data: Path, *, natural: Sequence[Path], size: DataSize, scratch: P
         *("--out", str(scratch / "made")),
         data=data,
     )
+    pieces = []
     if natural:
         pieces = cut_pieces(natural, scratch / "natural", num_pieces=size.num_pieces, piece_s=size.piece_s)
         captions = scratch / "captions.csv"
@@ -67,14 +70,18 @@ def make_data(data: Path, *, natural: Sequence[Path], size: DataSize, scratch: P
     _prep("chunk", "--len", "15s", "--engine", "processes", data=data)
     _prep("latents", "--vae", "tiny", "--size", "64", *_ON_CPU, data=data)
     _prep("text", "--clip", "tiny", *_ON_CPU, data=data)
+    return len(pieces)
 
 
 def natural_videos(folder: Path) -> list[Path]:
     """The videos in a folder and below it, by path.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such folder, or no video in it.
     """
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {problem}", hint="name a folder of videos (VIDEOS=DIR)")
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _VIDEO_SUFFIXES and path.is_file())
     if not found:
         raise UserError(f"no videos in {folder}", hint="give a folder with mp4, mkv, webm, mov or avi files")

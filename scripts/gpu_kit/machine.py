@@ -5,7 +5,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from packaging.tags import Tag, sys_tags
 from packaging.utils import parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
+from scripts.gpu_kit.archives import opened
 from scripts.gpu_kit.requirements import Need, normal
 
 HERE, BROUGHT, MISSING = "this machine", "the kit", "missing"
@@ -68,9 +68,12 @@ def bring_missing(wheels: Iterable[Path], site: Path) -> None:
     """Unpacks those wheels into `site` whose package is not there in any version, and puts `site` on the path.
 
     A wheel is a zip file that needs no more than unpacking, so this does without pip.
+
+    Raises:
+        UserError: a wheel is damaged.
     """
     for name, wheel in wheels_for(sys_tags(), wheels).items():
-        with zipfile.ZipFile(wheel) as archive:
+        with opened(wheel) as archive:
             if not _is_there(name, archive.namelist()):
                 archive.extractall(site)
     sys.path.append(str(site))
@@ -133,7 +136,7 @@ def _find(need: Need, *, site: Path) -> Package:
     version = _version(need.name)
     spec = importlib.util.find_spec(need.import_name)
     if spec is None:
-        problem = f"{need.name} is missing, and the kit has no wheel of it for this Python; what fails: {need.loss}"
+        problem = f"{need.name} is missing, and the kit has no wheel of it for this Python; lost: {need.loss}"
         return Package(need=need, version=None, source=MISSING, problem=problem)
     is_brought = spec.origin is not None and Path(spec.origin).is_relative_to(site)
     source = BROUGHT if is_brought else HERE

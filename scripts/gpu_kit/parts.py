@@ -7,16 +7,16 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 GRACE_S = 20.0  # past its minutes, for a measurement that takes longer than was thought
-_INTERRUPTED_S = 8.0  # to write down what there is, after SIGINT
+_INTERRUPTED_S = 10.0  # to write down what there is, after SIGINT
 _KILLED_S = 5.0  # for the operating system to end them
 _SHOW_EVERY_S = 30.0
 _MAX_LOG_BYTES = 8_000_000
+NO_TIME = "no time was left"  # the reason that tests/gpu gives, too
 _MAX_LINES = 12  # of failures and of what was skipped
 
 
@@ -67,13 +67,13 @@ class Verdict:
 
 
 def command_of(part: Part, *, out: Path, data: Path, minutes: float, is_dry_run: bool) -> list[str]:
-    """The command of a part; it runs in the root of the checkout."""
+    """The command of a part, whose time begins now; it runs in the root of the checkout."""
     result = str(out / part.result)
     if part.letter == "A":
         device = "cpu" if is_dry_run else "cuda"
         return [
             *(sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--gpu-device", device, "--verbose"),
-            *(f"--junitxml={result}", f"--session-timeout={60 * minutes:.0f}", "--durations=10"),
+            *(f"--junitxml={result}", f"--gpu-until={time.time() + 60 * minutes:.0f}", "--durations=10"),
             *("-p", "no:cacheprovider", "--log-level=WARNING"),
         ]
     command = [sys.executable, "-m", f"benchmarks.gpu.{part.stem}", "--json", result, "--minutes", str(minutes)]
@@ -90,7 +90,7 @@ def run_part(
     environment: Mapping[str, str],
     show: Callable[[str], None],
 ) -> Verdict:
-    """Runs a part and reads its result.
+    """Runs a part and reads its result; ends all that it has started, also where an exception ends this.
 
     Args:
         out: where the result and the log are; those of an earlier run are removed first.
@@ -100,35 +100,42 @@ def run_part(
     log, result = out / f"{part.stem}.log", out / part.result
     result.unlink(missing_ok=True)
     began_s = time.monotonic()
+    is_late = is_deaf = False
     with log.open("wb") as file:
         # A session of its own: what it has started ends with it.
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=dict(environment), start_new_session=True
         )
-        is_late = not _wait(process, limit_s=limit_s, show=lambda: show(f"part {part.letter}: {_last_line(log)}"))
-        last_line = _last_line(log)
-        if is_late:
-            _signal(process, signal.SIGINT)
-            _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
-        _end_group(process)
-        code = process.wait()
+        try:
+            is_late = not _wait(process, limit_s=limit_s, show=lambda: show(f"part {part.letter}: {_last_line(log)}"))
+            last_line = _last_line(log)
+        finally:
+            # Of a part that is late, and of one that is left because this program has been told to stop.
+            if process.poll() is None:
+                _signal(process, signal.SIGINT)
+                is_deaf = not _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
+            _end_group(process)
+            code = process.wait()
     _shorten(log)
     seconds = time.monotonic() - began_s
-    verdict = _verdict(part, result, code=code)
+    # The exit status of a part that was ended for want of time tells of that alone: no failure of what it has measured.
+    verdict = _verdict(part, result, code=code, was_ended=is_late)
+    summary, details = verdict.summary, verdict.details
     if is_late:
-        summary = f"did not end within {limit_s:.0f} s and was killed; {verdict.summary}"
-        details = (f"its last output was: {last_line}", *verdict.details)
-        verdict = Verdict(letter=part.letter, has_passed=False, summary=summary, details=details)
+        end = f"did not react to the interruption within {_INTERRUPTED_S:g} s and was killed" if is_deaf else ""
+        end = end or "was interrupted"
+        summary = f"did not end within {limit_s:.0f} s and {end}; {summary}"
+        details = (f"its last output was: {last_line}", *details)
     return Verdict(
         letter=part.letter,
         has_passed=verdict.has_passed,
-        summary=verdict.summary,
-        details=verdict.details or (() if verdict.has_passed else _tail(log)),
+        summary=summary,
+        details=details or (() if verdict.has_passed else _tail(log)),
         seconds=seconds,
     )
 
 
-def _verdict(part: Part, result: Path, *, code: int) -> Verdict:
+def _verdict(part: Part, result: Path, *, code: int, was_ended: bool) -> Verdict:
     try:
         is_good, summary, details = (_of_tests if part.suffix == ".xml" else _of_measurements)(result)
     except FileNotFoundError:
@@ -136,9 +143,10 @@ def _verdict(part: Part, result: Path, *, code: int) -> Verdict:
     except (ValueError, KeyError, TypeError, ElementTree.ParseError) as error:
         summary = f"{_ending(code)}; {result.name} cannot be read: {error}"
         return Verdict(letter=part.letter, has_passed=False, summary=summary)
-    if code != 0:
+    if code != 0 and not was_ended:
         summary = f"{summary}; {_ending(code)}"
-    return Verdict(letter=part.letter, has_passed=is_good and code == 0, summary=summary, details=details)
+        is_good = False
+    return Verdict(letter=part.letter, has_passed=is_good, summary=summary, details=details)
 
 
 def _of_tests(path: Path) -> tuple[bool, str, tuple[str, ...]]:
@@ -147,21 +155,33 @@ def _of_tests(path: Path) -> tuple[bool, str, tuple[str, ...]]:
     skipped = [(case, node) for case in cases for node in case if node.tag == "skipped"]
     num_passed = len(cases) - len({id(case) for case, _ in failed + skipped})
     lines = [f"failed: {_name(case)}: {_first_line(node.get('message', ''))}" for case, node in failed]
-    reasons = Counter(_first_line(node.get("message", "")) for _, node in skipped)
-    lines += [f"skipped: {number} tests: {reason}" for reason, number in reasons.most_common()]
-    summary = f"{num_passed} tests passed, {len(failed)} failed, {len(skipped)} skipped"
+    reasons: dict[str, list[str]] = {}
+    for case, node in skipped:
+        reasons.setdefault(_first_line(node.get("message", "")), []).append(_name(case))
+    for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        # What this machine cannot do is told by its reason; what there was no time for is missing, and has a name.
+        listed = f": {', '.join(_at_most(names))}" if NO_TIME in reason else ""
+        lines.append(f"skipped: {_count(len(names), 'test')}: {reason}{listed}")
+    summary = f"{_count(num_passed, 'test')} passed, {len(failed)} failed, {len(skipped)} skipped"
     return num_passed > 0 and not failed, summary, _at_most(lines)
 
 
 def _of_measurements(path: Path) -> tuple[bool, str, tuple[str, ...]]:
-    records = json.loads(path.read_text())["measurements"]
+    content = json.loads(path.read_text())
+    records = content["measurements"]
     failed = [record for record in records if record["error"]]
     skipped = [record for record in records if record["skipped"]]
     num_done = len(records) - len(failed) - len(skipped)
     lines = [f"failed: {record['name']}: {record['error'].strip().splitlines()[-1]}" for record in failed]
     lines += [f"skipped: {record['name']}: {record['skipped']}" for record in skipped]
-    summary = f"{num_done} measurements taken, {len(failed)} failed, {len(skipped)} skipped"
+    if running := content.get("running"):
+        lines.append(f"not finished: {running}")
+    summary = f"{_count(num_done, 'measurement')} taken, {len(failed)} failed, {len(skipped)} skipped"
     return num_done > 0 and not failed, summary, _at_most(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _name(case: ElementTree.Element) -> str:

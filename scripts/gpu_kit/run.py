@@ -17,29 +17,36 @@ from manifests.errors import FailedWork, UserError, run_command
 from scripts.gpu_kit.machine import MISSING, Devices, Package, bring_missing, conflicts, find_devices, find_packages
 from scripts.gpu_kit.parts import GRACE_S, PARTS, Part, Verdict, command_of, run_part
 from scripts.gpu_kit.requirements import EVERYTHING, needs_of
+from scripts.gpu_kit.signals import stopping
 
 LOG = "run.log"
 SITE = "site"
 _LEAST_MINUTES = 0.1
 _TABLES_LIMIT_S = 60
+_NAME_ANOTHER = "name a folder for the results that can be written to"
 
 
 class Output:
     """Prints lines, and keeps them in a file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        self._path = path
+        path.touch()
 
     def __call__(self, line: str) -> None:
         print(line, flush=True)
-        print(line, file=self._file, flush=True)
+        try:
+            with self._path.open("a") as file:
+                print(line, file=file)
+        except OSError as error:  # a disk that is full: the lines are on the terminal at least
+            print(f"{self._path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(prog="run.sh", description=__doc__)
     parser.add_argument("--kit", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
+    parser.add_argument("out", type=_folder, metavar="OUT", help="folder of the results")
     parser.add_argument("--part", choices=[part.letter for part in PARTS], help="run this part alone")
     parser.add_argument("--minutes", type=float, help="time of each part (default: A 4, B and C 9)")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
@@ -47,15 +54,24 @@ def main() -> None:
     if arguments.minutes is not None and not arguments.minutes >= _LEAST_MINUTES:
         parser.error(f"argument --minutes: {arguments.minutes:g} is less than {_LEAST_MINUTES}")
     parts = [part for part in PARTS if arguments.part in (None, part.letter)]
-    run_command(
-        lambda: run_kit(
-            arguments.kit,
-            out=arguments.out.resolve(),
-            parts=parts,
-            minutes=arguments.minutes,
-            is_dry_run=arguments.dry_run,
-        )
-    )
+
+    def run() -> None:
+        with stopping():
+            run_kit(
+                arguments.kit,
+                out=arguments.out.resolve(),
+                parts=parts,
+                minutes=arguments.minutes,
+                is_dry_run=arguments.dry_run,
+            )
+
+    run_command(run)
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a folder for the results")
+    return Path(text)
 
 
 def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, is_dry_run: bool) -> None:
@@ -65,11 +81,16 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
         minutes: of each part; None: as long as the part says.
 
     Raises:
-        UserError: there is no GPU, or nothing can run without a package that is missing.
+        UserError: `out` cannot be made, there is no GPU, or nothing can run without a package that is missing.
         FailedWork: a part or the tables failed.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    say = Output(out / LOG)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        say = Output(out / LOG)
+    except FileExistsError:
+        raise UserError(f"{out} is not a folder", hint=_NAME_ANOTHER) from None
+    except OSError as error:
+        raise UserError(f"there can be no results in {out}: {error.strerror}", hint=_NAME_ANOTHER) from None
     # Outside of OUT, which is carried home, and of the kit, which may be read-only.
     with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
@@ -120,7 +141,7 @@ def _prepare(kit: Path, *, site: Path, is_dry_run: bool, say: Output) -> None:
     if devices.problem and not is_dry_run:
         raise UserError(
             devices.problem,
-            hint="`nvidia-smi` says whether the driver works; --dry-run goes the same ways on a CPU, at tiny sizes",
+            hint="`nvidia-smi` says whether the driver works; --dry-run runs the same programs on a CPU, at tiny sizes",
         )
 
 

@@ -43,7 +43,7 @@ def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
 @pytest.mark.parametrize("name", WAYS)
 def test_captions_are_those_of_a_cpu(name: str, runs: Runs, device: torch.device, is_dry_run: bool) -> None:
     if is_dry_run and name != SHOWN:
-        pytest.skip(f"{SHOWN} shows the way in the dry run")
+        pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
     path = runs.make("caption", device)
     said = []
     for one in (device, torch.device("cpu")):

@@ -31,7 +31,7 @@ def test_a_compiled_task_has_the_losses_of_an_eager_one(
 ) -> None:
     if is_dry_run:
         if task != SHOWN:
-            pytest.skip(f"{SHOWN} shows the way in the dry run")
+            pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
         # Traced as ever, and handed to no compiler of C++.
         compiled = partial(transformer.compile_blocks, backend="aot_eager")
         monkeypatch.setattr(MODULES[task], "compile_blocks", compiled)

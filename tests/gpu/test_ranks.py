@@ -92,7 +92,7 @@ def test_two_processes_have_the_losses_of_one(
     strategy: str, task: str, launches: Launches, runs: Runs, device: torch.device, record_property: Record
 ) -> None:
     if device.type == "cpu" and task != SHOWN:
-        pytest.skip(f"{SHOWN} shows the way in the dry run")
+        pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
     path, backend = launches.make(strategy, runs, device)
     record_property("backend", backend)
     found = losses(path / task)

@@ -23,7 +23,7 @@ def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(
     task: str, runs: Runs, device: torch.device, is_dry_run: bool, tmp_path: Path, record_property: Record
 ) -> None:
     if is_dry_run and task != SHOWN:
-        pytest.skip(f"{SHOWN} shows the way in the dry run")
+        pytest.skip(f"not in the dry run, which runs {SHOWN} alone")
     flags = ("--steps", "8" if is_dry_run else "40", "--checkpoint-every", "2" if is_dry_run else "5")
     out = tmp_path / "killed"
     killed = start(train_alone, runs.command(task, device, *flags, out=out), said=tmp_path / "said.txt")

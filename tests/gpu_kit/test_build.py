@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.environment import commit
 from manifests.errors import UserError
-from scripts.gpu_kit.build import CONTENTS, build, copy_checkout, finish
+from scripts.gpu_kit.build import CONTENTS, add_data, build, copy_checkout, finish
 from scripts.gpu_kit.data import DataSize, natural_videos, piece_begins_s
 
 
@@ -54,6 +54,36 @@ def test_a_folder_without_videos_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UserError, match="no videos in"):
         natural_videos(tmp_path)
+
+
+@pytest.mark.parametrize(("videos", "num_pieces"), [("nowhere", 3), ("file", 3), ("empty", 3), ("videos", 0)])
+def test_a_wrong_request_is_refused_before_anything_is_made(tmp_path: Path, videos: str, num_pieces: int) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos/one.mp4").touch()
+    with pytest.raises(UserError):
+        build(tmp_path / "build/kit", videos=tmp_path / videos, size=DataSize(num_pieces=num_pieces))
+    assert not (tmp_path / "build").exists()
+
+
+@pytest.mark.parametrize(("may_take_fewer", "num_pieces"), [(True, 2), (False, 4)])
+def test_a_kit_has_as_many_pieces_as_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_take_fewer: bool, num_pieces: int
+) -> None:
+    def make(data: Path, *, natural: list[Path], size: DataSize, scratch: Path) -> int:
+        data.mkdir()
+        taken = min(4, size.num_pieces)
+        (data / "chunks.tar").write_bytes(bytes(1000 * taken))
+        return taken
+
+    monkeypatch.setattr("scripts.gpu_kit.build.make_data", make)
+    (tmp_path / "run.sh").write_bytes(bytes(500))
+    found = add_data(
+        tmp_path, natural=[], size=DataSize(), scratch=tmp_path, may_take_fewer=may_take_fewer, max_bytes=2500
+    )
+    assert found == num_pieces
+    assert (tmp_path / "data/chunks.tar").stat().st_size == 1000 * num_pieces
 
 
 @pytest.mark.parametrize(

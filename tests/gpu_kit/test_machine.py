@@ -9,6 +9,7 @@ import numpy
 import pytest
 from packaging.requirements import Requirement
 
+from manifests.errors import UserError
 from scripts.gpu_kit.machine import BROUGHT, HERE, MISSING, bring_missing, conflicts, find_packages, fits
 from scripts.gpu_kit.requirements import EVERYTHING, Need, needs_of
 
@@ -43,6 +44,17 @@ def test_a_missing_package_is_brought(tmp_path: Path, site: Path) -> None:
     (package,) = find_packages([need("brought_by_the_kit>=1")], site=site)
     assert (package.version, package.source, package.problem) == ("1.0", BROUGHT, None)
     assert importlib.import_module("brought_by_the_kit").IS_OF_THE_KIT
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a wrong byte"])
+def test_a_damaged_wheel_is_named(tmp_path: Path, site: Path, damage: str) -> None:
+    path = wheel(tmp_path, "damaged_on_its_way")
+    content = bytearray(path.read_bytes())
+    place = content.index(b"IS_OF_THE_KIT")
+    content[place] ^= 1
+    path.write_bytes(content[:200] if damage == "truncated" else content)
+    with pytest.raises(UserError, match=r"damaged_on_its_way-1\.0-py3-none-any\.whl is damaged"):
+        bring_missing([path], site)
 
 
 def test_a_package_that_is_there_in_another_version_is_used_and_named(tmp_path: Path, site: Path) -> None:

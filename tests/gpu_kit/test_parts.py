@@ -3,13 +3,19 @@
 import fcntl
 import json
 import os
+import signal
 import sys
+import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from manifests.errors import Stopped
 from scripts.gpu_kit import parts
 from scripts.gpu_kit.parts import PARTS, Verdict, command_of, run_part
+from scripts.gpu_kit.signals import stopping
 
 CORRECTNESS, SPEED, _ = PARTS
 DONE = {"name": "vit", "error": None, "skipped": None}
@@ -38,7 +44,7 @@ def writing(*records: dict[str, str | None]) -> str:
 def test_a_part_that_did_all_it_should_has_passed(tmp_path: Path) -> None:
     verdict = run(tmp_path, writing(DONE, LATE))
     assert verdict.has_passed
-    assert verdict.summary == "1 measurements taken, 0 failed, 1 skipped"
+    assert verdict.summary == "1 measurement taken, 0 failed, 1 skipped"
     assert verdict.details == ("skipped: beam: takes about 60 s, and 5 s were left",)
 
 
@@ -77,11 +83,73 @@ def test_a_result_that_cannot_be_read_fails_the_part(tmp_path: Path) -> None:
     assert "speed.json cannot be read" in verdict.summary
 
 
-def test_a_part_that_hangs_is_interrupted_and_keeps_what_it_has_written(tmp_path: Path) -> None:
-    verdict = run(tmp_path, writing(DONE) + "import time; print('at the beam', flush=True); time.sleep(600)", limit_s=2)
+def test_what_is_running_when_time_is_over_is_interrupted_and_named_and_no_failure(tmp_path: Path) -> None:
+    content = json.dumps({"measurements": [DONE], "running": "beam"})
+    program = f"open(RESULT, 'w').write({content!r}); import time; print('at the beam', flush=True); time.sleep(600)"
+    verdict = run(tmp_path, program, limit_s=1)
+    assert verdict.has_passed
+    assert verdict.summary == "did not end within 1 s and was interrupted; 1 measurement taken, 0 failed, 0 skipped"
+    assert verdict.details == ("its last output was: at the beam", "not finished: beam")
+
+
+def test_a_part_that_is_interrupted_before_anything_is_measured_has_failed(tmp_path: Path) -> None:
+    verdict = run(tmp_path, writing(LATE) + "import time; time.sleep(600)", limit_s=1)
     assert not verdict.has_passed
-    assert verdict.summary.startswith("did not end within 2 s and was killed; 1 measurements taken")
-    assert verdict.details[0] == "its last output was: at the beam"
+
+
+def test_a_part_ends_with_what_it_has_started_when_its_caller_is_told_to_stop(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    child = f"import fcntl, time; file = open({str(lock)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); time.sleep(600)"
+    program = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    telling = threading.Thread(target=lambda: (wait_for(lock), os.kill(os.getpid(), signal.SIGTERM)))
+    telling.start()
+    with pytest.raises(Stopped, match="SIGTERM; the part that was running has been ended"), stopping():
+        run(tmp_path, program)
+    telling.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child would still hold it
+
+
+def wait_for(path: Path) -> None:
+    ends_s = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < ends_s:
+        time.sleep(0.05)
+
+
+def test_tests_without_time_are_skipped_by_name_and_fail_nothing(tmp_path: Path, repository: Path) -> None:
+    folder = tmp_path / "tests/gpu"
+    folder.mkdir(parents=True)
+    for name in ("conftest.py", "gpu/conftest.py"):
+        (tmp_path / "tests" / name).write_text((repository / "tests" / name).read_text())
+    program = """
+        import os, signal, time
+        def test_first(): pass
+        def test_long(pytestconfig):
+            pytestconfig.option.gpu_until = time.time() - 1
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(600)
+        def test_last(): pass
+    """
+    (folder / "test_three.py").write_text(textwrap.dedent(program))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    command = command_of(CORRECTNESS, out=tmp_path, data=tmp_path, minutes=5, is_dry_run=True)
+    command[command.index("gpu")] = ""  # every test
+    verdict = run_part(
+        CORRECTNESS,
+        command,
+        out=tmp_path,
+        limit_s=300,
+        folder=tmp_path,
+        environment={**os.environ, "PYTHONPATH": str(repository)},
+        show=lambda line: None,
+    )
+    assert verdict.has_passed, (tmp_path / "correctness.log").read_text()
+    assert verdict.summary == "1 test passed, 0 failed, 2 skipped"
+    assert verdict.details == (
+        "skipped: 1 test: no time was left to finish it: test_three::test_long",
+        "skipped: 1 test: no time was left: test_three::test_last",
+    )
 
 
 def test_a_part_that_does_not_listen_is_killed_with_what_it_has_started(
@@ -107,7 +175,7 @@ def test_tests_are_counted_and_those_that_failed_or_were_skipped_are_named(tmp_p
     cases += "".join(case.format(name, '<skipped message="needs CUDA by nature"/>') for name in ("test_c", "test_d"))
     verdict = run(tmp_path, f"open(RESULT, 'w').write({f'<testsuites>{cases}</testsuites>'!r})", part=CORRECTNESS)
     assert not verdict.has_passed
-    assert verdict.summary == "1 tests passed, 1 failed, 2 skipped"
+    assert verdict.summary == "1 test passed, 1 failed, 2 skipped"
     assert verdict.details == (
         "failed: test_attention::test_b: assert 1 == 2",
         "skipped: 2 tests: needs CUDA by nature",

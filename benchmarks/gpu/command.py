@@ -1,0 +1,86 @@
+"""The command line of parts B and C, and what is checked before anything is measured."""
+
+import argparse
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from manifests.errors import FailedWork, UserError, run_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        json: where the figures go.
+        data: the data folder.
+        minutes: for all measurements together.
+        is_dry_run: tiny sizes on a CPU.
+    """
+
+    json: Path
+    data: Path
+    minutes: float
+    is_dry_run: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where models run."""
+        return torch.device("cpu") if self.is_dry_run else torch.device("cuda", 0)
+
+
+def run_program(description: str | None, measure: Callable[[Request], bool], *, data_help: str) -> NoReturn:
+    """Runs `measure`, which returns whether all has succeeded, and leaves with the exit status of its outcome.
+
+    Args:
+        description: for --help.
+        data_help: what the data folder is for.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all measurements (default 9)")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help=data_help)
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
+    found = parser.parse_args()
+    request = Request(json=found.json, data=found.data.absolute(), minutes=found.minutes, is_dry_run=found.dry_run)
+
+    def run() -> None:
+        require_possible(request)
+        logging.getLogger("xformers").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        if request.is_dry_run:
+            torch.set_num_threads(1)
+        if not measure(request):
+            raise FailedWork(f"not everything could be measured; {request.json} says why")
+
+    run_command(run)
+
+
+def require_possible(request: Request) -> None:
+    """Checks what would otherwise fail in every measurement.
+
+    Raises:
+        UserError: there is no time, no data, no GPU, or no place for the figures.
+    """
+    if not request.minutes > 0:
+        raise UserError(f"--minutes {request.minutes:g} is no time", hint="give more than 0; without it, it is 9")
+    if not request.data.is_dir():
+        raise UserError(f"there is no data folder {request.data}", hint="name one that `prep` has made, with --data")
+    folder = request.json.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder} for {request.json.name}", hint="make it first")
+    if request.json.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{request.json} cannot be written", hint="name another file with --json")
+    # Looking for a GPU does not open it, so a process that measures later has it for itself.
+    if not request.is_dry_run and not torch.cuda.is_available():
+        raise UserError(
+            f"torch {torch.__version__} finds no GPU",
+            hint="`nvidia-smi` says whether the driver works; --dry-run runs the same program on a CPU, at tiny sizes",
+        )

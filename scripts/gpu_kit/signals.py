@@ -1,0 +1,39 @@
+"""Being told to stop: by Ctrl-C (SIGINT), by Slurm or `timeout` (SIGTERM), by a terminal that is closed (SIGHUP)."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from manifests.errors import Stopped
+
+_HOW_TO_GO_ON = "the part that was running has been ended; run the same command again with --part for what is missing"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Turns the first of these signals into an exception, and ignores further ones while that cleans up.
+
+    Raises:
+        KeyboardInterrupt: for SIGINT; Stopped for the others.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(_HOW_TO_GO_ON)
+        raise Stopped(f"{signal.Signals(number).name}; {_HOW_TO_GO_ON}")
+
+    before = {}
+    for one in _SIGNALS:
+        # Under nohup a terminal that is closed is nothing. SIGINT is taken even where a script that started this in the
+        # background has had it ignored: the parts would inherit that, and could not be interrupted.
+        if one == signal.SIGINT or signal.getsignal(one) != signal.SIG_IGN:
+            before[one] = signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
