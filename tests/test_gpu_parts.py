@@ -5,14 +5,17 @@ import subprocess
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu.command import Request, require_possible
 from benchmarks.gpu.parts import Measurement, Result, Setup, Target, run_part
 from benchmarks.gpu.ways import Way, faster_than, rows_of, take_turns
+from manifests.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -131,6 +134,42 @@ def test_a_process_that_ends_costs_the_measurement_it_took_and_another_one_takes
     first, ended, third, fourth = figures(tmp_path / "f.json")["measurements"]
     assert ended["error"] == "its process was ended by SIGABRT"
     assert first["rows"] != third["rows"] == fourth["rows"]
+
+
+def test_what_an_interruption_cuts_is_named_and_on_disk(tmp_path: Path) -> None:
+    def interrupted(setup: Setup) -> Result:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "speed.json"
+    measurements = [
+        Measurement(name=one.__name__, measure=one, estimated_s=1) for one in (measured, interrupted, failing)
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        run_part("speed", measurements, setup=setup(tmp_path), minutes=1, path=path)
+    first, second, third = figures(path)["measurements"]
+    assert (first["skipped"], first["error"]) == (None, None)
+    assert (second["skipped"], third["skipped"]) == (
+        "interrupted before it had finished",
+        "not begun: no time was left",
+    )
+    assert figures(path)["running"] is None
+
+
+@pytest.mark.parametrize(
+    ("mistake", "problem"),
+    [
+        ({"minutes": -1.0}, "--minutes -1 is no time"),
+        ({"data": Path("/nowhere")}, "there is no data folder /nowhere"),
+        ({"json": Path("/nowhere/speed.json")}, "there is no folder /nowhere"),
+    ],
+)
+def test_a_plain_mistake_is_said_before_anything_is_measured(
+    tmp_path: Path, mistake: dict[str, Any], problem: str
+) -> None:
+    request = Request(json=tmp_path / "speed.json", data=tmp_path, minutes=1, is_dry_run=True)
+    require_possible(request)
+    with pytest.raises(UserError, match=problem):
+        require_possible(replace(request, **mistake))
 
 
 def test_the_measurements_of_speed_are_there_and_fit_into_their_minutes() -> None:

@@ -83,3 +83,10 @@ def test_a_dry_run_is_no_chip_and_an_empty_folder_no_result(tmp_path: Path) -> N
 def test_a_table_has_the_columns_of_all_its_rows() -> None:
     lines = table([{"way": "a", "ms": 0.01234}, {"way": "b|c", "peak GB": 3.0, "empty": None}])
     assert lines == ["| way | ms | peak GB |", "|---|---|---|", "| a | 0.0123 |  |", "| b\\|c |  | 3.00 |"]
+
+
+@pytest.mark.parametrize("name", ["speed.json", "correctness.xml"])
+def test_a_damaged_result_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"measure')
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        write_page(tmp_path)

@@ -101,7 +101,12 @@ def test_a_part_ends_with_what_it_has_started_when_its_caller_is_told_to_stop(tm
     lock = tmp_path / "lock"
     child = f"import fcntl, time; file = open({str(lock)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); time.sleep(600)"
     program = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
-    telling = threading.Thread(target=lambda: (wait_for(lock), os.kill(os.getpid(), signal.SIGTERM)))
+
+    def tell() -> None:
+        wait_for(lock)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    telling = threading.Thread(target=tell)
     telling.start()
     with pytest.raises(Stopped, match="SIGTERM; the part that was running has been ended"), stopping():
         run(tmp_path, program)
