@@ -8,7 +8,7 @@ The JSON file of a part:
                        "error": text or null, "skipped": text or null}],
      "running": name of the measurement that has begun, or null}
 
-A measurement that fails is recorded with its traceback and the next one begins: a GPU that is lent for half an hour is
+A measurement that fails is recorded with its traceback and the next one begins: a GPU that is at hand for half an hour is
 not given back because of one exception. `benchmarks.gpu.supervised` does the same for a process that ends.
 """
 
