@@ -115,11 +115,17 @@ def test_a_source_that_ends_its_reader_has_failed_and_the_others_are_read(
     def read() -> None:
         outcomes.update(probe_processes.probe_each([*map(str, paths)], max_processes=2))
 
+    waiting: list[int] = []
+
+    def is_waiting() -> bool:
+        waiting.extend(_waits_for_lease(os.getpid()))  # which not every look sees
+        return bool(waiting)
+
     with lease(paths[0]):
         reading = threading.Thread(target=read)
         reading.start()
-        wait_until(lambda: _waits_for_lease(os.getpid()))
-        os.kill(_waits_for_lease(os.getpid())[0], signal.SIGKILL)
+        wait_until(is_waiting)
+        os.kill(waiting[0], signal.SIGKILL)
         reading.join(timeout=60)
     assert isinstance(outcomes[1], SourceFacts) and isinstance(outcomes[2], SourceFacts)
     failed = outcomes[0]
