@@ -8,8 +8,8 @@ The JSON file of a part:
                        "error": text or null, "skipped": text or null}],
      "running": name of the measurement that has begun, or null}
 
-A measurement that fails is recorded with its traceback and the next one begins: a GPU that is at hand for half an hour is
-not given back because of one exception. `benchmarks.gpu.supervised` does the same for a process that ends.
+A measurement that fails is recorded with its traceback and the next one begins: one exception must not cost the rest of
+the half hour for which a GPU may be at hand. `benchmarks.gpu.supervised` does the same for a process that ends.
 """
 
 import gc
