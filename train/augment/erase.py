@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from train.augment.draws import Draw
-from train.data.device_chance import uniform
+from train.data.device_chance import device_uniform
 
 
 def erase_clips(video: torch.Tensor, draw: Draw) -> None:
@@ -37,6 +37,6 @@ def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Te
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
-    drawn = uniform(seed_1, 2 * num_pairs, seed=0, purpose="erase/pixels")[0]
+    drawn = device_uniform(seed_1, 2 * num_pairs, seed=0, purpose="erase/pixels")[0]
     radius, angle = (-2 * torch.log1p(-drawn[:num_pairs])).sqrt_(), drawn[num_pairs:] * (2 * math.pi)
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].view(shape)

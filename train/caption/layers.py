@@ -4,12 +4,12 @@ from train.distributed.partition import LayerCost
 from train.models.captioner import Captioner
 from train.models.captioner_stages import CaptionerPart, all_stages, parameters_by_stage
 
-_BLOCK = "block"
+_BLOCK_KIND = "block"
 
 
 def layers_of(captioner: Captioner) -> list[LayerCost]:
     """The layers, in order; blocks of tower and decoder are of one kind."""
-    kinds = [_BLOCK if stage.kind.endswith(_BLOCK) else stage.kind for stage in all_stages(captioner)]
+    kinds = [_BLOCK_KIND if stage.kind.endswith(_BLOCK_KIND) else stage.kind for stage in all_stages(captioner)]
     return [LayerCost(*layer) for layer in zip(kinds, parameters_by_stage(captioner), strict=True)]
 
 

@@ -22,7 +22,7 @@ from train.weights.hf_caption_configs import caption_config_of
 from train.weights.runs import is_run
 from train.weights.sources import Say, Source
 
-_TOKENS, _POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
+_TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
 
 
 def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -47,7 +47,7 @@ def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) ->
         )
     if wanted.tokenizer is None and not _has_captioner_with_tokenizer(settings):
         raise _no_tokenizer(source.title)
-    context_length = len(tensors[_POSITIONS])
+    context_length = len(tensors[_DECODER_POSITIONS])
     if wanted.max_tokens <= context_length:
         return settings
     if wanted.max_tokens != DecoderSettings.max_tokens:

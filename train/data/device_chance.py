@@ -12,7 +12,7 @@ from train.sending import sent
 _WORD = 1 << 64
 
 
-def uniform(
+def device_uniform(
     positions_B: torch.Tensor, count: int, *, seed: int, purpose: str, device: torch.device | None = None
 ) -> torch.Tensor:
     """`count` numbers in [0, 1) for each position (int64 [B]), float64 [B, count], as `train.data.chance.uniform`.

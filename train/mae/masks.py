@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from train.data.device_chance import uniform
+from train.data.device_chance import device_uniform
 from train.mae.settings import DecoderMask, num_masked_places
 from train.models.cubes import CubeGrid
 from train.sending import constant
@@ -44,7 +44,7 @@ def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed:
     Args:
         positions_B: int64, places of the samples in the order of a run, on the device where masks are drawn.
     """
-    drawn_BP = uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
+    drawn_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
     masked_BP = _lowest(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
     return masked_BP.repeat(1, grid.steps)
 
@@ -70,9 +70,9 @@ def decoded_cubes(
     such masks share is another number in each clip; drawn among the masked cubes it is the same, and a batch is dense.
     """
     device = masked_BN.device
-    last_BN = uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
+    last_BN = device_uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
     if kind == "running-cell":
-        starts_B1 = uniform(positions_B, 1, seed=seed, purpose="running cell", device=device) * _CELL_PLACES
+        starts_B1 = device_uniform(positions_B, 1, seed=seed, purpose="running cell", device=device) * _CELL_PLACES
         last_BN += ~running_cells(starts_B1[:, 0].long(), grid, ratio=ratio)
     num_masked_B1 = masked_BN.sum(1, keepdim=True)
     num_predicted_B1 = num_masked_B1 - (ratio * num_masked_B1.double()).long()

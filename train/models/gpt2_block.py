@@ -99,14 +99,14 @@ class Gpt2Block(nn.Module):
         self.cross_attn = CrossAttention(size.width, size.num_heads, attend=attend)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
         self.mlp = Mlp(size.width, "gelu_tanh")
-        for linear in (self.cross_attn.q_proj, self.cross_attn.kv_proj, self.mlp.c_fc):
-            nn.init.normal_(linear.weight, std=_STD)
-            nn.init.zeros_(linear.bias)
+        for layer in (self.cross_attn.q_proj, self.cross_attn.kv_proj, self.mlp.c_fc):
+            nn.init.normal_(layer.weight, std=_STD)
+            nn.init.zeros_(layer.bias)
         nn.init.normal_(self.attn.in_proj_weight, std=_STD)
         # GPT-2's initialisation: residual branches shrink with the depth.
-        for linear in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
-            nn.init.normal_(linear.weight, std=_STD * (2 * size.depth) ** -0.5)
-            nn.init.zeros_(linear.bias)
+        for layer in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
+            nn.init.normal_(layer.weight, std=_STD * (2 * size.depth) ** -0.5)
+            nn.init.zeros_(layer.bias)
 
     def forward(
         self, x_RLD: torch.Tensor, video_VND: torch.Tensor, *, branches: torch.Tensor | None = None

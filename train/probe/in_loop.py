@@ -10,7 +10,7 @@ from train.distributed.world import World
 from train.probe.features import tower_of
 from train.probe.probing import probe
 from train.probe.sets import open_sets
-from train.probe.settings import NUMBERS, ProbeEvaluation
+from train.probe.settings import PROBE_NUMBERS, ProbeEvaluation
 from train.settings import ClipSettings
 
 
@@ -48,7 +48,7 @@ class LoopProbe:
         numbers: dict[str, float] = {}
         for finding in probe(asked, bank, wanted=self._wanted, classes=self._sets.classes):
             its = finding.found.as_json()
-            numbers |= {f"{finding.label}_{finding.method}_{name}": its[name] for name in NUMBERS}
+            numbers |= {f"{finding.label}_{finding.method}_{name}": its[name] for name in PROBE_NUMBERS}
         # Every rank has worked out the same; those of rank 0 are taken, should two devices round otherwise.
         own = torch.tensor(list(numbers.values()), dtype=torch.float64, device=self._device)
         numbers = dict(zip(numbers, world.gather(own)[: len(own)].tolist(), strict=True))

@@ -10,7 +10,7 @@ Method = Literal["knn", "linear"]
 METHODS: tuple[Method, ...] = ("knn", "linear")
 
 # What each method says of each label: top1 and top5 over clips, and top1 of each class, averaged over the classes.
-NUMBERS = ("top1", "top5", "mean_class")
+PROBE_NUMBERS = ("top1", "top5", "mean_class")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,4 +50,6 @@ class ProbeEvaluation(EvaluationSettings):
 
 def number_names(wanted: ProbeEvaluation) -> tuple[str, ...]:
     """The numbers of the evaluation in the loop, without the split: what --best can name."""
-    return tuple(f"{label}_{method}_{name}" for label in wanted.labels for method in wanted.methods for name in NUMBERS)
+    return tuple(
+        f"{label}_{method}_{name}" for label in wanted.labels for method in wanted.methods for name in PROBE_NUMBERS
+    )

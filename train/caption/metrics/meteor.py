@@ -6,8 +6,8 @@ from typing import Self
 
 from train.caption.metrics.java import Dialogue, jar_of_pycocoevalcap, java
 
-_JAR = "meteor/meteor-1.5.jar"
-_TIMEOUT_S = 2 * 3600.0
+_METEOR_JAR = "meteor/meteor-1.5.jar"
+_METEOR_TIMEOUT_S = 2 * 3600.0
 _BETWEEN = " ||| "
 
 
@@ -49,6 +49,6 @@ class Meteor:
 
 
 def _program() -> Dialogue:
-    program, jar = java(), jar_of_pycocoevalcap(_JAR)
+    program, jar = java(), jar_of_pycocoevalcap(_METEOR_JAR)
     command = [program, "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
-    return Dialogue(command, folder=jar.parent, timeout_s=_TIMEOUT_S)
+    return Dialogue(command, folder=jar.parent, timeout_s=_METEOR_TIMEOUT_S)

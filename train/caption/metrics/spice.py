@@ -11,10 +11,10 @@ from pathlib import Path
 from manifests.errors import UserError
 from train.caption.metrics.java import Absent, jar_of_pycocoevalcap, java, run, scratch_folder
 
-_JAR = "spice/spice-1.0.jar"
+_SPICE_JAR = "spice/spice-1.0.jar"
 _WANTED = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 _MAIN = "edu.anu.spice.SpiceScorer"
-_TIMEOUT_S = 4 * 3600.0
+_SPICE_TIMEOUT_S = 4 * 3600.0
 
 
 def check_jars(folder: Path) -> None:
@@ -35,7 +35,7 @@ def spice(
     Raises:
         Absent: Java or pycocoevalcap is missing, or the program failed.
     """
-    program, jar = java(), jar_of_pycocoevalcap(_JAR)
+    program, jar = java(), jar_of_pycocoevalcap(_SPICE_JAR)
     classes = os.pathsep.join(
         (str(jar), *(str(jars.resolve() / name) for name in _WANTED), str(jar.parent / "lib" / "*"))
     )
@@ -48,7 +48,7 @@ def spice(
         ]
         given.write_text(json.dumps(asked), encoding="utf-8")
         options = [str(given), "-out", str(scored), "-subset", "-silent"]
-        run([program, "-Xmx8G", "-cp", classes, _MAIN, *options], folder=folder, timeout_s=_TIMEOUT_S)
+        run([program, "-Xmx8G", "-cp", classes, _MAIN, *options], folder=folder, timeout_s=_SPICE_TIMEOUT_S)
         try:
             answers = {item["image_id"]: item["scores"]["All"]["f"] for item in json.loads(scored.read_bytes())}
             per_video = {video_id: float(answers[number]) for number, video_id in enumerate(candidates)}
