@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.learning import found_of_seeds, learning_parser
 from benchmarks.report import print_report
-from train.caption.commands import evaluate_captions
-from train.caption.metrics.scores import LABELS
+from train.tasks.caption.commands import evaluate_captions
+from train.tasks.caption.metrics.scores import LABELS
 
 _SHOWN = ("cider_d", "cider", "bleu4", "rouge_l", "exact_match")
 

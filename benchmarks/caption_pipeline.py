@@ -30,13 +30,12 @@ from torch import nn
 
 from benchmarks.environment import REPOSITORY
 from benchmarks.report import parser_for, print_report
-from train.caption.layers import layers_of, part_of
-from train.caption.objective import CaptionLoss
+from train.config.machine import ParallelSettings, Schedule
 from train.data.batch import Batch
 from train.distributed.launch import open_world
 from train.distributed.partition import partition
 from train.distributed.pipeline import Pipeline
-from train.distributed.settings import ParallelSettings, Schedule
+from train.distributed.step import Step
 from train.distributed.world import World
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
@@ -44,7 +43,8 @@ from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.timesformer import TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.step import Step
+from train.tasks.caption.layers import layers_of, part_of
+from train.tasks.caption.objective import CaptionLoss
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY, NUM_TOKENS, MICROBATCH = 4, 112, 1000, 16, 2
 DEPTH = 8

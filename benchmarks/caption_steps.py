@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.caption.decoding.decode import write_captions
-from train.caption.decoding.settings import DecodingSettings, max_tokens_of
 from train.models.attention import open_attention
 from train.models.captioner import Captioner
 from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name
@@ -16,6 +14,8 @@ from train.models.gpt2_block import TextCache
 from train.models.timesformer import NORM_EPS, TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
+from train.tasks.caption.caption_decoding_settings import DecodingSettings, max_tokens_of
+from train.tasks.caption.decode import write_captions
 from train.weights.hf_caption_configs import TimeSformerShape, hf_caption_config
 from train.weights.hf_caption_format import to_hf_caption
 

@@ -19,11 +19,11 @@ from torch import nn
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import seconds_of
 from train.data.batch import Batch
+from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.build import build_contrast
 from train.losses.global_contrast import GlobalSet
 from train.losses.settings import PUBLISHED, Kind, Loss
-from train.step import Step
 
 BASE = "infonce"
 OPEN_CLIP = "infonce, open_clip"

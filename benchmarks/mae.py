@@ -41,8 +41,8 @@ from benchmarks.mae_data import LATENT_PX, LATENT_SEGMENT, DataSteps, make_folde
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, peak_bytes_of_pass, seconds, take
 from benchmarks.report import Rows, parser_for, print_report
 from prep.video.ffmpeg import find_ffmpeg
-from train.augment.settings import Augment
-from train.mae.settings import MaeSettings
+from train.config.augment_settings import Augment
+from train.tasks.mae.settings import MaeSettings
 
 MB = 1024**2
 MODEL, DATA, LATENTS = "model", "data", "latents"

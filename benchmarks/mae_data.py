@@ -21,15 +21,15 @@ from shards.dataset import set_current_variant
 from shards.format import VIDEO_FIELDS
 from shards.writer import Sample, ShardWriter
 from train.data.batch import Batch, to_device
-from train.data.filling import LoadedBatch
+from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
+from train.device.precision import open_precision
+from train.distributed.step import Step
 from train.distributed.world import World
-from train.mae.settings import MaeSettings
 from train.models.attention import open_attention
 from train.optim.optimizer import make_optimizer
-from train.precision import open_precision
-from train.step import Step
-from train.tasks.mae import MaeTask
+from train.tasks.mae.settings import MaeSettings
+from train.tasks.mae.task import MaeTask
 
 LATENT_PX, LATENT_SEGMENT = 224, "5s"
 _VARIANT, _FINGERPRINT = "h264-x264-default-00000000", "00" * 32

@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.learning import found_of_seeds, learning_parser
 from benchmarks.report import print_report
-from train.probe.commands import probe_run
-from train.probe.settings import METHODS, ProbeEvaluation
-from train.run_folder import RunFolder, read_lines
+from train.config.probe_settings import METHODS, ProbeEvaluation
+from train.evaluation.probe.commands import probe_run
+from train.run.folder import RunFolder, read_lines
 
 LABELS = ("motion", "shape", "colour")
 NAMES = {"knn": "k-NN", "linear": "linear"}

@@ -11,16 +11,16 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
-from train.caption.decoding.settings import DecodingSettings
-from train.caption.settings import CaptionerSettings
-from train.caption.videos.formats import Format
-from train.classify.settings import ClassifySettings
-from train.evaluation.cli import evaluate
-from train.idle_flags import refuse_idle_flags
-from train.mae.settings import MaeSettings
-from train.run_folder import Resume
-from train.settings import DualEncoderSettings
-from train.settings_files import add_files, hint_with_files
+from train.commands.evaluation import evaluate
+from train.config.files import add_files, hint_with_files
+from train.config.training import DualEncoderSettings
+from train.config.unused_flags import refuse_idle_flags
+from train.run.folder import Resume
+from train.tasks.caption.caption_decoding_settings import DecodingSettings
+from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.caption.videos.formats import Format
+from train.tasks.classify.settings import ClassifySettings
+from train.tasks.mae.settings import MaeSettings
 
 _FIRST_SPEAKS_S = 5.0
 
@@ -59,7 +59,7 @@ def dual_encoder(
     resume
         Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
-    from train.commands import train_dual_encoder
+    from train.commands.training import train_dual_encoder
 
     train_dual_encoder(settings, resume=resume)
 
@@ -87,7 +87,7 @@ def classify(
     resume
         Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
-    from train.commands import train_classify
+    from train.commands.training import train_classify
 
     train_classify(settings, resume=resume)
 
@@ -115,7 +115,7 @@ def mae(
     resume
         Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
-    from train.commands import train_mae
+    from train.commands.training import train_mae
 
     train_mae(settings, resume=resume)
 
@@ -143,7 +143,7 @@ def caption(
     resume
         Go on with the run in --out from its latest checkpoint; auto: begin a new run where there is none.
     """
-    from train.commands import train_caption
+    from train.commands.training import train_caption
 
     train_caption(settings, resume=resume)
 
@@ -185,7 +185,7 @@ def caption_video(
     decoding
         How captions are written; as the run says when left out.
     """
-    from train.caption.videos.commands import caption_files
+    from train.tasks.caption.videos.commands import caption_files
 
     caption_files(run, videos, length=len, out=out, wanted=form, batch=batch, decoding=decoding)
 
@@ -287,7 +287,7 @@ def export(
     checkpoint
         Checkpoint of the run; its latest when left out.
     """
-    from train.weights.export import export_run
+    from train.commands.export import export_run
 
     export_run(run, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, say=print)
 
@@ -307,7 +307,7 @@ def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negati
     out
         Page to write.
     """
-    from train.overview import write_overview
+    from train.report.overview import write_overview
 
     write_overview(runs, out)
     print(out)

@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, data_folder
 from benchmarks.way_process import answer_requests
-from train.data.clips import Sampling
 from train.data.decoding.clip import ClipShape
-from train.data.filling import LoadedBatch
+from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
+from train.data.outcomes import LoadedBatch
 from train.data.video_captions import VideoCaptions
 
 BATCH, NUM_AHEAD = 8, 32

@@ -13,12 +13,12 @@ from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, Clip, data_folde
 from benchmarks.decode_peers.contestant import Reader, serve
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
 from shards.reader import CommittedShard, Variant
-from train.data.clips import Sampling
-from train.data.crop import Rectangle
 from train.data.decoding.chunks import ChunkDecoder
 from train.data.decoding.clip import ClipMaking, ClipShape
-from train.data.decoding.planes import as_yuv420, crop_clip, places_of
+from train.data.decoding.crop import Rectangle
+from train.data.decoding.pictures import as_yuv420, crop_clip, places_of
 from train.data.decoding.reading import ChunkBytes, read_chunk
+from train.data.frame_sampling import Sampling
 
 if TYPE_CHECKING:
     import av

@@ -21,21 +21,21 @@ from torch import nn
 from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from manifests.errors import UserError
-from train.augment.settings import Augment
-from train.caption.settings import CaptionerSettings, DecoderSettings
-from train.commands import train_caption, train_dual_encoder, train_mae
+from train.commands.training import train_caption, train_dual_encoder, train_mae
+from train.config.augment_settings import Augment
+from train.config.training import ClipSettings, DualEncoderSettings
 from train.data.batch import Batch, to_device
+from train.device.precision import open_precision
+from train.distributed.step import Step
 from train.distributed.world import World
-from train.mae.settings import MaeSettings
 from train.models.attention import open_attention
 from train.optim.optimizer import make_optimizer
-from train.precision import open_precision
-from train.run_folder import read_lines
-from train.settings import ClipSettings, DualEncoderSettings
-from train.step import Step
-from train.tasks.caption import CaptionTask
-from train.tasks.dual_encoder import DualEncoderTask
-from train.tasks.mae import MaeTask
+from train.run.folder import read_lines
+from train.tasks.caption.settings import CaptionerSettings, DecoderSettings
+from train.tasks.caption.task import CaptionTask
+from train.tasks.dual_encoder.task import DualEncoderTask
+from train.tasks.mae.settings import MaeSettings
+from train.tasks.mae.task import MaeTask
 
 _GOAL_WAIT, _GOAL_AUGMENT = 0.01, 0.03
 _WARM_STEPS = 8

@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.gpu.feeding_steps import device_ms
 from benchmarks.gpu.parts import Result, Setup
+from train.device.precision import open_precision
 from train.models.attention import open_attention
 from train.models.packing import pack
 from train.models.text import TextTower, TextTowerSize, load_tokenizer
 from train.models.transformer import TransformerSize
-from train.precision import open_precision
 
 _TEXT = "a person cuts the onion with a sharp knife and puts it into the large pan on the left burner"
 _BUSY_SIDE = 4096

@@ -13,7 +13,7 @@ from benchmarks.plain_loops import encode_pictures, encode_texts
 from prep.latents.vae import Encoder, Precision, tiny_vae
 from prep.latents.weights import Vae
 from prep.text.tower import TINY, TINY_SHA256, Tower, load_tower
-from train.throughput import FlopCounter
+from train.engine.throughput import FlopCounter
 
 PREP, PLAIN, MODEL = "prep", "plain loop", "the model alone"
 _SCALING = 0.18215  # Stable Diffusion's

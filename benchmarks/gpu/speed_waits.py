@@ -25,22 +25,22 @@ from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from benchmarks.gpu.ways import release
 from manifests.caption_table import LABEL_PREFIX
 from manifests.store import read_captions
-from train.caption.settings import CaptionerSettings, DecoderSettings
-from train.classify.settings import ClassifySettings
-from train.commands import MakesTask
+from train.commands.training import MakesTask
+from train.config.training import ClipSettings, DualEncoderSettings
+from train.distributed.step import Step
 from train.distributed.world import World
-from train.loop import train
-from train.mae.settings import MaeSettings
+from train.engine.loop import train
+from train.losses.objective import Objective
 from train.models.attention import open_attention
-from train.objective import Objective
-from train.progress import Progress
-from train.run_folder import create_run
-from train.settings import ClipSettings, DualEncoderSettings
-from train.step import Step
-from train.tasks.caption import CaptionTask
-from train.tasks.classify import ClassifyTask
-from train.tasks.dual_encoder import DualEncoderTask
-from train.tasks.mae import MaeTask
+from train.run.folder import create_run
+from train.run.progress import Progress
+from train.tasks.caption.settings import CaptionerSettings, DecoderSettings
+from train.tasks.caption.task import CaptionTask
+from train.tasks.classify.settings import ClassifySettings
+from train.tasks.classify.task import ClassifyTask
+from train.tasks.dual_encoder.task import DualEncoderTask
+from train.tasks.mae.settings import MaeSettings
+from train.tasks.mae.task import MaeTask
 
 _WARM_STEPS, _STEPS, _DRY_STEPS = 3, 12, 5
 _MOST_PLACES = 6

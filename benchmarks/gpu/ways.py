@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.gpu.parts import Setup, one_line
 from benchmarks.timing import seconds_of, turns
-from train.peak_flops import peak_flops
-from train.throughput import Throughput
+from train.engine.peak_flops import peak_flops
+from train.engine.throughput import Throughput
 
 GIB = 1024**3
 _WARM_STEPS = 2
@@ -25,7 +25,7 @@ class Way:
 
     Attributes:
         step: one unit of the work.
-        model: whose forward passes with gradients are the FLOPs of a step, three times over (train.throughput).
+        model: whose forward passes with gradients are the FLOPs of a step, three times over (train.engine.throughput).
         num_flops: those of a step, where no model's training is measured.
     """
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.gpu.runs import Runs
-from train.caption.decoding.settings import DecodingSettings
-from train.caption.runs import read_decoder_parts
-from train.caption.settings import CaptionerSettings
-from train.caption.trained import TrainedCaptioner
 from train.distributed.world import World
-from train.run_folder import open_run
-from train.tasks.caption import CaptionTask
-from train.trained_run import open_trained_run, read_settings
+from train.engine.trained_run import open_trained_run, read_settings
+from train.run.folder import open_run
+from train.tasks.caption.caption_decoding_settings import DecodingSettings
+from train.tasks.caption.runs import read_decoder_parts
+from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.caption.task import CaptionTask
+from train.tasks.caption.trained import TrainedCaptioner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -10,7 +10,10 @@ import torch
 from tests.gpu.runs import Runs, losses
 from tests.gpu.test_tasks import ALL, FIRST, Record, assert_near
 from train.models import transformer
-from train.tasks import caption, classify, dual_encoder, mae
+from train.tasks.caption import task as caption
+from train.tasks.classify import task as classify
+from train.tasks.dual_encoder import task as dual_encoder
+from train.tasks.mae import task as mae
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -10,9 +10,9 @@ import torch
 
 from train.data import prefetch as prefetch_module
 from train.data.batch import Batch, BatchRing, Sample, to_device
-from train.data.filling import LoadedBatch
+from train.data.cursor import Place
 from train.data.latents.loader import LatentLoader
-from train.data.place import Place
+from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.gpu.runs import TASKS, Runs, deviation, losses, numbers, weights
-from train import precision
+from train.device import precision
 from train.optim.ema import Ema
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -28,7 +28,13 @@ _IMPORTED = (
     *("prep.video.planning", "prep.video.report", "prep.video.check", "prep.latents.sample", "prep.text.check"),
     *("prep.core.run", "prep.upkeep.garbage", "prep.upkeep.status", "prep.upkeep.texts", "prep.synthetic.make"),
     *("manifests.adapters.folder", "manifests.store"),
-    *("train.cli", "train.commands", "train.loop", "train.report", "torch.distributed.checkpoint"),
+    *(
+        "train.cli",
+        "train.commands.training",
+        "train.engine.loop",
+        "train.report.results",
+        "torch.distributed.checkpoint",
+    ),
     *("diffusers.models.autoencoders.autoencoder_tiny", "open_clip", "torch.utils.flop_counter"),
 )
 

@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train.loop
-from train.agreement import AgreedBatch, FailureLog
+import train.engine.loop
 from train.data.batch import TENSORS
-from train.late import LateNumbers
-from train.state import State
+from train.device.transfer import LateNumbers
+from train.engine.agreement import AgreedBatch, FailureLog
+from train.engine.state import State
 
 # They end in a number, or in a tensor whose size depends on values.
 LOOKS = {
@@ -100,7 +100,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
-    """Follows the runs of train.loop within, as if their device were a GPU."""
+    """Follows the runs of train.engine.loop within, as if their device were a GPU."""
     reads = DeviceReads()
     _follow_runs(reads, patch)
     _follow_methods(reads, patch)
@@ -110,7 +110,7 @@ def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
 
 
 def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
-    new_state, agree, read_late = train.loop.new_state, FailureLog.next_batch, LateNumbers.read
+    new_state, agree, read_late = train.engine.loop.new_state, FailureLog.next_batch, LateNumbers.read
 
     def started(*args: Any, **kwargs: Any) -> State:
         state = new_state(*args, **kwargs)
@@ -131,7 +131,7 @@ def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
             within.setattr(reads, "has", lambda *_: False)
             return read_late(self)
 
-    patch.setattr(train.loop, "new_state", started)
+    patch.setattr(train.engine.loop, "new_state", started)
     patch.setattr(FailureLog, "next_batch", next_batch)
     patch.setattr(LateNumbers, "read", read)
 

@@ -14,11 +14,11 @@ import torch
 from manifests.errors import Stopped
 from tests.train.distributed.forked import RUNS
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
-from train.data.filling import LoadedBatch
-from train.loop import train
-from train.progress import Progress
-from train.run_folder import RunFolder, create_run
-from train.settings import TrainingSettings
+from train.config.training import TrainingSettings
+from train.data.outcomes import LoadedBatch
+from train.engine.loop import train
+from train.run.folder import RunFolder, create_run
+from train.run.progress import Progress
 
 # What changes names on a disk; os.replace is os.rename here, and Path.unlink os.remove.
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
+from train.data.cursor import LoaderState
 from train.data.failures import FailedSample
-from train.data.filling import LoadedBatch
 from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
-from train.data.place import LoaderState
+from train.data.outcomes import LoadedBatch
+from train.device.transfer import Number
+from train.distributed.step import Step
 from train.distributed.world import World
-from train.late import Number
-from train.objective import Objective
-from train.settings import TrainingSettings
-from train.step import Step
+from train.losses.objective import Objective
 
 ONE = World()
 

@@ -5,13 +5,13 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from train import attention_choice
-from train.attention_choice import Choice, as_before, choose_attention, kernels_fact, workloads_of
-from train.caption.settings import CaptionerSettings
-from train.mae.settings import MaeSettings
+from train.config.training import ClipSettings, DualEncoderSettings
+from train.engine import attention_choice
+from train.engine.attention_choice import Choice, as_before, choose_attention, kernels_fact, workloads_of
 from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
 from train.models.attention_speed import Workload, fastest, measure
-from train.settings import ClipSettings, DualEncoderSettings
+from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.mae.settings import MaeSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = Workload(num_items=2, num_tokens=9, num_heads=2, head_width=8, num_blocks=3)

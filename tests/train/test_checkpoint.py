@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from manifests.errors import FailedWork, UserError
-from train.checkpoint import (
+from train.distributed.world import World
+from train.run.checkpoint import (
     Facts,
     all_checkpoints,
     check_fits,
@@ -21,8 +22,7 @@ from train.checkpoint import (
     read_table,
     read_weights,
 )
-from train.checkpoint_writer import CheckpointWriter, superfluous
-from train.distributed.world import World
+from train.run.checkpoint_writer import CheckpointWriter, superfluous
 
 TENSORS = {
     "model.a.weight": torch.arange(6.0).reshape(2, 3),

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from train.cli import main
-from train.run_folder import RunFolder, read_lines
-from train.settings import DualEncoderSettings
-from train.settings_files import load_settings
+from train.config.files import load_settings
+from train.config.training import DualEncoderSettings
+from train.run.folder import RunFolder, read_lines
 
 Train = Callable[..., int]
 

@@ -3,7 +3,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from train.data.clips import ChunkTimes, FramePlace, Moments, Sampling, SamplingRule, locate_frames, moments_of, to_us
+from train.data.frame_sampling import (
+    ChunkTimes,
+    FramePlace,
+    Moments,
+    Sampling,
+    SamplingRule,
+    locate_frames,
+    moments_of,
+    to_us,
+)
 
 
 def chunk(start_ms: int, num_frames: int = 450, fps_num: int = 30, fps_den: int = 1) -> ChunkTimes:

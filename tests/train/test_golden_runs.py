@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.classify.moving import write_moving
 from train.cli import main
-from train.run_folder import RunFolder, read_lines
+from train.run.folder import RunFolder, read_lines
 
 GOLDEN = Path(__file__).with_name("golden_runs.json")
 SMALL = "--model tiny --num-frames 2 --size-px 32 --warmup-steps 2 --lr 1e-3 --steps 6 --workers 1 --device cpu"
@@ -34,7 +34,7 @@ def test_a_run_has_its_golden_losses(
 ) -> None:
     if name == "fine-tuning":
         if not cv2.ipp.useIPP():
-            pytest.skip("this OpenCV has no IPP, and resizes otherwise (train.data.decoding.planes)")
+            pytest.skip("this OpenCV has no IPP, and resizes otherwise (train.data.decoding.pictures)")
         data_dir = tmp_path / "labelled"
         write_moving(data_dir, num_videos=4)
     words = [*RUNS[name].split(), "--shards", str(data_dir), "--out", str(tmp_path / "run")]

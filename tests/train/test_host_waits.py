@@ -1,4 +1,4 @@
-"""In a step the host waits for the device once: for the numbers of the step before (train.late)."""
+"""In a step the host waits for the device once: for the numbers of the step before (train.device.transfer)."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.train.test_cli import Train, train, two_lines
-from train.mae.settings import MaeSettings
-from train.settings_files import save_settings
+from train.config.files import save_settings
+from train.tasks.mae.settings import MaeSettings
 
 __all__ = ["train"]
 
@@ -59,7 +59,7 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
 ) -> None:
     chosen: list[Any] = []
     for command in ("train_dual_encoder", "train_classify", "train_mae", "train_caption"):
-        monkeypatch.setattr(f"train.commands.{command}", lambda settings, resume: chosen.append(settings))
+        monkeypatch.setattr(f"train.commands.training.{command}", lambda settings, resume: chosen.append(settings))
     save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
     for words in (
         # Of presets and files.

@@ -11,10 +11,17 @@ import torch
 from manifests.errors import Stopped, UserError
 from manifests.publish import TEMPORARY_PREFIX
 from tests.train.killed import StoppedPoints, killed_at, three_steps, train_and_stop, train_plane
-from train.checkpoint import all_checkpoints, checkpoint_name, is_intact, latest_checkpoint, read_facts, read_weights
-from train.checkpoint_writer import recover
-from train.evaluation.settings import EvaluationSettings
-from train.run_folder import RunFolder
+from train.config.evaluation import EvaluationSettings
+from train.run.checkpoint import (
+    all_checkpoints,
+    checkpoint_name,
+    is_intact,
+    latest_checkpoint,
+    read_facts,
+    read_weights,
+)
+from train.run.checkpoint_writer import recover
+from train.run.folder import RunFolder
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

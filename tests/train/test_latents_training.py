@@ -16,10 +16,10 @@ from tests.train.latents.written import Caption, Chunk, Written, write_latents, 
 from tests.train.test_checkpoint import reseal
 from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
-from train.checkpoint import latest_checkpoint, read_facts, read_weights
-from train.data.chance import uniform
-from train.run_folder import RunFolder, read_lines
-from train.tasks.latents import spread
+from train.data.inputs import spread
+from train.device.random import uniform
+from train.run.checkpoint import latest_checkpoint, read_facts, read_weights
+from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

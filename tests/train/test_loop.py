@@ -15,12 +15,12 @@ from torch import nn
 
 from manifests.errors import FailedWork, UserError
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
-from train.checkpoint import latest_checkpoint, read_weights
 from train.cli import main
-from train.loop import train
-from train.progress import Progress
-from train.run_folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
-from train.settings import TrainingSettings
+from train.config.training import TrainingSettings
+from train.engine.loop import train
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
+from train.run.progress import Progress
 
 CPU = torch.device("cpu")
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-import train.loop
+import train.engine.loop
 from manifests.errors import FailedWork, UserError
 from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
-from train.checkpoint import all_checkpoints
+from train.config.evaluation import EvaluationSettings
+from train.config.training import TrainingSettings
 from train.distributed.world import World
-from train.evaluation.settings import EvaluationSettings
-from train.finite import not_finite
-from train.progress import Progress
-from train.run_folder import RunFolder, create_run
-from train.settings import TrainingSettings
+from train.engine.finite import not_finite
+from train.run.checkpoint import all_checkpoints
+from train.run.folder import RunFolder, create_run
+from train.run.progress import Progress
 
 
 class PoisonedTask(PlaneTask):
@@ -33,7 +33,7 @@ def train_plane(chosen: TrainingSettings, task: PlaneTask) -> None:
     if not run.settings.exists():
         create_run(chosen)
     samples = LoadedPoints(Points(), chosen)
-    train.loop.train(task, samples, chosen, run=run, world=ONE, device=torch.device("cpu"), progress=Progress())
+    train.engine.loop.train(task, samples, chosen, run=run, world=ONE, device=torch.device("cpu"), progress=Progress())
 
 
 def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
@@ -46,7 +46,7 @@ def test_no_checkpoint_is_made_of_them_and_the_last_good_one_stays(
     assert list(all_checkpoints(folder)) == [2, 4]
     with monkeypatch.context() as patch:
         # As older versions did.
-        patch.setattr(train.loop, "require_finite_state", lambda *_, **__: None)
+        patch.setattr(train.engine.loop, "require_finite_state", lambda *_, **__: None)
         train_plane(chosen, PoisonedTask())
     assert max(all_checkpoints(folder)) == 5
     with pytest.raises(UserError, match=r"step_000005 holds .* not finite .* in model\.0\.weight") as caught:

@@ -13,8 +13,8 @@ from prep.commands.manifest import app
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import Train, train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
-from train.run_folder import RunFolder, read_lines
-from train.settings_files import PRESETS_FOLDER
+from train.config.files import PRESETS_FOLDER
+from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

@@ -3,12 +3,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from manifests.publish import publish_json
-from train.chart import Line, line_chart, smoothed, thinned, ticks
-from train.curves import evaluation_curves
-from train.report import write_page
-from train.run_folder import RunFolder, append_lines
-from train.settings import DualEncoderSettings
-from train.settings_files import save_settings
+from train.config.files import save_settings
+from train.config.training import DualEncoderSettings
+from train.report.chart import Line, line_chart, smoothed, thinned, ticks
+from train.report.curves import evaluation_curves
+from train.report.results import write_page
+from train.run.folder import RunFolder, append_lines
 
 HOSTILE = "<script>alert('x')</script>"
 

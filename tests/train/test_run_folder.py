@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.run_folder import RunFolder, keep_lines, read_lines, read_object
+from train.run.folder import RunFolder, keep_lines, read_lines, read_object
 
 
 @pytest.mark.parametrize("bad", ["garbage", "3", '"text"', "\udcff"])

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-import train.commands
+import train.commands.training
 from manifests.errors import UserError
-from train.caption.settings import CaptionerSettings
-from train.classify.settings import ClassifySettings
 from train.cli import main
-from train.mae.settings import MaeSettings
-from train.settings import FREE_ON_RESUME, DualEncoderSettings, require_same, shaping
-from train.settings_files import PRESETS_FOLDER, load_settings, preset_path, save_settings
+from train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
+from train.config.training import FREE_ON_RESUME, DualEncoderSettings, require_same, shaping
+from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.classify.settings import ClassifySettings
+from train.tasks.mae.settings import MaeSettings
 
 
 def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_flags_go_before_files_before_the_preset(
     (tmp_path / "two.yaml").write_text("steps: 22\nlr: 0.5")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        train.commands,
+        train.commands.training,
         "train_dual_encoder",
         lambda settings, resume: print(settings.steps, settings.lr, settings.model),
     )

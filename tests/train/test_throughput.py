@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from train.engine.peak_flops import peak_flops
+from train.engine.throughput import FlopCounter, Throughput
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder
-from train.peak_flops import peak_flops
-from train.throughput import FlopCounter, Throughput
 
 CPU = torch.device("cpu")
 

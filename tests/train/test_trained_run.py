@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.train.test_cli import train, two_lines
-from train.caption.settings import CaptionerSettings
-from train.classify.settings import ClassifySettings
-from train.mae.settings import MaeSettings
-from train.run_folder import RunFolder
-from train.settings import ClipSettings, DualEncoderSettings
-from train.settings_files import save_settings
+from train.config.files import save_settings
+from train.config.training import ClipSettings, DualEncoderSettings
+from train.run.folder import RunFolder
+from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.classify.settings import ClassifySettings
+from train.tasks.mae.settings import MaeSettings
 
 __all__ = ["train"]
 

@@ -21,10 +21,10 @@ from tests.train.tiny_data import (
     write_shard,
 )
 from train.data.batch import Sample
-from train.data.clips import Sampling, moments_of, to_us
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.failures import FailedSample
+from train.data.frame_sampling import Sampling, moments_of, to_us
 from train.data.loader import LoaderSettings, Visit
 from train.data.video_captions import VideoCaptions
 from train.models.text import load_tokenizer

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from train.augment.draws import MAX_SIGMA_PX
-from train.sending import sent
+from train.device.sending import sent
 
 RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)
 

@@ -1,4 +1,4 @@
-"""What chance decides about the pictures of each clip (train.data.chance)."""
+"""What chance decides about the pictures of each clip (train.device.random)."""
 
 import math
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from train.augment.settings import MAX_MAGNITUDE, Augment
-from train.data.chance import uniform
+from train.config.augment_settings import MAX_MAGNITUDE, Augment
 from train.data.order import Positions
+from train.device.random import uniform
 
 # The range of SimCLR (Chen et al., 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from train.augment.draws import Draw
-from train.data.device_chance import device_uniform
+from train.device.device_chance import device_uniform
 
 
 def erase_clips(video: torch.Tensor, draw: Draw) -> None:

@@ -16,10 +16,10 @@ from torch.nn.functional import interpolate
 from train.augment.blur import blur_clips
 from train.augment.colour import rgb_matrices
 from train.augment.draws import Draw
+from train.augment.effects import GREY_WEIGHTS, colour_map
 from train.augment.erase import erase_clips
-from train.augment.jitter import GREY_WEIGHTS, colour_map
 from train.augment.rand_augment import rand_augment_clips
-from train.sending import sent
+from train.device.sending import sent
 
 Triple = tuple[float, float, float]
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from train.augment.draws import OPERATIONS, Draw
-from train.sending import constant
+from train.device.sending import constant
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -14,7 +14,9 @@ import numpy as np
 
 from manifests.errors import FailedWork
 from train.bench.timing import Rate, Rounds
+from train.config.training import DualEncoderSettings
 from train.data.batch import Sample
+from train.data.clip_samples import ClipPlan
 from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import Clip
 from train.data.decoding.reading import ChunkBytes
@@ -22,8 +24,6 @@ from train.data.failures import SampleFailed
 from train.data.loader import Visit
 from train.data.order import SampleOrder
 from train.data.video_captions import VideoCaptions
-from train.data.video_clips import ClipPlan
-from train.settings import DualEncoderSettings
 
 CLIP_LINKS = ("read", "decode", "crop", "tokens")
 _SAMPLES_A_ROUND = 64

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
-from train.attention_choice import choose_attention
 from train.bench.clips import ClipLinks
+from train.bench.rates import advice, judge
 from train.bench.steps import BatchLinks
 from train.bench.timing import Rate
-from train.bench.verdict import advice, judge
-from train.commands import choose_device
+from train.commands.training import choose_device
+from train.config.training import DualEncoderSettings
 from train.data.failures import TooManyFailures
 from train.data.video_captions import VideoCaptions
+from train.device.precision import open_precision
 from train.distributed.world import World
-from train.loop import check_batch
-from train.precision import open_precision
-from train.settings import DualEncoderSettings
-from train.surroundings import machine
-from train.tasks.dual_encoder import DualEncoderTask
+from train.engine.attention_choice import choose_attention
+from train.engine.loop import check_batch
+from train.run.environment import machine
+from train.tasks.dual_encoder.task import DualEncoderTask
 
 
 def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any]:

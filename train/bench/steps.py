@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from train.bench.timing import Rate, Rounds, repeat
+from train.config.training import DualEncoderSettings
 from train.data.batch import Batch, BatchRing, Sample, to_device
 from train.data.prefetch import prefetch
 from train.data.video_captions import VideoCaptions
+from train.distributed.step import Step
 from train.distributed.world import World
 from train.models.dual_encoder import DualEncoder
 from train.optim.optimizer import make_optimizer
-from train.settings import DualEncoderSettings
-from train.step import Step
-from train.tasks.dual_encoder import DualEncoderTask
+from train.tasks.dual_encoder.task import DualEncoderTask
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from train.data.caption_settings import parse_weights
-from train.data.chance import below, uniform
+from train.config.data import parse_weights
+from train.device.random import below, uniform
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from manifests.store import read_videos
 from shards.damage import Damaged
 from shards.reader import Variant
 from shards.tars import TarBytes
-from train.data.chunk_table import ChunkTable, chunk_table
+from train.data.chunks import ChunkTable, chunk_table
 from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
 from train.data.decoding.reading import ChunkBytes, DecodeRule, has_closed_gops, read_chunk
 

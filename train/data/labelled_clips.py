@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from manifests.store import read_captions
 from shards.tars import TarBytes
-from train.classify.classes import ClassList
 from train.data.batch import Sample
 from train.data.caption_choice import choose_sources
 from train.data.chunk_set import ChunkSet
-from train.data.chunk_table import rows_of
+from train.data.chunks import rows_of
+from train.data.classes import ClassList
 from train.data.clip_captions import one_by_one
-from train.data.clip_samples import ClipSamples
+from train.data.clip_samples import VideoClips
+from train.data.data_clip_samples import ClipSamples
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.failures import FailedSample
 from train.data.labelled_rows import labelled_rows
 from train.data.loader import LoaderSettings, Visit
 from train.data.usable_captions import usable_captions
-from train.data.video_clips import VideoClips
 
 _ONE = choose_sources(["labels"], wanted=None)
 

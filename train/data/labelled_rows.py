@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from train.classify.classes import ClassList, names_of, numbers_of
+from train.data.classes import ClassList, names_of, numbers_of
 
 
 @dataclass(frozen=True)

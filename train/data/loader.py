@@ -1,6 +1,6 @@
 """Batches from a set of samples: worker threads decode ahead, and the order does not depend on them.
 
-Training walks the endless order of train.data.order. Its whole state is a place in it (train.data.place); how many
+Training walks the endless order of train.data.order. Its whole state is a place in it (train.data.cursor); how many
 samples have failed so far is the caller's to count. A failed sample is handed to the caller by name and its
 place in the batch is filled by the next sample in order, so the same failures give the same batches.
 """
@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from train.data.batch import Sample
+from train.data.cursor import LoaderState, Place, resumed
 from train.data.failures import FailedSample
-from train.data.filling import BatchFilling, LoadedBatch
 from train.data.order import SampleOrder
-from train.data.place import LoaderState, Place, resumed
+from train.data.outcomes import BatchFilling, LoadedBatch
 from train.data.workers import Stuck, in_order
 
 _BLOCK = 4096

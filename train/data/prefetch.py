@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from train.data.batch import TENSORS, to_device
-from train.data.filling import LoadedBatch
+from train.data.outcomes import LoadedBatch
 
 if TYPE_CHECKING:
     import torch

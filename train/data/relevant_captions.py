@@ -1,7 +1,7 @@
 """Sentences that are relevant for a clip, whoever said them of which clip: the positives of EK-100's retrieval.
 
 Training for EPIC-KITCHENS-100's multi-instance retrieval shows a clip with any sentence of the split whose relevancy
-for it (train.evaluation.relevancy) is more than 0.1, all alike. A sentence is a distinct text; its classes are those of
+for it (train.data.relevancy) is more than 0.1, all alike. A sentence is a distinct text; its classes are those of
 the caption with the lowest id that has it. A clip's own sentence always counts, with relevancy 1.
 """
 
@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from train.data.chance import below
-from train.evaluation.relevancy import Actions, Relevancy, relevancy_of_classes
+from train.data.relevancy import Actions, Relevancy, relevancy_of_classes
+from train.device.random import below
 
 LABELS = ("label_verb", "label_nouns")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from train.data.batch import PICTURES
-from train.data.filling import LoadedBatch
+from train.data.outcomes import LoadedBatch
 from train.distributed.world import World
 
 

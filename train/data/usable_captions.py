@@ -6,10 +6,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.chunk_table import ChunkTable
-from train.data.clips import START_ROUNDING_US, US_PER_S
+from train.data.chunks import ChunkTable
+from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 
-_LONGEST_S = 1e9  # beyond what a video can last (train.data.chunk_table), and far below where microseconds overflow
+_LONGEST_S = 1e9  # beyond what a video can last (train.data.chunks), and far below where microseconds overflow
 
 Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing"]
 

@@ -15,22 +15,22 @@ from manifests.caption_digest import TextDigest
 from manifests.errors import UserError
 from manifests.store import read_captions
 from shards.tars import TarBytes
+from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.caption_choice import Sources, choose_sources, smallest
-from train.data.caption_settings import CaptionSettings
 from train.data.caption_texts import require_different
 from train.data.chunk_set import ChunkSet
-from train.data.chunk_table import rows_of
+from train.data.chunks import rows_of
 from train.data.clip_captions import ClipCaptions, group_captions, one_by_one
-from train.data.clip_samples import ClipSamples
+from train.data.clip_samples import VideoClips
+from train.data.cursor import set_fingerprint
+from train.data.data_clip_samples import ClipSamples
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, Visit
-from train.data.place import set_fingerprint
 from train.data.relevant_captions import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
 from train.data.usable_captions import usable_captions
-from train.data.video_clips import VideoClips
 from train.models.text import Tokenize
 
 ALL_CAPTIONS = CaptionSettings()

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from train.config.machine import Strategy
 from train.distributed.buckets import buckets
-from train.distributed.settings import Strategy
 from train.distributed.world import World
 
 

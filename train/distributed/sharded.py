@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from train.sending import sent
+from train.device.sending import sent
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
 
 
 def _tried(device_type: str) -> dict[str, Any]:
-    from train.precision import open_precision
+    from train.device.precision import open_precision
 
     precision = open_precision("auto", device_type=device_type).name
     found = {"precision": precision, "xformers": _version("xformers"), **_xformers()}

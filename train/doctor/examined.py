@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from train.config.training import TrainingSettings
 from train.doctor.accelerator import Accelerator, examine_accelerator
 from train.doctor.child import ask_child
-from train.doctor.disk import Disk, examine_disk
-from train.doctor.host import Host, examine_host
-from train.settings import TrainingSettings
-from train.surroundings import versions
+from train.doctor.doctor_host import Host, examine_host
+from train.doctor.host import Disk, examine_disk
+from train.run.environment import versions
 
 # Decoders of what `prep chunk` writes (train.data.decoding.packets), the default's first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")

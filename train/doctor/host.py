@@ -1,115 +1,202 @@
-"""The host: processor, cores that this process may use, memory, shared memory, what torch.compile needs.
+"""The disk of a folder: file system, network or not, free space, and how fast it is, in about two seconds.
 
-Only files of /proc and /sys are read. Where one is missing, which containers and sandboxes have in common, the value is
-None and nothing is said of it.
+A data folder is only read: parts of a tar that is there. Elsewhere a file of 48 MB is written, flushed, read and
+removed. The kernel keeps what was read or written in memory, and a read from there says nothing of a disk: the pages
+are given up first (posix_fadvise), and `cached` says whether that worked, asked of the kernel by reads that must not
+wait (RWF_NOWAIT).
 """
 
+import errno
 import os
-import shutil
+import random
+import tempfile
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.surroundings import processor
-
-_CGROUP = Path("/sys/fs/cgroup")
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_BLOCK = 1 << 22
+_NUM_BLOCKS = 12
+_PIECE = 1 << 16
+_NUM_PIECES = 64
+_LONGEST_S = 2.0
+_PATIENCE_S = 15.0
+_NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2"),
+    *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
+    *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
+}
+# Folders of a host that a virtual machine or a sandbox sees; what is behind them cannot be known from within.
+_OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
+_MEMORY = {"tmpfs", "ramfs"}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
-    """What doctor looks at.
+class Disk:
+    """What is known of the disk of a folder; a speed is None where it was not measured.
 
     Attributes:
-        num_cores: of the machine.
-        allowed_cores: those that this process may run on (its affinity).
-        quota_cores: CPU time per time that its cgroup allows, where it sets a limit.
-        memory_bytes, free_bytes: of the machine, or of the cgroup where that allows less.
-        shm_bytes: size of /dev/shm.
-        thread_variables: those of the environment that set a number of threads.
-        compiler: path of a C compiler.
+        kind: local, network, host (a folder of the host), memory, or unknown.
+        cached: whether reads came from the page cache; None where the kernel does not say.
+        piece_ms: of reading 64 KiB somewhere, as a loader reads packets; the median.
+        problem: why nothing, or not all, could be measured.
     """
 
-    processor: str
-    num_cores: int
-    allowed_cores: int
-    quota_cores: float | None
-    memory_bytes: int | None
-    free_bytes: int | None
-    shm_bytes: int | None
-    thread_variables: dict[str, str]
-    compiler: str | None
+    path: str
+    file_system: str | None = None
+    kind: str = "unknown"
+    free_bytes: int | None = None
+    write_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    piece_ms: float | None = None
+    cached: bool | None = None
+    problem: str | None = None
 
 
-def examine_host() -> Host:
-    """Looks at this machine; takes milliseconds."""
-    total, free = _memory()
-    limit = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
-    if limit is not None and (total is None or limit < total):
-        used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
-        total, free = limit, min(limit - used, free if free is not None else limit)
-    return Host(
-        processor=processor(),
-        num_cores=os.cpu_count() or 1,
-        allowed_cores=len(os.sched_getaffinity(0)),
-        quota_cores=_quota(),
-        memory_bytes=total,
-        free_bytes=free,
-        shm_bytes=_shared_memory(),
-        thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
-        compiler=next((found for name in _compilers() if (found := shutil.which(name))), None),
-    )
+def examine_disk(folder: Path, *, is_data: bool) -> Disk:
+    """Measures the disk of a folder, within 15 seconds even where its file system does not answer.
+
+    Args:
+        is_data: nothing is written, and what is read is a tar in it.
+    """
+    found: list[Disk] = []
+    # A mount whose server is gone holds up whoever asks, for ever: such a thread is left behind.
+    worker = threading.Thread(target=lambda: found.append(_examine(folder, is_data=is_data)), daemon=True)
+    worker.start()
+    worker.join(_PATIENCE_S)
+    if found:
+        return found[0]
+    kind, file_system = file_system_of(folder, _mounts())
+    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=f"no answer within {_PATIENCE_S:.0f} s")
 
 
-def quota_of(text: str) -> float | None:
-    """Cores that a line of cpu.max allows ("200000 100000": 2.0); None without a limit."""
-    quota, _, period = text.strip().partition(" ")
-    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
-        return None
-    return int(quota) / int(period)
+def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
+    """Kind and type of the file system of an absolute path, by the text of /proc/self/mountinfo."""
+    best, file_system = "", None
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, types = before.split(), after.split()
+        if len(fields) < 5 or not types:
+            continue
+        mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        is_above = mount == "/" or str(folder) == mount or str(folder).startswith(f"{mount}/")
+        if is_above and len(mount) >= len(best):  # the last of two on the same folder lies on top
+            best, file_system = mount, types[0]
+    if file_system is None:
+        return "unknown", None
+    for kind, types_of_kind in (("network", _NETWORK), ("host", _OF_HOST), ("memory", _MEMORY)):
+        if file_system in types_of_kind:
+            return kind, file_system
+    return "unknown" if file_system.startswith("fuse") else "local", file_system
 
 
-def _quota() -> float | None:
-    found = quota_of(_read(_CGROUP / "cpu.max") or "")
-    if found is not None:
-        return found
-    quota = (_read(_CGROUP / "cpu/cpu.cfs_quota_us") or "").strip()  # the first version of cgroups
-    period = (_read(_CGROUP / "cpu/cpu.cfs_period_us") or "").strip()
-    return quota_of(f"{quota} {period}")
-
-
-def _limit(*paths: Path) -> int | None:
-    for path in paths:
-        text = (_read(path) or "").strip()
-        if text.isdigit() and int(text) < 2**60:  # the first version says "no limit" by a huge number
-            return int(text)
-    return None
-
-
-def _memory() -> tuple[int | None, int | None]:
-    fields = {}
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        name, _, value = line.partition(":")
-        number = value.split()
-        if number and number[0].isdigit():
-            fields[name] = int(number[0]) * 1024
-    return fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
-
-
-def _shared_memory() -> int | None:
+def _examine(folder: Path, *, is_data: bool) -> Disk:
+    path = folder.absolute()
     try:
-        found = os.statvfs("/dev/shm")
+        path = folder.resolve(strict=True)
+        room = os.statvfs(path)
+    except OSError as error:
+        return Disk(path=str(path), problem=_unreadable(error))
+    kind, file_system = file_system_of(path, _mounts())
+    free_bytes = room.f_bavail * room.f_frsize
+    known = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
+    try:
+        return Disk(**known, **(_of_data(path) if is_data else _of_new_file(path, free_bytes)))  # type: ignore[arg-type]
+    except OSError as error:
+        return Disk(**known, problem=_unreadable(error) if is_data else _unwritable(error))  # type: ignore[arg-type]
+
+
+def _unreadable(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"cannot be read: {error.strerror}{where}"
+
+
+def _unwritable(error: OSError) -> str:
+    return f"not measured: {'no space is left' if error.errno in _NO_SPACE else error.strerror}"
+
+
+def _of_data(folder: Path) -> dict[str, float | bool | str | None]:
+    tar = _some_tar(folder)
+    if tar is None:
+        return {"problem": "there is no shard to read, so its speed was not measured"}
+    with tar.open("rb", buffering=0) as file:
+        return _reads(file.fileno())
+
+
+def _some_tar(folder: Path) -> Path | None:
+    """The largest tar of the first variant that has some.
+
+    Raises:
+        OSError: one of the folders cannot be read (glob would pass over it).
+    """
+    variants = [variant for column in _folders(folder) for variant in _folders(column)]
+    tars = [[entry for entry in os.scandir(variant) if entry.name.endswith(".tar")] for variant in variants]
+    first = next(filter(None, tars), [])
+    return Path(max(first, key=lambda entry: entry.stat().st_size).path) if first else None
+
+
+def _folders(folder: Path) -> list[Path]:
+    # What belongs to the file system (lost+found) or is hidden is no column.
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
+
+
+def _of_new_file(folder: Path, free_bytes: int) -> dict[str, float | bool | str | None]:
+    if free_bytes < 4 * _NUM_BLOCKS * _BLOCK:
+        return {"problem": "not measured: hardly any space is left"}
+    block = random.Random(0).randbytes(_BLOCK)  # zeros would be compressed, or not be written at all
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        begin_s, num_bytes = time.perf_counter(), 0
+        while num_bytes < _NUM_BLOCKS * _BLOCK and time.perf_counter() - begin_s < _LONGEST_S:
+            num_bytes += file.write(block)
+        os.fsync(file.fileno())
+        write_s = time.perf_counter() - begin_s
+        return {"write_bytes_per_s": num_bytes / write_s, **_reads(file.fileno())}
+
+
+def _reads(file: int) -> dict[str, float | bool | str | None]:
+    """Speed of reading a file from its beginning, and of pieces of it somewhere."""
+    size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK)
+    if size < 2 * _PIECE:
+        return {"problem": "the file is too small to measure by"}
+    os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
+    cached = _is_cached(file, size)
+    places = random.Random(0).sample(range(size // _PIECE), min(_NUM_PIECES, size // _PIECE))
+    times_ms: list[float] = []
+    begin_s = time.perf_counter()
+    os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # or the kernel reads what lies between as well
+    for place in places:
+        start_s = time.perf_counter()
+        os.pread(file, _PIECE, place * _PIECE)
+        times_ms.append(1000 * (time.perf_counter() - start_s))
+        if time.perf_counter() - begin_s > _LONGEST_S:
+            break
+    os.posix_fadvise(file, 0, size, os.POSIX_FADV_NORMAL)
+    os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
+    begin_s, num_bytes = time.perf_counter(), 0
+    while num_bytes < size and time.perf_counter() - begin_s < _LONGEST_S:
+        num_bytes += len(os.pread(file, _BLOCK, num_bytes))
+    speed = num_bytes / (time.perf_counter() - begin_s)
+    return {"read_bytes_per_s": speed, "piece_ms": sorted(times_ms)[len(times_ms) // 2], "cached": cached}
+
+
+def _is_cached(file: int, size: int) -> bool | None:
+    """Whether most of a file is in the page cache; None where the kernel does not say."""
+    places = range(0, size - 4096, max(4096, size // 32))
+    num_cached = 0
+    for place in places:
+        try:
+            num_cached += os.preadv(file, [bytearray(1)], place, os.RWF_NOWAIT) > 0
+        except BlockingIOError:
+            continue
+        except OSError:
+            return None
+    return num_cached * 2 > len(places)
+
+
+def _mounts() -> str:
+    try:
+        return Path("/proc/self/mountinfo").read_text()
     except OSError:
-        return None
-    return found.f_blocks * found.f_frsize
-
-
-def _compilers() -> list[str]:
-    # Where torch.compile looks.
-    return [name for name in (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "clang", "g++") if name]
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return None
+        return ""

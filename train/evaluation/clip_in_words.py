@@ -1,7 +1,7 @@
 """What an evaluation looks at of a clip, in words that stand beside its numbers."""
 
+from train.config.training import ClipSettings
 from train.data.decoding.clip import Views
-from train.settings import ClipSettings
 
 _ONE_LOOK = Views()
 

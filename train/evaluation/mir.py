@@ -1,6 +1,6 @@
 """EPIC-KITCHENS-100's multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
 
-A clip has many relevant sentences, each to a degree in [0, 1] (train.evaluation.relevancy). With rel_k the relevancy of
+A clip has many relevant sentences, each to a degree in [0, 1] (train.data.relevancy). With rel_k the relevancy of
 the item at rank k of a query's ranking:
 
     AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from train.evaluation.relevancy import Relevancy
+from train.data.relevancy import Relevancy
 
 _BLOCK_VALUES = 1 << 22
 

@@ -17,9 +17,9 @@ from manifests.adapters.tables import read_csv
 from manifests.errors import UserError
 from manifests.store import read_captions
 from train.data.chunk_set import videos_of_split
-from train.data.chunk_table import rows_of
+from train.data.chunks import rows_of
+from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
 from train.evaluation.array_pickle import load_array_pickle
-from train.evaluation.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 # Narrations of one text may have different classes, so not every clip need have full relevancy for its own sentence.

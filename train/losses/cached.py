@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
-from train.step import Step
+from train.distributed.step import Step
 
 # Clips and captions, and what else the model is to be told of them.
 Inputs = Callable[[Batch], tuple[Any, ...]]

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
-from train.late import Number
+from train.device.transfer import Number
+from train.distributed.step import Step
 from train.losses.cached import Inputs, backward_through
+from train.losses.objective import Objective
 from train.losses.scores import Scores
 from train.losses.settings import Loss
-from train.objective import Objective
-from train.step import Step
 
 # Rows of equal captions differ by rounding.
 _SAME = 1e-5

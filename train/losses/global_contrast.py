@@ -15,15 +15,15 @@ import torch
 
 from manifests.errors import UserError
 from train.data.batch import Batch
+from train.device.sending import sent
 from train.distributed.sharded_rows import ShardedRows
+from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.cached import Inputs
 from train.losses.contrastive import Contrast, ContrastiveObjective
 from train.losses.moving_average import UNSEEN, averaged, groups, inner_rate
 from train.losses.scores import Scores, exponential_gradients, log_sums
 from train.losses.settings import Loss
-from train.sending import sent
-from train.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)

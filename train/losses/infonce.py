@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
+from train.distributed.step import Step
 from train.losses.cached import Inputs
 from train.losses.contrastive import Contrast, ContrastiveObjective
 from train.losses.scores import Scores, exponential_gradients, log_sums
 from train.losses.settings import Loss
-from train.step import Step
 
 
 class InfoNCE(ContrastiveObjective):

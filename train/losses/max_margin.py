@@ -4,11 +4,11 @@ import torch
 
 from manifests.errors import UserError
 from train.data.batch import Batch
+from train.distributed.step import Step
 from train.losses.cached import Inputs
 from train.losses.contrastive import Contrast, ContrastiveObjective
 from train.losses.scores import Scores, blocks
 from train.losses.settings import Loss
-from train.step import Step
 
 
 class MaxMargin(ContrastiveObjective):

@@ -5,12 +5,12 @@ import math
 import torch
 from torch import nn
 
+from train.device.transfer import Number
+from train.distributed.step import Step
 from train.distributed.world import World
-from train.late import Number
 from train.losses.cached import Inputs
 from train.losses.global_contrast import Estimate, GlobalContrast, GlobalSet, Side
 from train.losses.settings import Loss
-from train.step import Step
 
 _SLOW_BELOW = 0.03  # FastCLIP, appendix B: v3's temperature then learns at a third of its rate
 _SLOWER = 3

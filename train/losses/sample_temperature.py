@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from manifests.errors import UserError
+from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.cached import Inputs
 from train.losses.global_contrast import Estimate, GlobalContrast, GlobalSet, Side
 from train.losses.moving_average import group_means
 from train.losses.scores import Scores, mean_scores
 from train.losses.settings import Loss
-from train.step import Step
 
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8  # Adam's; the public code's as well
 _LONGEST = 5.0  # of a temperature's gradient, in the public code

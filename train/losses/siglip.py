@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn import functional
 
 from train.data.batch import Batch
+from train.distributed.step import Step
 from train.losses.cached import Inputs
 from train.losses.contrastive import Contrast, ContrastiveObjective
 from train.losses.scores import Scores, blocks
 from train.losses.settings import Loss
-from train.step import Step
 
 _INITIAL_BIAS = -10.0  # Zhai et al. 2023: near log of the share of true pairs, so that the first steps are calm
 

@@ -52,7 +52,7 @@ class AttentionDoor:
 
 
 def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionDoor:
-    """Chooses an implementation for a device (`cpu`, `cuda`), without measuring (see train.attention_choice).
+    """Chooses an implementation for a device (`cpu`, `cuda`), without measuring (see train.engine.attention_choice).
 
     Args:
         compiles: the model goes through torch.compile, which sees into SDPA and not into xformers.

@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from train.config.model import PATCH_PX, Kind, ModelName, Towers, kind_of, tubelet_of
 from train.models.attention import Attend
-from train.models.settings import PATCH_PX, Kind, ModelName, Towers, kind_of, tubelet_of
 from train.models.text import TextTower, TextTowerSize
 from train.models.transformer import NORM_EPS, TransformerSize, checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViT, VideoViTSize

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from train.config.model import Towers
 from train.models.attention import Attend
-from train.models.settings import Towers
 from train.models.transformer import LayerNorm, Transformer, TransformerSize, checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViTSize
 from train.models.videomae import VideoMAEEncoder, sines, start_as_videomae

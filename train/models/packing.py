@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from train.sending import sent
+from train.device.sending import sent
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

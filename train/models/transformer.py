@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from train.config.model import Activation
 from train.models.attention import Attend
 from train.models.packing import Packing
-from train.models.settings import Activation
 
 NORM_EPS = 1e-5  # CLIP's
 MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh: GELU's approximation by tanh, GPT-2's

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from train.device.sending import sent
+from train.device.transfer import Number
 from train.distributed.buckets import buckets
 from train.distributed.sharded import local_part
-from train.late import Number
-from train.sending import sent
 
 
 class ForeachOptimizer(Optimizer):

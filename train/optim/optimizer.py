@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from train.config.optim import OptimizerSettings
+from train.config.training import TrainingSettings
+from train.device.transfer import Number, is_free_to_read
 from train.distributed.sharded import local_part, norms
 from train.distributed.world import World
-from train.late import Number, is_free_to_read
-from train.objective import Objective
+from train.losses.objective import Objective
 from train.optim.groups import parameter_groups
 from train.optim.lamb import Lamb
 from train.optim.lion import Lion
 from train.optim.schedule import learning_rate
-from train.optim.settings import OptimizerSettings
 from train.optim.sgd import Sgd
-from train.settings import TrainingSettings
 
 # Where torch's AdamW takes a step in one pass over memory: a seventh of the time on a CPU.
 _FUSED = {"cpu", "cuda"}

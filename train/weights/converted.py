@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from train.models.settings import Activation, Kind
+from train.config.model import Activation, Kind
 
 Tensors = Mapping[str, torch.Tensor]
 Rename = Callable[[str], str | None]

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from manifests.errors import UserError
-from train.caption.decoding.settings import (
+from train.config.model import Activation
+from train.models.gpt2 import Gpt2Size
+from train.models.transformer import TransformerSize
+from train.models.video_vit import VideoViTSize
+from train.tasks.caption.caption_decoding_settings import (
     DecodingSettings,
     length_penalty_of,
     max_tokens_of,
     num_beams_of,
     temperature_of,
 )
-from train.models.gpt2 import Gpt2Size
-from train.models.settings import Activation
-from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
 from train.weights.configs import colours
 from train.weights.converted import Facts
 

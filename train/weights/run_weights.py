@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from train.checkpoint import fill, read_table
 from train.distributed.world import World
+from train.run.checkpoint import fill, read_table
 from train.weights.numbers import require_finite
 
 _LOG_SCALE, _TEMPERATURE = "objective.logit_scale", "objective.temperature"

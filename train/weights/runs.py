@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from train.checkpoint import read_facts, read_weights
+from train.config.model import Towers
 from train.models.dual_encoder import size_of
-from train.models.settings import Towers
 from train.models.transformer import NORM_EPS
-from train.run_folder import RunFolder
+from train.run.checkpoint import read_facts, read_weights
+from train.run.folder import RunFolder
 from train.weights.converted import (
     LOGIT_SCALE,
     MEANS,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from train.config.training import ClipSettings
 from train.models.transformer import TransformerSize
-from train.settings import ClipSettings
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
 
 _BILINEAR = 2  # as PIL numbers it

@@ -10,9 +10,9 @@ from torchvision.transforms.v2 import functional as torchvision_functional  # ty
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
 from train.augment.draws import Draw, draw
-from train.augment.jitter import colour_map
+from train.augment.effects import colour_map
 from train.augment.pictures import to_model_input
-from train.augment.settings import Augment
+from train.config.augment_settings import Augment
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 ZERO, ONE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)

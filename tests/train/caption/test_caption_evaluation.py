@@ -11,11 +11,11 @@ import pytest
 from manifests.errors import UserError
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.caption.commands import evaluate_captions
-from train.caption.evaluating import Said, numbers_of
-from train.caption.metrics.coco_results import read_coco_results
-from train.caption.metrics.java import Absent
-from train.caption.metrics.scores import score_captions
+from train.tasks.caption.coco_results import read_coco_results
+from train.tasks.caption.commands import evaluate_captions
+from train.tasks.caption.evaluating import Said, numbers_of
+from train.tasks.caption.metrics.java import Absent
+from train.tasks.caption.metrics.scores import score_captions
 
 __all__ = ["train"]
 
@@ -31,7 +31,7 @@ def _no_java() -> Iterator[None]:
         raise Absent("left out of this test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.caption.metrics.meteor.java", java)
+        patch.setattr("train.tasks.caption.metrics.meteor.java", java)
         yield
 
 

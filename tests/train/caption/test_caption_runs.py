@@ -11,16 +11,16 @@ import torch
 
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, write_captions
-from train.caption.building import build_captioner
-from train.caption.decoding.decode import write_captions as captions_of
-from train.caption.decoding.settings import DecodingSettings
-from train.caption.runs import decoder_size_of, read_decoder_parts
-from train.caption.settings import CaptionerSettings
-from train.caption.tokenizer import train_tokenizer
-from train.checkpoint import latest_checkpoint, read_weights
+from train.config.files import load_settings
+from train.data.tokenizer import train_tokenizer
 from train.models.attention import attend_with_sdpa
-from train.run_folder import RunFolder, read_lines
-from train.settings_files import load_settings
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.folder import RunFolder, read_lines
+from train.tasks.caption.building import build_captioner
+from train.tasks.caption.caption_decoding_settings import DecodingSettings
+from train.tasks.caption.decode import write_captions as captions_of
+from train.tasks.caption.runs import decoder_size_of, read_decoder_parts
+from train.tasks.caption.settings import CaptionerSettings
 
 __all__ = ["train"]
 

@@ -7,7 +7,7 @@ import pytest
 from manifests.errors import UserError
 from manifests.store import read_captions
 from tests.train.tiny_data import Caption, write_captions
-from train.classify.classes import ClassList, names_of, numbers_of, read_classes
+from train.data.classes import ClassList, names_of, numbers_of, read_classes
 
 VIDEOS = {"a": "train", "b": "val", "c": "test"}
 

@@ -13,12 +13,12 @@ from manifests.errors import UserError
 from tests.train.classify.moving import write_moving
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.checkpoint import latest_checkpoint, read_weights
-from train.classify.settings import ClassifySettings
 from train.distributed.world import World
 from train.models.attention import open_attention
-from train.run_folder import RunFolder, read_lines
-from train.tasks.classify import ClassifyTask
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.folder import RunFolder, read_lines
+from train.tasks.classify.settings import ClassifySettings
+from train.tasks.classify.task import ClassifyTask
 
 __all__ = ["train"]
 

@@ -14,14 +14,14 @@ from tests.train.classify.moving import write_moving
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, write_captions
-from train.checkpoint import latest_checkpoint, read_weights
-from train.classify.model import VideoClassifier
+from train.config.model import Towers
+from train.losses.objective import Objective
 from train.models.attention import open_attention
 from train.models.dual_encoder import size_of
-from train.models.settings import Towers
-from train.objective import Objective
 from train.optim.groups import parameter_groups
-from train.run_folder import RunFolder, read_lines
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.folder import RunFolder, read_lines
+from train.tasks.classify.model import VideoClassifier
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["train"]

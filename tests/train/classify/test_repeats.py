@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.train.classify.moving import write_moving
-from train.classify.classes import read_classes
 from train.data.chunk_set import ChunkSet
-from train.data.clips import Sampling
+from train.data.classes import read_classes
 from train.data.decoding.clip import ClipShape
+from train.data.frame_sampling import Sampling
 from train.data.labelled_clips import LabelledClips
 from train.data.loader import LoaderSettings
 

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from train.classify.classes import ClassList
-from train.classify.scoring import Scores, Tally, hits, marginal, view_mean
+from train.data.classes import ClassList
 from train.distributed.world import World
+from train.tasks.classify.evaluating import Scores, Tally, hits, marginal, view_mean
 
 CPU = torch.device("cpu")
 

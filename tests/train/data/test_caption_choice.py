@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import UserError
+from train.config.data import CaptionSettings, parse_weights
 from train.data.caption_choice import CaptionChoice, caption_choice, choose_sources
-from train.data.caption_settings import CaptionSettings, parse_weights
 from train.data.clip_captions import group_captions
 from train.data.usable_captions import UsableCaptions
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.caption.tokenizer import CaptionTokenizer, train_tokenizer
-from train.data.caption_settings import CaptionSettings
-from train.data.captioned_clips import CaptionedClips
-from train.data.clips import Sampling
+from train.config.data import CaptionSettings
 from train.data.decoding.clip import ClipShape
+from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
+from train.data.tokenizer import CaptionTokenizer, train_tokenizer
+from train.tasks.caption.samples import CaptionedClips
 
 HUMAN = ["a dog runs", "a dog plays", "the dog"]
 MODEL = ["an animal", "something moves"]

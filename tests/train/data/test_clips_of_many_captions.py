@@ -13,12 +13,12 @@ from manifests.errors import UserError
 from tests.train.latents.test_checksums import flip
 from tests.train.latents.written import Written, write_text
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.data.caption_settings import CaptionSettings
-from train.data.clips import Sampling
+from train.config.data import CaptionSettings
 from train.data.decoding.clip import ClipShape
+from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
+from train.data.relevancy import Actions, relevancy_of_classes
 from train.data.video_captions import VideoCaptions
-from train.evaluation.relevancy import Actions, relevancy_of_classes
 from train.models.text import load_tokenizer
 
 SHAPE = ClipShape(sampling=Sampling(num_frames=1), size_px=16)

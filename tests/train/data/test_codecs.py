@@ -15,12 +15,12 @@ from prep.synthetic.frame_code import read_frame_number
 from prep.synthetic.frame_numbers import write_frame_number_video
 from shards.reader import CommittedShard, Variant
 from tests.prep.running import chunk, manifest
-from train.data.clips import ChunkTimes, Sampling, moments_of
-from train.data.crop import Rectangle
 from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
 from train.data.decoding.clip import ClipShape, frame_places, make_clip
-from train.data.decoding.planes import crop_clip
+from train.data.decoding.crop import Rectangle
+from train.data.decoding.pictures import crop_clip
 from train.data.decoding.reading import DecodeRule, read_chunk
+from train.data.frame_sampling import ChunkTimes, Sampling, moments_of
 
 NUM_FRAMES = 100  # three chunks of 30 and a tail of 10
 FPS = Fraction(30000, 1001)

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from train.data import chance, device_chance
+from train.device import device_chance
+from train.device import random as chance
 
 
 def test_torch_draws_the_same_numbers_to_the_bit() -> None:

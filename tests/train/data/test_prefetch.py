@@ -9,8 +9,8 @@ import torch
 
 from train.data import prefetch as prefetch_module
 from train.data.batch import Batch
-from train.data.filling import LoadedBatch
-from train.data.place import Place
+from train.data.cursor import Place
+from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.train.test_video_captions import load, numbers, open_set
-from train.data.clips import ChunkTimes, Sampling, SamplingRule, moments_of, view_places
-from train.data.crop import Rectangle, centre_square, square_views
 from train.data.decoding.clip import ClipShape, Views, frame_places
+from train.data.decoding.crop import Rectangle, centre_square, square_views
+from train.data.frame_sampling import ChunkTimes, Sampling, SamplingRule, moments_of, view_places
 
 
 def frames(

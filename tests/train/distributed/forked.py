@@ -18,9 +18,9 @@ RUNS = [
     "tests.train.killed",
     "tests.train.losses.runs",
     "tests.train.optim.sharded_steps",
-    "train.commands",
-    "train.mae.commands",
-    "train.report",
+    "train.commands.training",
+    "train.tasks.mae.commands",
+    "train.report.results",
     "torch._dynamo",
 ]
 

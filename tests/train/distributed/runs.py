@@ -17,26 +17,26 @@ from torch import nn
 from manifests.errors import FailedWork
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
+from train.config.evaluation import EvaluationSettings
+from train.config.machine import ParallelSettings, Strategy
+from train.config.probe_settings import ProbeEvaluation
+from train.config.training import DualEncoderSettings, TrainingSettings
 from train.data.batch import Batch
 from train.distributed import heartbeat
 from train.distributed.launch import open_world
-from train.distributed.settings import ParallelSettings, Strategy
 from train.distributed.world import World
-from train.evaluation.settings import EvaluationSettings
-from train.loop import train
+from train.engine.loop import train
+from train.losses.objective import Objective
 from train.losses.settings import Loss
-from train.mae.settings import MaeSettings
 from train.models.attention import open_attention
 from train.models.dual_encoder import DualEncoder
 from train.models.masked_autoencoder import MaskedAutoencoder
-from train.objective import Objective
-from train.probe.settings import ProbeEvaluation
-from train.progress import Progress
-from train.run_folder import RunFolder, create_run
-from train.settings import DualEncoderSettings, TrainingSettings
-from train.tasks.dual_encoder import DualEncoderTask, Samples
-from train.tasks.mae import MaeTask
-from train.tasks.mae import Samples as MaeSamples
+from train.run.folder import RunFolder, create_run
+from train.run.progress import Progress
+from train.tasks.dual_encoder.task import DualEncoderTask, Samples
+from train.tasks.mae.settings import MaeSettings
+from train.tasks.mae.task import MaeTask
+from train.tasks.mae.task import Samples as MaeSamples
 
 CPU = torch.device("cpu")
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero1", "fsdp")

@@ -14,33 +14,33 @@ from torch import nn
 
 from manifests.errors import FailedWork, Stopped
 from tests.train.plane import LoadedPoints, Points, settings
-from train.caption.decoding.decode import write_captions
-from train.caption.decoding.settings import DecodingSettings
-from train.caption.layers import layers_of, part_of
-from train.caption.objective import CaptionLoss
-from train.caption.staged import whole_captioner
+from train.config.machine import ParallelSettings, Schedule
+from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
 from train.data.failures import FailedSample
 from train.data.loader import TrainingSet, Visit
+from train.device.transfer import Number
 from train.distributed.launch import open_world
 from train.distributed.partition import LayerCost
 from train.distributed.pipeline import Pipeline
-from train.distributed.settings import ParallelSettings, Schedule
+from train.distributed.step import Step
 from train.distributed.world import World
-from train.late import Number
-from train.loop import train
+from train.engine.loop import train
+from train.losses.objective import Objective
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
-from train.models.captioner_stages import TIED, CaptionerPart
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.timesformer import TimeSformer
 from train.models.transformer import TransformerSize, blocks_of
 from train.models.video_vit import VideoViTSize
-from train.objective import Objective
-from train.progress import Progress
-from train.run_folder import RunFolder, create_run
-from train.settings import TrainingSettings
-from train.step import Step
+from train.run.folder import RunFolder, create_run
+from train.run.progress import Progress
+from train.tasks.caption.caption_decoding_settings import DecodingSettings
+from train.tasks.caption.decode import write_captions
+from train.tasks.caption.layers import layers_of, part_of
+from train.tasks.caption.objective import CaptionLoss
+from train.tasks.caption.staged import whole_captioner
+from train.tasks.caption.stages import TIED, CaptionerPart
 
 ONE_STAGE = ParallelSettings()
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")

@@ -10,8 +10,8 @@ import torch
 from tests.train.distributed.conftest import ONE, Runs
 from tests.train.distributed.runs import FAILING, STRATEGIES, exact_plane, towers, train_plane, train_towers
 from tests.train.plane import Points
-from train.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
-from train.run_folder import RunFolder, read_lines
+from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
+from train.run.folder import RunFolder, read_lines
 
 
 def losses(out: Path) -> list[float]:

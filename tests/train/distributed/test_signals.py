@@ -16,8 +16,8 @@ from tests.train.distributed.forked import end_well, fork_ranks
 from tests.train.distributed.runs import run_command, run_impatient_command
 from tests.train.test_latents_training import FLAGS, write_columns
 from tests.train.weights.test_export import run_train
-from train.checkpoint import all_checkpoints, latest_checkpoint, read_weights
-from train.run_folder import RunFolder, read_lines
+from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
+from train.run.folder import RunFolder, read_lines
 
 TRAIN = ("dual-encoder", *FLAGS, "--batch", "8", "--warmup-steps", "2", "--device", "cpu", "--workers", "1")
 # Long enough to be caught in the middle.

@@ -27,15 +27,15 @@ from tests.train.distributed.stage_runs import (
 )
 from tests.train.distributed.test_ranks import assert_same, losses
 from tests.train.plane import PlaneTask
-from train.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
+from train.config.evaluation import EvaluationSettings
+from train.config.machine import ParallelSettings
+from train.config.training import TrainingSettings
 from train.distributed.pipeline import check_microbatches
-from train.distributed.settings import ParallelSettings
 from train.distributed.world import World
-from train.evaluation.settings import EvaluationSettings
-from train.models.captioner_stages import TIED
-from train.run_folder import RunFolder, read_lines
-from train.settings import TrainingSettings
-from train.tasks.stages import check_stages, own_part
+from train.engine.stages import check_stages, own_part
+from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
+from train.run.folder import RunFolder, read_lines
+from train.tasks.caption.stages import TIED
 
 LIKE_ONE = [
     *(f"{num_stages}-{schedule}" for num_stages in (2, 3) for schedule in SCHEDULES),

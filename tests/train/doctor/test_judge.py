@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from train.doctor.accelerator import Accelerator, Gpu, Tried
-from train.doctor.disk import Disk
+from train.doctor.doctor_host import Host
 from train.doctor.examined import Decoder, Examined, used_by_training
-from train.doctor.host import Host
+from train.doctor.host import Disk
 from train.doctor.judge import judge
 from train.doctor.report import lines_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from manifests.store import read_captions, read_videos, write_manifest
 from train.cli import main
-from train.run_folder import RunFolder, read_lines
+from train.run.folder import RunFolder, read_lines
 
 Train = Callable[..., int]
 

@@ -11,13 +11,13 @@ import torch
 from manifests.errors import UserError
 from tests.train.evaluation.threads import on_two_ranks
 from tests.train.tiny_data import FPS, Caption, encode_chunk, video_sample, write_captions, write_shard
+from train.config.evaluation import DualEncoderEvaluation
+from train.config.training import DualEncoderSettings
 from train.distributed.world import World
 from train.evaluation.embeddings import embed_all
-from train.evaluation.in_loop import every_for
-from train.evaluation.settings import DualEncoderEvaluation
 from train.models.attention import open_attention
-from train.settings import DualEncoderSettings
-from train.tasks.dual_encoder import DualEncoderTask
+from train.tasks.dual_encoder.evaluation import every_for
+from train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")
 

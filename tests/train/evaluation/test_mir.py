@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from train.data.relevancy import Relevancy, compressed
 from train.evaluation.mir import average_precision, chance_ap, chance_ndcg, ndcg, score_mir
-from train.evaluation.relevancy import Relevancy, compressed
 
 FEW = np.array([0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from tests.train.latents.written import Written
+from train.data.cursor import Place, together
 from train.data.latents.loader import LatentLoader
-from train.data.place import Place, together
 
 SEED = 11
 

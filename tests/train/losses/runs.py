@@ -8,10 +8,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
+from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.contrastive import ContrastiveObjective
 from train.losses.settings import Convention, Kind, Loss
-from train.step import Step
 
 Results = dict[str, torch.Tensor]
 # What a checkpoint must bring to another number of ranks: averages, and temperatures with their optimizer.

@@ -6,9 +6,9 @@ import torch
 
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, settings_of
 from train.data.batch import Batch
+from train.distributed.step import Step
 from train.losses.cached import split
 from train.losses.settings import Convention, Kind
-from train.step import Step
 
 
 class PartByPart(Towers):

@@ -18,10 +18,10 @@ from tests.train.losses.pairs import (
     objective_of,
     settings_of,
 )
+from train.distributed.step import Step
 from train.losses.global_contrast import GlobalContrast
 from train.losses.moving_average import inner_rate
 from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind
-from train.step import Step
 
 IN_BATCH = [(*case, False) for case in CASES if case[0] not in GLOBAL]
 OF_THE_SET = [case for case in CASES if case[0] in GLOBAL]

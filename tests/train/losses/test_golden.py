@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.train.losses.pairs import CASES, Table, batch_of, objective_of
+from train.distributed.step import Step
 from train.losses.settings import Convention, Kind, Loss
-from train.step import Step
 
 GOLDEN = Path(__file__).with_name("golden.json")
 

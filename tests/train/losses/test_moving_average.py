@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
+from train.distributed.step import Step
 from train.losses.moving_average import UNSEEN, averaged, group_means, groups, inner_rate, log_group_means
 from train.losses.settings import Convention, Kind
-from train.step import Step
 
 
 def test_equal_ids_are_one_group_wherever_they_lie() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
+from train.distributed.step import Step
 from train.losses.settings import Kind, Loss
-from train.step import Step
 
 
 @pytest.mark.parametrize("kind", ["infonce", "siglip"])

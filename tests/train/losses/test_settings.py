@@ -6,12 +6,12 @@ import torch
 
 from manifests.errors import UserError
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
+from train.device.transfer import Number
+from train.distributed.step import Step
 from train.distributed.world import World
-from train.late import Number
 from train.losses.build import OF_THE_BATCH, OF_THE_SET, build_contrast
 from train.losses.global_contrast import GlobalSet
 from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind, Loss
-from train.step import Step
 
 
 @pytest.mark.parametrize(

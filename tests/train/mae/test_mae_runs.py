@@ -12,9 +12,9 @@ from manifests.errors import FailedWork
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
-from train.checkpoint import latest_checkpoint, read_weights
-from train.progress import Progress
-from train.run_folder import RunFolder, read_lines
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.folder import RunFolder, read_lines
+from train.run.progress import Progress
 
 __all__ = ["train"]
 

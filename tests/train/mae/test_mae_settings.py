@@ -8,9 +8,9 @@ import pytest
 
 from manifests.errors import UserError
 from tests.train.test_cli import Train, train
-from train.mae.settings import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
-from train.optim.settings import OptimizerSettings
-from train.settings_files import load_settings, preset_path, save_settings
+from train.config.files import load_settings, preset_path, save_settings
+from train.config.optim import OptimizerSettings
+from train.tasks.mae.settings import MaeOptimizer, MaeSettings, check_mask, num_masked_places, without_effect
 
 __all__ = ["train"]
 
@@ -19,7 +19,7 @@ __all__ = ["train"]
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[MaeSettings]:
     """What the command would train with."""
     given: list[MaeSettings] = []
-    monkeypatch.setattr("train.commands.train_mae", lambda settings, resume: given.append(settings))
+    monkeypatch.setattr("train.commands.training.train_mae", lambda settings, resume: given.append(settings))
     return given
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.chance import uniform as uniform_of_numpy
-from train.mae.masks import decoded_cubes, mask_counts, running_cells, tube_masks
+from train.device.random import uniform as uniform_of_numpy
 from train.models.cubes import CubeGrid
+from train.tasks.mae.masks import decoded_cubes, mask_counts, running_cells, tube_masks
 
 OF_224_PX = CubeGrid(8, 14, 14)
 POSITIONS = torch.tensor([0, 1, 2, 10**9, 2**62])

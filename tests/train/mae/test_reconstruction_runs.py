@@ -22,22 +22,22 @@ from tests.train.mae.test_mae_runs import noise, write_columns
 from tests.train.test_cli import train
 from tests.train.test_report import HOSTILE, Tags
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
+from train.config.files import save_settings
 from train.data.batch import Batch
+from train.data.cursor import Place
 from train.data.failures import FailedSample
-from train.data.filling import LoadedBatch
-from train.data.place import Place
-from train.mae.evaluating import Pictures, ReconstructionResult, evaluate_reconstruction
-from train.mae.masking import Masking
-from train.mae.settings import MaeSettings
-from train.mae.shown import picture_uri
-from train.mae.targets import normalised_cubes
+from train.data.outcomes import LoadedBatch
 from train.models.cubes import CubeGrid
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.report import write_page
-from train.run_folder import RunFolder
-from train.settings_files import save_settings
+from train.report.results import write_page
+from train.run.folder import RunFolder
+from train.tasks.mae.evaluating import Pictures, ReconstructionResult, evaluate_reconstruction
+from train.tasks.mae.masking import Masking
+from train.tasks.mae.settings import MaeSettings
+from train.tasks.mae.shown import picture_uri
+from train.tasks.mae.targets import normalised_cubes
 
 __all__ = ["train"]
 

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from train.config.model import Towers, tubelet_of
 from train.models.attention import Attend, attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, DualEncoderSize
-from train.models.settings import Towers, tubelet_of
 from train.models.text import TextTowerSize
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize

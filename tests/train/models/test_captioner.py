@@ -20,10 +20,14 @@ from tests.train.models.small_captioners import (
     their_captioner,
 )
 from tests.train.models.small_towers import gradients, spread_out
-from train.caption.objective import shifted, summed_loss
 from train.models.attention import attend_naively, attend_with_sdpa
 from train.models.captioner import Captioner
-from train.models.captioner_stages import (
+from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Size
+from train.models.transformer import TransformerSize, blocks_of, checkpoint_blocks
+from train.models.video_vit import VideoViT, VideoViTSize
+from train.models.videomae import VideoMAEEncoder
+from train.tasks.caption.objective import shifted, summed_loss
+from train.tasks.caption.stages import (
     TIED,
     CaptionerPart,
     Stage,
@@ -32,10 +36,6 @@ from train.models.captioner_stages import (
     parameters_by_stage,
     stages_of,
 )
-from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Size
-from train.models.transformer import TransformerSize, blocks_of, checkpoint_blocks
-from train.models.video_vit import VideoViT, VideoViTSize
-from train.models.videomae import VideoMAEEncoder
 from train.weights.hf_caption import load_hf, save_hf
 from train.weights.hf_caption_format import from_hf_caption
 

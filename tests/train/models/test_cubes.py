@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.train.models.small_towers import clips, small_encoder, small_size
+from train.config.model import Towers
 from train.models.attention import attend_with_sdpa
-from train.models.settings import Towers
 from train.models.video_vit import CubeEmbedding, VideoViT, inflated_cubes, resampled_temporal
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.train.models.small_towers import clips, gradients, small_encoder
+from train.config.model import Towers
 from train.models.attention import attend_with_sdpa
-from train.models.settings import Towers
 from train.models.transformer import Block, Transformer, TransformerSize, blocks_of, drawn_branches, drop_path_of
 from train.models.video_vit import VideoViT, chosen, drawn_cubes
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.train.models.small_towers import END, captions, gradients, small_encoder
+from train.config.model import Towers
 from train.models.attention import Attend, attend_naively, attend_with_sdpa
-from train.models.settings import Towers
 from train.models.text import TextTower
 
 

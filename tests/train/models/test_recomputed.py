@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.train.models.small_towers import captions, clips, gradients, small_encoder
+from train.config.model import Towers
 from train.models.dual_encoder import DualEncoder
-from train.models.settings import Towers
 from train.models.transformer import Block, blocks_of, compile_blocks
 
 CAPTIONS = captions(2, 5, 12, 7)

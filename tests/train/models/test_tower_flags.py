@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from train.cli import main
-from train.run_folder import RunFolder, read_lines
-from train.settings import DualEncoderSettings
-from train.settings_files import load_settings
+from train.config.files import load_settings
+from train.config.training import DualEncoderSettings
+from train.run.folder import RunFolder, read_lines
 
 SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"
 TOWERS = (

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
+from train.config.model import ModelName, Towers, check_frames, kind_of, tubelet_of
+from train.config.training import DualEncoderSettings
 from train.models.dual_encoder import size_of
-from train.models.settings import ModelName, Towers, check_frames, kind_of, tubelet_of
-from train.settings import DualEncoderSettings
 
 
 @pytest.mark.parametrize(

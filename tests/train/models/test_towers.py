@@ -10,9 +10,9 @@ import torch
 from open_clip.model import CLIP
 
 from tests.train.models.small_towers import captions, clips, small_encoder, spread_out
+from train.config.model import Activation, Towers
 from train.models.attention import Attend, attend_naively, attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder, size_of
-from train.models.settings import Activation, Towers
 from train.models.text import CONTEXT_LENGTH, load_tokenizer
 from train.models.transformer import Block, blocks_of
 

@@ -9,16 +9,16 @@ import torch
 from transformers import VideoMAEConfig, VideoMAEForPreTraining, VideoMAEForVideoClassification, VideoMAEModel
 
 from tests.train.models.small_towers import clips, spread_out
-from train.classify.model import VideoClassifier
-from train.mae.masks import decoded_cubes, tube_masks
-from train.mae.targets import normalised_cubes, reconstruction_loss
+from train.config.model import Towers
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import SIZES, size_of
 from train.models.masked_autoencoder import MaskedAutoencoder, decoder_size, predicted_cubes
-from train.models.settings import Towers
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
 from train.models.videomae import VideoMAEEncoder, sines
+from train.tasks.classify.model import VideoClassifier
+from train.tasks.mae.masks import decoded_cubes, tube_masks
+from train.tasks.mae.targets import normalised_cubes, reconstruction_loss
 from train.weights.hf_videomae_format import from_hf_videomae
 
 VIDEOMAE = Towers(kind="videomae")

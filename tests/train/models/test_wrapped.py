@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.train.models.small_towers import captions, clips, small_encoder
+from train.config.model import Towers
 from train.models.dual_encoder import DualEncoder
-from train.models.settings import Towers
 from train.models.transformer import blocks_of
 
 TOWERS = Towers(activation_checkpointing=True, patch_dropout=0.5, drop_path=0.3, temporal="random")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from train.classify.model import VideoClassifier
+from train.config.model import Towers
+from train.losses.objective import Objective
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder, size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
-from train.models.settings import Towers
-from train.objective import Objective
 from train.optim.groups import layers_above, parameter_groups, plain_name
+from train.tasks.classify.model import VideoClassifier
 
 
 class Temperature(Objective):

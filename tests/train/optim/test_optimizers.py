@@ -11,12 +11,12 @@ import timm.optim
 import torch
 from torch import nn
 
-from train.objective import Objective
+from train.config.optim import OptimizerSettings
+from train.config.training import TrainingSettings
+from train.losses.objective import Objective
 from train.optim.lamb import Lamb
 from train.optim.lion import Lion
 from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
-from train.optim.settings import OptimizerSettings
-from train.settings import TrainingSettings
 
 LR, DECAY, STEPS = 0.02, 0.1, 7
 Array = np.ndarray[Any, np.dtype[np.float64]]

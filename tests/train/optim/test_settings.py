@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
-from train.optim.settings import OptimizerSettings
-from train.settings import TrainingSettings
+from train.config.optim import OptimizerSettings
+from train.config.training import TrainingSettings
 
 
 @pytest.mark.parametrize(

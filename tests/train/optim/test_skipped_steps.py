@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.train.device_reads import as_on_a_gpu
 from tests.train.optim.test_optimizers import Net, Temperature, settings
-from train.late import Number
+from train.device.transfer import Number
 from train.optim.optimizer import clip_gradients, make_optimizer, take_step
 from train.optim.sgd import Sgd
 

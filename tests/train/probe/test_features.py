@@ -7,11 +7,11 @@ from torch import nn
 from manifests.errors import FailedWork
 from tests.train.evaluation.threads import on_two_ranks
 from train.data.batch import Batch
+from train.data.cursor import Place
 from train.data.failures import FailedSample
-from train.data.filling import LoadedBatch
-from train.data.place import Place
+from train.data.outcomes import LoadedBatch
 from train.distributed.world import World
-from train.probe.features import Features, extract, gathered, tower_of
+from train.evaluation.probe.features import Features, extract, gathered, tower_of
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from tests.train.classify.moving import write_moving
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.checkpoint import latest_checkpoint, read_facts
 from train.cli import app
-from train.run_folder import RunFolder, read_lines
+from train.run.checkpoint import latest_checkpoint, read_facts
+from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
-from train.progress import Progress, describe
-from train.run_folder import RunFolder, create_run, read_lines
-from train.settings import DualEncoderSettings, TrainingSettings
-from train.tracking.run_name import run_name
-from train.tracking.settings import TrackSettings
-from train.tracking.trackers import check_tracking, open_trackers, tagged
+from train.config.tracking_settings import TrackSettings
+from train.config.training import DualEncoderSettings, TrainingSettings
+from train.run.folder import RunFolder, create_run, read_lines
+from train.run.progress import Progress, describe
+from train.run.run_name import run_name
+from train.run.tracking import check_tracking, open_trackers, tagged
 
 
 def line_of(step: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_a_run_is_named_by_what_runs_are_told_apart_by() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.tracking.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("train.run.tracking.find_spec", lambda name: None)
     check_tracking(TrackSettings())
     with pytest.raises(UserError, match=r"--track\.tensorboard needs tensorboard") as raised:
         check_tracking(TrackSettings(tensorboard=True))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from train.config.model import Activation
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, DualEncoderSize
-from train.models.settings import Activation
 from train.models.text import TextTowerSize
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize

@@ -14,19 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from manifests.errors import UserError
 from tests.train.weights.small import loaded_weights, our_model, quiet
-from train.checkpoint import latest_checkpoint, read_facts, read_weights
-from train.checkpoint_writer import CheckpointWriter
 from train.cli import main
+from train.commands.export import export_run
+from train.config.files import load_settings
+from train.config.model import Towers
+from train.config.training import DualEncoderSettings
+from train.config.weights_settings import Init
 from train.distributed.world import World
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
-from train.models.settings import Towers
 from train.models.text import load_tokenizer
-from train.settings import DualEncoderSettings
-from train.settings_files import load_settings
-from train.weights.export import export_run
-from train.weights.export_clip import image_towers
-from train.weights.settings import Init
+from train.run.checkpoint import latest_checkpoint, read_facts, read_weights
+from train.run.checkpoint_writer import CheckpointWriter
+from train.tasks.dual_encoder.export import image_towers
 from train.weights.sources import open_weights
 
 Train = Callable[..., int]
@@ -214,7 +214,7 @@ def test_a_model_without_a_text_tower_or_of_latents_is_no_clip(monkeypatch: pyte
     without_text = {name: tensor for name, tensor in whole.items() if not name.startswith("text.")}
     of_latents = {**whole, "video.conv1.weight": torch.zeros(64, 4, 2, 2)}
     for weights, error in ((without_text, "no text tower"), (of_latents, "latents of 4 channels")):
-        monkeypatch.setattr("train.weights.export.read_weights", lambda path, weights=weights: weights)
+        monkeypatch.setattr("train.commands.export.read_weights", lambda path, weights=weights: weights)
         with pytest.raises(UserError, match=error):
             export_run(run, form="hf", out=run / "exported", say=quiet)
 

@@ -22,10 +22,10 @@ from tests.train.weights.small_videomae import (
     tiny_size,
 )
 from tests.train.weights.test_export import run_train
-from train.checkpoint import latest_checkpoint, read_weights
-from train.mae.settings import MaeSettings
-from train.settings_files import load_settings
-from train.weights.export import export_run
+from train.commands.export import export_run
+from train.config.files import load_settings
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.tasks.mae.settings import MaeSettings
 from train.weights.videomae_format import to_videomae
 
 SMALL = (

@@ -11,12 +11,12 @@ from torch import nn
 
 from manifests.errors import UserError
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
+from train.config.weights_settings import Init
 from train.weights.converted import Converted
 from train.weights.fitting import resize_positions
 from train.weights.formats import detect_format, without_prefixes
 from train.weights.loading import Loaded
 from train.weights.open_clip_format import from_open_clip, to_open_clip
-from train.weights.settings import Init
 from train.weights.sources import Source, open_weights
 
 State = dict[str, torch.Tensor]

@@ -18,13 +18,13 @@ from transformers import (
 
 from manifests.errors import UserError
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
-from train.caption.decoding.decode import write_captions
-from train.caption.decoding.settings import DecodingSettings, max_tokens_of
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViT, VideoViTSize
+from train.tasks.caption.caption_decoding_settings import DecodingSettings, max_tokens_of
+from train.tasks.caption.decode import write_captions
 from train.weights.hf_caption import load_hf, read_caption_folder, save_hf
 from train.weights.hf_caption_configs import hf_generation_config
 from train.weights.hf_caption_format import to_hf_caption

@@ -14,10 +14,10 @@ from manifests.errors import UserError
 from tests.train.models.small_captioners import their_captioner
 from tests.train.weights.small import our_model, quiet
 from tests.train.weights.small_videomae import State, hf_autoencoder, opened, our_autoencoder
-from train.models.settings import Towers
-from train.settings import DualEncoderSettings
+from train.commands.effective import effective_settings
+from train.config.model import Towers
+from train.config.training import DualEncoderSettings
 from train.weights.converted import LOGIT_SCALE
-from train.weights.effective import effective_settings
 from train.weights.hf_caption import read_caption_folder
 from train.weights.loading import fit_to
 from train.weights.open_clip_format import to_open_clip

@@ -18,12 +18,12 @@ from tests.train.weights.small import (
     quiet,
     tokens,
 )
+from train.config.model import Towers
+from train.config.weights_settings import Init
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
-from train.models.settings import Towers
 from train.weights.converted import Facts
 from train.weights.open_clip_format import from_open_clip, to_open_clip
-from train.weights.settings import Init
 from train.weights.sources import Source, fetch_tag, open_weights
 
 

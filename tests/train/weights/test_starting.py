@@ -12,20 +12,20 @@ from safetensors.torch import save_file
 
 from manifests.errors import UserError
 from train.augment import pictures
-from train.checkpoint import latest_checkpoint, read_weights
 from train.cli import main
+from train.commands.effective import effective_settings
+from train.config.files import load_settings
+from train.config.model import Towers
+from train.config.training import DualEncoderSettings
+from train.config.weights_settings import Init
 from train.losses.settings import Loss
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
-from train.models.settings import Towers
-from train.run_folder import RunFolder, read_lines
-from train.settings import DualEncoderSettings
-from train.settings_files import load_settings
+from train.run.checkpoint import latest_checkpoint, read_weights
+from train.run.folder import RunFolder, read_lines
 from train.weights.avion_format import MISTYPED_MEAN
 from train.weights.converted import LOGIT_SCALE
-from train.weights.effective import effective_settings
 from train.weights.open_clip_format import to_open_clip
-from train.weights.settings import Init
 from train.weights.sources import open_weights
 
 Train = Callable[..., int]
@@ -76,7 +76,7 @@ def test_a_run_starts_from_weights_says_so_and_goes_on_without_them(
         means.append(mean)
         return whole(*arguments, mean=mean, **options)
 
-    monkeypatch.setattr("train.tasks.dual_encoder.to_model_input", spy)
+    monkeypatch.setattr("train.tasks.dual_encoder.task.to_model_input", spy)
     weights = write_avion(tmp_path / "avion.pt")
     out = tmp_path / "run"
     assert train("dual-encoder", "--shards", data_dir, "--out", out, *SMALL, "--init.weights", weights) == 0

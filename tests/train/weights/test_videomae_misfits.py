@@ -22,11 +22,11 @@ from tests.train.weights.small_videomae import (
     our_autoencoder,
     public,
 )
-from train.classify.settings import ClassifySettings
-from train.mae.settings import MaeSettings
-from train.models.settings import Towers
-from train.settings import DualEncoderSettings
-from train.weights.effective import effective_clip_settings, effective_settings
+from train.commands.effective import effective_clip_settings, effective_settings
+from train.config.model import Towers
+from train.config.training import DualEncoderSettings
+from train.tasks.classify.settings import ClassifySettings
+from train.tasks.mae.settings import MaeSettings
 from train.weights.open_clip_format import to_open_clip
 
 

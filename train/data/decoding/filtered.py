@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.data.crop import Rectangle
-from train.data.decoding.planes import Planes
+from train.data.decoding.crop import Rectangle
+from train.data.decoding.pictures import Planes
 
 if TYPE_CHECKING:
     import av
 
 
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """As `train.data.decoding.planes.crop_clip`, by swscale (bilinear)."""
+    """As `train.data.decoding.pictures.crop_clip`, by swscale (bilinear)."""
     from av.filter import Graph
 
     graph = Graph()

@@ -22,8 +22,8 @@ from manifests.caption_digest import TextDigest
 from manifests.errors import UserError
 from manifests.store import open_captions
 from train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
-from train.data.chunk_table import rows_of
-from train.data.clips import US_PER_S
+from train.data.chunks import rows_of
+from train.data.frame_sampling import US_PER_S
 from train.data.latents.records import LatentRecords
 from train.data.latents.segments import Segments, times_us
 from train.data.latents.text_rows import TextRows

@@ -1,69 +1,80 @@
-"""The set of (segment of latents, class) samples of one split: the twin of `train.data.labelled_clips`."""
+"""The labels of segments of latents: those of the captions that overlap them.
+
+A segment has the label of the labelled caption that shares the most time with it; of captions that share as much, that
+of the lowest id. Captions without this label do not count. A segment that no labelled caption overlaps is no sample.
+
+Suffixes: S segments, C captions, L labels.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from train.classify.classes import ClassList
-from train.data.latents.labels import SegmentLabels
-from train.data.latents.loader import LatentLoader
+from manifests.store import read_captions
+from train.data.chunks import rows_of
+from train.data.classes import ClassList
+from train.data.labelled_rows import labelled_rows
+from train.data.latents.captions import SegmentSpans
+from train.data.latents.records import LatentRecords
+from train.data.latents.segments import Segments
 
 
-class LabelledLatents(LatentLoader):
-    """A `LatentLoader` of the segments that have a label; `train.data.latents.labels` says which they have.
+@dataclass(frozen=True)
+class SegmentLabels:
+    """The segments that have at least one of some labels.
 
-    Args:
-        classes: what labels are numbered by.
-        also: of further labels; segments that have any of the labels are then samples.
-
-    Raises:
-        UserError: there is no such data, or no segment with a label.
+    Attributes:
+        segment: int64 [S], their numbers, ascending.
+        label: int64 [S, L], the class by each of the class lists; -1 where a segment has none of them.
+        mean_share: of a segment that the caption covers whose label it has, averaged over segments and labels.
+        num_captions: of the split.
+        remarks: which captions count for nothing, with numbers.
     """
 
-    def __init__(
-        self,
-        data_dir: Path,
-        *,
-        split: str,
-        classes: ClassList,
-        segment: str,
-        batch: int,
-        seed: int,
-        rank: int = 0,
-        num_ranks: int = 1,
-        also: Sequence[ClassList] = (),
-    ) -> None:
-        super().__init__(
-            data_dir,
-            split=split,
-            segment=segment,
-            batch=batch,
-            seed=seed,
-            rank=rank,
-            num_ranks=num_ranks,
-            text=False,
-            classes=(classes, *also),
+    segment: NDArray[np.int64]
+    label: NDArray[np.int64]
+    mean_share: float
+    num_captions: int
+    remarks: tuple[str, ...]
+
+
+def label_segments(
+    data_dir: Path,
+    *,
+    records: LatentRecords,
+    segments: Segments,
+    video_ids: pa.Array,
+    classes: Sequence[ClassList],
+) -> SegmentLabels:
+    """Reads the labels of the captions of the videos `video_ids` and finds the segments that have them.
+
+    Raises:
+        UserError: the captions have no such label, or can have several of it.
+    """
+    table = read_captions(data_dir)
+    video_row = rows_of(table["video_id"], video_ids)
+    labelled = labelled_rows(table, is_of_split=video_row >= 0, classes=classes)
+    begin_s, end_s = (table[name].to_numpy()[labelled.row] for name in ("begin_s", "end_s"))
+    spans = SegmentSpans(records, segments)
+    label_NL = np.full((len(segments), len(classes)), -1)
+    share_NL = np.zeros((len(segments), len(classes)))
+    for place, label_C in enumerate(labelled.label.T):
+        has_label = np.flatnonzero(label_C >= 0)
+        caption_N, shared_us_N = spans.longest(
+            video_row=video_row[labelled.row[has_label]], begin_s=begin_s[has_label], end_s=end_s[has_label]
         )
-        self.split = split
-
-    @property
-    def all_labels(self) -> NDArray[np.int64]:
-        """int64 [samples, 1 + further labels], the classes of each; -1 where it has none."""
-        return self._labels.label
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Of `classes`: int64 [samples]."""
-        return self._labels.label[:, 0]
-
-    @property
-    def video(self) -> NDArray[np.int64]:
-        """int64 [samples], number of the video of each."""
-        return self.samples.video_of(np.arange(len(self)))
-
-    @property
-    def _labels(self) -> SegmentLabels:
-        assert self.samples.labels is not None
-        return self.samples.labels
+        found = caption_N >= 0
+        label_NL[found, place] = label_C[has_label[caption_N[found]]]
+        share_NL[found, place] = shared_us_N[found] / spans.lengths_us[found]
+    is_shown = (label_NL >= 0).any(axis=1)
+    return SegmentLabels(
+        segment=np.flatnonzero(is_shown),
+        label=label_NL[is_shown],
+        mean_share=float(share_NL[label_NL >= 0].mean()) if is_shown.any() else 0.0,
+        num_captions=labelled.num_captions,
+        remarks=tuple(labelled.remarks()),
+    )

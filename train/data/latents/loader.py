@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from train.classify.classes import ClassList
 from train.data.caption_texts import CaptionTexts
-from train.data.filling import LoadedBatch
+from train.data.classes import ClassList
+from train.data.cursor import LoaderState, Place, resumed
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
 from train.data.latents.gather import Gather, VisitBlock, Words
@@ -17,7 +17,7 @@ from train.data.latents.records import FrameShape
 from train.data.latents.segment_set import Captions, SegmentSet
 from train.data.latents.segments import Tails
 from train.data.order import SampleOrder
-from train.data.place import LoaderState, Place, resumed
+from train.data.outcomes import LoadedBatch
 
 if TYPE_CHECKING:
     from train.models.text import Tokenize
@@ -43,8 +43,8 @@ class LatentLoader:
         seed: of order and captions.
         text: whether samples have captions; segments without one are then left out.
         tokenize: captions come as its tokens; without it as stored embeddings, and those without one are left out.
-        sources: weights of captions' sources (train.data.caption_settings).
-        classes: of labels, with `text=False`; segments without any of them are left out (train.data.latents.labels).
+        sources: weights of captions' sources (train.config.data).
+        classes: of labels, with `text=False`; segments without any of them are left out (train.data.latents.labelled).
         tails: what becomes of the frames after the last full segment of a chunk: "drop", or "pad" with zeros
             (batches then say `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.

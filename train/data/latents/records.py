@@ -15,7 +15,7 @@ from shards.damage import DamagedIndex
 from shards.format import BLOCK_BYTES
 from shards.index import open_index
 from shards.reader import CommittedShard
-from train.data.chunk_table import rows_of
+from train.data.chunks import rows_of
 
 MEMBER = "latents.npy"
 ITEM_BYTES = 2  # of float16 and of bfloat16

@@ -17,15 +17,15 @@ from manifests.errors import UserError
 from manifests.store import read_videos
 from shards.dataset import current_variant
 from shards.reader import Variant
-from train.classify.classes import ClassList
 from train.data.chunk_set import videos_of_split
+from train.data.classes import ClassList
+from train.data.cursor import set_fingerprint
 from train.data.latents.captions import SegmentCaptions, pair_captions
-from train.data.latents.labels import SegmentLabels, label_segments
+from train.data.latents.labelled import SegmentLabels, label_segments
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.records import LatentRecords, key_of, read_records
 from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
 from train.data.latents.text_rows import TextMembers, TextRows, read_text_rows
-from train.data.place import set_fingerprint
 
 # Segments alone, with embeddings that prep text made, or with the captions' words.
 Captions = Literal["none", "stored", "words"]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from train.data.clips import US_PER_S
+from train.data.frame_sampling import US_PER_S
 from train.data.latents.records import FrameShape, LatentRecords
 
 Tails = Literal["drop", "pad"]

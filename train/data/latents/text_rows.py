@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from shards.reader import CommittedShard
-from train.data.chunk_table import rows_of
+from train.data.chunks import rows_of
 from train.data.latents.records import array_addresses, index_of
 
 MEMBER = "text.npy"

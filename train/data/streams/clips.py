@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from train.data.clips import US_PER_S, to_us
+from train.data.frame_sampling import US_PER_S, to_us
 from train.data.streams.samples import TarSample
 
 VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")

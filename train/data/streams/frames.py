@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from train.data.clips import US_PER_S, Sampling, moments_of
 from train.data.decoding.plain import PlainVideo
 from train.data.failures import SampleFailed
+from train.data.frame_sampling import US_PER_S, Sampling, moments_of
 from train.data.streams.clips import StreamedClip
 
 

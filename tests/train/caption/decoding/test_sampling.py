@@ -6,10 +6,10 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from manifests.errors import UserError
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
-from train.caption.decoding.decode import write_captions
-from train.caption.decoding.filters import among_likeliest, drawn, in_nucleus, warmed
-from train.caption.decoding.settings import DecodingSettings, max_tokens_of, within
 from train.models.captioner import Captioner
+from train.tasks.caption.caption_decoding_settings import DecodingSettings, max_tokens_of, within
+from train.tasks.caption.decode import write_captions
+from train.tasks.caption.filters import among_likeliest, drawn, in_nucleus, warmed
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.caption.metrics.java import Absent, Dialogue, java
-from train.caption.metrics.meteor import Meteor
-from train.caption.metrics.scores import score_captions
+from train.tasks.caption.metrics.java import Absent, Dialogue, java
+from train.tasks.caption.metrics.meteor import Meteor
+from train.tasks.caption.metrics.scores import score_captions
 
 CANDIDATES = {"a": "a man is playing the guitar", "b": "", "c": "cooking a woman ||| x", "d": "日本"}
 REFERENCES = {
@@ -44,7 +44,7 @@ def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.Mon
         started.append(1)
         return java()
 
-    monkeypatch.setattr("train.caption.metrics.meteor.java", counted)
+    monkeypatch.setattr("train.tasks.caption.metrics.meteor.java", counted)
     with Meteor() as meteor:
         worse = score_captions(dict.fromkeys(CANDIDATES, "a man"), REFERENCES, meteor=meteor)
         scores = score_captions(CANDIDATES, REFERENCES, meteor=meteor)
@@ -63,7 +63,7 @@ def test_without_java_it_is_said_that_meteor_is_absent(monkeypatch: pytest.Monke
 
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", "")))
-    monkeypatch.setattr("train.caption.metrics.java.find_spec", lambda name: None)
+    monkeypatch.setattr("train.tasks.caption.metrics.java.find_spec", lambda name: None)
     assert "clipmill[caption-metrics]" in score_captions(CANDIDATES, REFERENCES).absent["meteor"]
 
 

@@ -11,8 +11,8 @@ from pycocoevalcap.cider.cider import Cider
 from pycocoevalcap.rouge.rouge import Rouge
 
 from manifests.errors import UserError
-from train.caption.metrics.ptb_tokenizer import tokenize
-from train.caption.metrics.scores import LABELS, CaptionScores, hash_of_ids, score_captions
+from train.tasks.caption.metrics.ptb_tokenizer import tokenize
+from train.tasks.caption.metrics.scores import LABELS, CaptionScores, hash_of_ids, score_captions
 
 Candidates = Mapping[str, str]
 References = Mapping[str, Sequence[str]]

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.caption.report.page import CaptionedVideo, write_captions_page
-from train.caption.report.sheet import sheet_uri
+from train.tasks.caption.page import CaptionedVideo, write_captions_page
+from train.tasks.caption.sheet import sheet_uri
 
 HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title = 'ran'\"> & 'x' {{ 7 * 7 }}"
 VIDEOS = [

@@ -11,10 +11,10 @@ import pytest
 from manifests.errors import UserError
 from prep.synthetic.frame_code import read_frame_number
 from prep.synthetic.frame_numbers import write_frame_number_video
-from train.caption.videos.captioning import CaptionedWindow, VideoEnd, caption_videos
-from train.caption.videos.clips import WindowClip
-from train.caption.videos.files import find_videos, shown_name
-from train.data.clips import US_PER_S, Sampling
+from train.data.frame_sampling import US_PER_S, Sampling
+from train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd, caption_videos
+from train.tasks.caption.videos.clips import WindowClip
+from train.tasks.caption.videos.files import find_videos, shown_name
 
 SIZE_PX = 64
 

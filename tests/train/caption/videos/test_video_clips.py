@@ -14,14 +14,14 @@ from prep.synthetic.frame_code import read_frame_number
 from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
-from train.caption.videos.clips import WindowClip, shown_square, turned, window_clips
-from train.caption.videos.source import read_facts
-from train.data.clips import US_PER_S, ChunkTimes, Sampling, moments_of
-from train.data.crop import Rectangle, centre_square
 from train.data.decoding.chunks import ChunkDecoder
 from train.data.decoding.clip import ClipShape, frame_places, make_clip
+from train.data.decoding.crop import Rectangle, centre_square
 from train.data.decoding.reading import read_chunk
 from train.data.decoding.rgb import rgb_pictures
+from train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, moments_of
+from train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips
+from train.tasks.caption.videos.source import read_facts
 
 FPS = Fraction(10)
 SIZE_PX = 64

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import FailedWork, UserError
-from train.caption.videos.captioning import CaptionedWindow
-from train.caption.videos.formats import Format
-from train.caption.videos.sinks import open_sink
-from train.caption.videos.writers import WRITERS, format_of, srt_time, subtitle_names
+from train.tasks.caption.videos.captioning import CaptionedWindow
+from train.tasks.caption.videos.formats import Format
+from train.tasks.caption.videos.outputs import WRITERS, format_of, srt_time, subtitle_names
+from train.tasks.caption.videos.sinks import open_sink
 
 CAPTIONS = [
     'a cat, a "dog"; and a bird\'s nest',

@@ -1,1 +1,0 @@
-"""Captions out of a captioner, token by token."""

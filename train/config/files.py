@@ -1,0 +1,204 @@
+"""Settings in files: YAML of a run, of `--config` and of the presets.
+
+Where a value comes from, the strongest first: a flag, a `--config` file (later files before earlier ones), the
+`--preset`, the default. With `--resume` the run's own settings stand in for files and preset; with `--resume auto` they
+come after both and before the default, where there is a run. A run saves what took effect as RUN/settings.yaml, which
+loads back to an equal object.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from manifests.errors import UserError
+from manifests.publish import publish_bytes
+from train.config.training import DualEncoderSettings, TrainingSettings, flat, plain_values
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+
+PRESETS_FOLDER = Path(__file__).parent / "presets"
+Settings = TypeVar("Settings", bound=TrainingSettings)
+_FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
+# Of a file of settings; what exceeds these was not written as one.
+_MAX_VALUES, _MAX_DEPTH, _MAX_LETTERS = 10_000, 20, 10_000
+_FLAGS_HINT = "one `key: value` a line, keys spelled as the flags"
+
+
+def settings_yaml(settings: TrainingSettings) -> str:
+    """The settings as YAML, one key a field."""
+    import yaml
+
+    return yaml.safe_dump(plain_values(asdict(settings)), sort_keys=False, allow_unicode=True)
+
+
+def save_settings(settings: TrainingSettings, path: Path) -> None:
+    """Publishes the settings as a YAML file."""
+    publish_bytes(path, settings_yaml(settings).encode())
+
+
+def load_settings(path: Path, kind: type[Settings]) -> Settings:
+    """Reads the settings that a run saved, through the parser that reads the command line.
+
+    Raises:
+        UserError: the file cannot be read, or has a key or value that `kind` does not know.
+    """
+    from cyclopts import App, CycloptsError
+
+    app = App(exit_on_error=False, print_error=False, result_action="return_value")
+
+    default = kind()
+
+    @app.default
+    def give(settings: kind = default) -> Settings:  # type: ignore[valid-type]
+        return settings
+
+    try:
+        app.config = [yaml_source(path)]
+        return app([])
+    except (CycloptsError, UserError) as error:
+        wrong = str(error).splitlines()[0]
+        wrong = wrong if str(path) in wrong else f"{path}: {wrong}"
+        hints = ["put back what the run wrote"]
+        if isinstance(error, UserError) and error.hint:
+            hints.append(error.hint)
+        if path.is_file() and not path.read_bytes().endswith(b"\n"):
+            # What a run saves ends in a whole line.
+            wrong = f"{path} is cut off in the middle of a line; {wrong}"
+        raise UserError(wrong, hint="; ".join(hints)) from error
+
+
+def yaml_source(path: Path) -> Any:
+    """A source of settings for cyclopts.
+
+    Raises:
+        UserError: there is no such file, or it is not a YAML mapping.
+    """
+    from cyclopts.config import Dict
+
+    # Keys may be spelled as the field or as the flag.
+    spelled = {str(key).replace("-", "_"): value for key, value in read_values(path).items()}
+    return Dict(spelled, source=str(path), use_commands_as_keys=False)
+
+
+def read_values(path: Path) -> dict[object, Any]:
+    """The content of a YAML file of settings.
+
+    Raises:
+        UserError: there is no such file, or it is not a YAML mapping.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
+    except (yaml.YAMLError, ValueError) as error:  # the second of a date or a number that is none
+        raise UserError(f"{path} is not YAML: {str(error).splitlines()[0]}", hint="one `key: value` a line") from error
+    except RecursionError as error:
+        raise UserError(f"{path} holds values that are nested too deeply", hint="one `key: value` a line") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no settings", hint=_FLAGS_HINT)
+    _require_small(values, path)
+    return values
+
+
+def _require_small(values: dict[object, Any], path: Path) -> None:
+    """Raises a UserError for what no settings are: values within themselves, thousands of them, pages of text."""
+    waiting: list[tuple[Any, int]] = [(values, 1)]
+    num_seen = 0
+    while waiting:
+        value, depth = waiting.pop()
+        num_seen += 1
+        if isinstance(value, str) and len(value) > _MAX_LETTERS:
+            raise UserError(f"{path} holds a value of {len(value):,} characters", hint="one `key: value` a line")
+        if num_seen > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise UserError(f"{path} has too many or too deeply nested values for a settings file", hint=_FLAGS_HINT)
+        if isinstance(value, dict):
+            waiting += [(inner, depth + 1) for pair in value.items() for inner in pair]
+        elif isinstance(value, list | tuple | set):
+            waiting += [(inner, depth + 1) for inner in value]
+
+
+def preset_path(name: str, command: str = "") -> Path:
+    """File of the preset `name`: `tiny` is tiny-mae.yaml in `train mae`, and tiny.yaml where a command has none.
+
+    Raises:
+        UserError: there is no such preset; the hint lists those there are.
+    """
+    known = sorted(path.stem for path in PRESETS_FOLDER.glob("*.yaml"))
+    for stem in (f"{name}-{command}", name):
+        if stem in known:
+            return PRESETS_FOLDER / f"{stem}.yaml"
+    raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
+
+
+def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Fills in what no flag has set; cyclopts calls it for each command.
+
+    The values come from the `--config` files and the `--preset`, with `--resume` from the run itself, and with
+    `--resume auto` from all of them.
+    """
+    from train.run.folder import RunFolder
+
+    def given(name: str) -> list[str]:
+        return [token.value for argument in arguments if argument.name == name for token in argument.tokens]
+
+    def fill(path: Path) -> None:
+        yaml_source(path)(app, commands, arguments)
+
+    resume = given("--resume")
+    is_automatic = resume[-1:] == ["auto"]
+    if resume and not is_automatic:
+        for name in ("--config", "--preset"):
+            if given(name):
+                raise UserError(
+                    f"{name} does not go with --resume",
+                    hint="the run's own settings count; leave it out, or use --resume auto",
+                )
+    # A source fills only what is still empty: the strongest comes first.
+    for file in reversed(given("--config")):
+        fill(Path(file))
+    for preset in given("--preset"):
+        fill(preset_path(preset, commands[-1]))
+    if resume:
+        out = Path(given("--out")[0]) if given("--out") else DualEncoderSettings.out
+        # Where there is no run, a new one begins, or opening it says so.
+        if (saved := RunFolder(out).settings).is_file():
+            RunFolder(out).require_task(commands[-1])
+            fill(saved)
+
+
+def hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
+    """The hint of a mistake, with the flags that its message names and that nobody typed: a preset or file has them.
+
+    Args:
+        words: of the command line.
+    """
+    typed = {word.partition("=")[0] for word in words}
+    untyped = [flag for flag in dict.fromkeys(_FLAG.findall(str(error))) if flag not in typed]
+    said = [] if error.hint is None else [error.hint]
+    try:
+        sources = {str(file): Path(file) for file in reversed(_values_of("--config", words))}
+        sources |= {f"preset {name}": preset_path(name, words[0]) for name in _values_of("--preset", words)}
+        for flag in untyped:
+            having = [name for name, path in sources.items() if flag in _flags_of(path)]
+            said += [f"{flag} is from {having[0]}"] if having else []
+    except UserError:
+        pass  # a file that cannot be read, which is the mistake itself
+    return "; ".join(said) or None
+
+
+def _values_of(flag: str, words: Sequence[str]) -> list[str]:
+    following = [after for word, after in pairwise(words) if word == flag]
+    return following + [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+
+
+def _flags_of(path: Path) -> set[str]:
+    return {
+        f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in read_values(path).items()})
+    }

@@ -1,0 +1,58 @@
+"""From outcomes to batches: good samples fill them, failed ones are handed over beside them and budgeted."""
+
+from dataclasses import dataclass
+
+from train.data.batch import Batch, BatchRing, Sample
+from train.data.cursor import Place
+from train.data.failures import FailedSample, TooManyFailures
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """A batch, the samples that failed on the way to it, and the place from which this rank's next one goes on."""
+
+    batch: Batch
+    failed: tuple[FailedSample, ...]
+    place: Place
+
+    @property
+    def next_position(self) -> int:
+        """Position of `place`."""
+        return self.place.position
+
+
+class BatchFilling:
+    """The batch that is being put together."""
+
+    def __init__(self, batch: int, *, pin: bool, max_failures: int | None) -> None:
+        self._batch, self._max_failures = batch, max_failures
+        self._ring = BatchRing(batch, pin=pin)
+        self._good: list[Sample] = []
+        self._failed: list[FailedSample] = []
+        self._num_failures = 0
+        self.num_batches = 1  # this one included
+
+    def add(self, outcome: Sample | FailedSample | None) -> bool:
+        """Whether the batch is full now."""
+        if isinstance(outcome, FailedSample):
+            self._failed.append(outcome)
+            self._num_failures += 1
+            if self._max_failures is not None and self._num_failures > self._max_failures:
+                raise TooManyFailures(tuple(self._failed))
+            return False
+        if outcome is not None:
+            self._good.append(outcome)
+        return len(self._good) == self._batch and outcome is not None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to hand over yet."""
+        return bool(self._good or self._failed)
+
+    def take(self, place: Place) -> LoadedBatch:
+        """The batch as it is now; the next one begins."""
+        batch = self._ring.collate(self._good) if self._good else Batch()
+        loaded = LoadedBatch(batch, tuple(self._failed), place)
+        self._good, self._failed = [], []
+        self.num_batches += 1
+        return loaded

@@ -1,0 +1,101 @@
+"""What the ranks of a run must have in common: command, settings, versions, and the data that they read.
+
+Paths to data may differ, since machines do: what lies there is compared. So may the flags of OF_A_MACHINE.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from manifests.errors import UserError
+from manifests.store import read_manifest
+from shards.commits import read_commits
+from shards.dataset import current_variant, variant_dir
+from train.config.training import TrainingSettings, flat, plain_values
+from train.data.loader import TrainingSet
+from train.data.remote.address import is_remote
+from train.data.streams.data_streams_tars import names_tars
+from train.distributed.comparing import COMMAND, Start, difference
+from train.distributed.world import World
+from train.run.environment import versions
+
+# Where the data lie, and how fast they are read: neither decides what is trained.
+OF_A_MACHINE = frozenset({"shards", "cache", "workers", "batches_ahead"})
+SAME_START = (
+    "start every rank with the same command and flags, and the same versions of clipmill and torch; only "
+    f"{', '.join('--' + name.replace('_', '-') for name in sorted(OF_A_MACHINE))} may differ"
+)
+
+
+class NamedSamples(TrainingSet, Protocol):
+    """Samples of a data folder or of tars."""
+
+    @property
+    def variant_name(self) -> str:
+        """What the samples are made of."""
+        ...
+
+
+Samples = TypeVar("Samples", bound=NamedSamples)
+
+
+def start_of(settings: TrainingSettings, *, resume: object) -> Start:
+    """How this rank was started, as ranks compare it."""
+    values = flat({name: value for name, value in plain_values(asdict(settings)).items() if name not in OF_A_MACHINE})
+    own = versions()
+    return {
+        COMMAND: f"train {settings.command}",
+        "clipmill": own["clipmill"],
+        # What a patch release changes, ranks may differ in.
+        "torch": ".".join(own["torch"].split(".")[:2]),
+        **{f"--{name.replace('_', '-')}": value for name, value in flat({**values, "resume": resume}).items()},
+    }
+
+
+def open_alike(
+    open_samples: Callable[[], Samples], settings: TrainingSettings, *, columns: tuple[str, ...], world: World
+) -> Samples:
+    """What `open_samples` gives on this rank, once every rank has opened its own and all have the same.
+
+    Args:
+        columns: of the shard set that the samples are made of.
+
+    Raises:
+        UserError: they differ, or a rank cannot open its own; every rank raises the same.
+    """
+    samples = world.each(open_samples)
+    if world.size == 1:
+        return samples
+    ranks: list[Start] = world.gather_objects(world.each(lambda: _content(samples, settings, columns=columns)))
+    if found := difference(ranks):
+        places = difference([{"--shards": shards} for shards in world.gather_objects(settings.shards)])
+        raise UserError(
+            f"the ranks do not have the same data: {found}" + (f"; {places}" if places else ""),
+            hint="give every rank the same data folder, or an exact copy of it",
+        )
+    return samples
+
+
+def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
+    """What decides which bytes a rank trains on, and on which they are evaluated."""
+    content: dict[str, object] = {}
+    if not is_remote(settings.shards) and not names_tars(settings.shards):
+        data_dir = Path(settings.shards)
+        content["manifest"] = str(read_manifest(data_dir)["fingerprint"])[:16]
+        for column in columns:
+            content[f"column {column}"] = _column(data_dir, column)
+    return {**content, "variant": samples.variant_name, "set of samples": samples.fingerprint[:16]}
+
+
+def _column(data_dir: Path, column: str) -> str:
+    """Hash of the shards of a column that count, by their commits."""
+    variant = current_variant(data_dir, column)
+    if variant is None:
+        return "not there"
+    digest = hashlib.sha256()
+    for shard_id, commit in read_commits(variant_dir(data_dir, column, variant)).commits.items():
+        tar = None if commit.files is None else commit.files.tar_sha256
+        digest.update(f"{shard_id} {commit.split} {tar}\n".encode())
+    return digest.hexdigest()[:16]

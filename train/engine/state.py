@@ -1,0 +1,244 @@
+"""All that changes from step to step, and its way into checkpoints and out of them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.config.training import TrainingSettings, require_same, shaping
+from train.data.cursor import LoaderState, Place, together
+from train.data.loader import TrainingSet
+from train.device.precision import Precision, open_precision
+from train.distributed.parallel import spread, whole
+from train.distributed.pipeline import Pipeline
+from train.distributed.storage import dtype_of
+from train.distributed.world import World
+from train.distributed.zero import ZeroOptimizer
+from train.engine.finite import not_finite
+from train.engine.stages import own_part
+from train.engine.task import Task
+from train.losses.objective import Objective
+from train.optim.ema import Ema
+from train.optim.groups import plain_name
+from train.optim.optimizer import make_optimizer
+from train.run.checkpoint import Facts, check_fits, fill, read_facts, read_table
+
+Of = TypeVar("Of")
+
+
+@dataclass
+class State:
+    """A run between two steps.
+
+    Attributes:
+        model: as the task built it; with FSDP its parameters are DTensors.
+        trained: what stands for it in a training step (train.distributed.parallel, train.distributed.pipeline).
+        zero: sends what this rank's optimizer made; None where every rank's makes everything.
+        place: where this rank's batches end.
+    """
+
+    model: nn.Module
+    trained: nn.Module
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    zero: ZeroOptimizer | None
+    precision: Precision
+    ema: Ema | None
+    step: int = 0
+    place: Place = field(default_factory=lambda: Place(0))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, the objective's last."""
+        return [*self.model.parameters(), *self.objective.parameters()]
+
+    @property
+    def counted(self) -> nn.Module:
+        """What is called in a training step with all that it computes."""
+        return self.model if isinstance(self.trained, Pipeline) else self.trained
+
+    def repeated(self) -> list[nn.Parameter]:
+        """Parameters that an earlier stage of a pipeline has too."""
+        return self.trained.repeated if isinstance(self.trained, Pipeline) else []
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that is kept in tensors, by the names of checkpoints. Not copies."""
+        found = _weights(self.model, "model.") | _weights(self.objective, "objective.")
+        if self.ema is not None:
+            found |= {f"ema.{name}": one for name, one in self.ema.state_dict().items()}
+        for name, parameter in self._optimized().items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"optimizer.{name}.{key}"] = value
+        return found
+
+    def facts(
+        self,
+        task: Task,
+        samples: TrainingSet,
+        settings: TrainingSettings,
+        *,
+        world: World,
+        numbers: dict[str, float],
+    ) -> Facts:
+        """Everything else, and the numbers of an evaluation; all ranks call it."""
+        own = LoaderState(
+            position=self.place.position, ahead=list(self.place.ahead), seed=settings.seed, samples=samples.fingerprint
+        )
+        return Facts(
+            task=task.name,
+            step=self.step,
+            # The stages of a replica stand at the same place.
+            loader=world.replicas.gather_objects(own),
+            settings=shaping(settings),
+            precision=self.precision.state_dict(),
+            numbers=numbers,
+        )
+
+    def restore(
+        self, path: Path, samples: TrainingSet, settings: TrainingSettings, *, task: Task, world: World
+    ) -> Facts:
+        """Takes over a checkpoint, whatever number of ranks wrote it; all ranks call it.
+
+        Raises:
+            UserError: it cannot be read, is not finite, or is of another task, model, set of samples, or of other
+                settings.
+        """
+        facts = read_facts(path, world=world)
+        if facts.task != task.name:
+            raise UserError(f"{path} is of a run of {facts.task}", hint="begin a new run with another --out")
+        require_same(facts.settings, shaping(settings), where=str(path))
+        samples.load_state_dict(*facts.loader)
+        table = read_table(path)
+        sizes = {
+            name.removeprefix("objective."): entry["size"] for name, entry in _starting(table, "objective.").items()
+        }
+        self.objective.check_resumable(sizes, where=str(path))
+        wanted = {name: one for name, one in self.tensors().items() if not name.startswith("optimizer.")}
+        for prefix in ("model.", "ema.", "objective."):
+            check_fits(path, table, _on_all_stages(_starting(wanted, prefix), world.stages), prefix=prefix)
+        optimized = self._optimizer_tensors(table)
+        fill(path, table, wanted | _flat(optimized), world=world)
+        self._load_optimizer(optimized)
+        if (names := not_finite(self.tensors(), world=world)) is not None:
+            raise UserError(
+                f"checkpoint {path} holds values that are not finite (NaN or infinity) in {names}",
+                hint="remove it: the one before it, if there is one, is used instead",
+            )
+        self.precision.load_state_dict(facts.precision)
+        self.step = facts.step
+        self.place = together([Place(one["position"], tuple(one["ahead"])) for one in facts.loader])
+        return facts
+
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """The model as it is evaluated: in evaluation mode, whole on every rank, averages as its weights."""
+        with ExitStack() as stack:
+            if self.ema is not None:
+                stack.enter_context(self.ema.swapped(self.model))
+            stack.enter_context(whole(self.model))
+            stack.enter_context(torch.no_grad())
+            self.model.eval()
+            try:
+                yield self.model
+            finally:
+                self.model.train()
+
+    def _optimized(self) -> dict[str, nn.Parameter]:
+        """The parameters whose state this rank's optimizer keeps, by the names of checkpoints."""
+        own = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        named = [(f"model.{plain_name(name)}", one) for name, one in self.model.named_parameters()]
+        named += [(f"objective.{name}", one) for name, one in self.objective.named_parameters()]
+        return {name: one for name, one in named if id(one) in own}
+
+    def _optimizer_tensors(self, table: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+        """Room for what a checkpoint has of this rank's optimizer: tensors by key, by the name of the parameter."""
+        keys: dict[str, list[str]] = {}
+        for name in table:
+            if name.startswith("optimizer."):
+                of, _, key = name.removeprefix("optimizer.").rpartition(".")
+                keys.setdefault(of, []).append(key)
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parameter in self._optimized().items():
+            for key in keys.get(name, []):
+                entry = table[f"optimizer.{name}.{key}"]
+                # As large as the weight and spread like it; or the number of steps, which lies on the CPU.
+                is_like = key != "step" and entry["size"] == list(parameter.shape)
+                dtype = dtype_of(entry["dtype"])
+                room = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
+                found.setdefault(name, {})[key] = room
+        return found
+
+    def _load_optimizer(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        packed = self.optimizer.state_dict()
+        numbers = {id(one): number for number, one in enumerate(_in_order(self.optimizer))}
+        optimized = self._optimized()
+        packed["state"] = {numbers[id(optimized[name])]: state for name, state in tensors.items()}
+        self.optimizer.load_state_dict(packed)
+
+
+def new_state(
+    task: Task, samples: TrainingSet, settings: TrainingSettings, *, world: World, device: torch.device
+) -> State:
+    """A run before its first step; the seed alone decides its weights."""
+    torch.manual_seed(settings.seed)
+    # A stage, too, is cut out of the whole: so it begins with the weights that it has there.
+    model = own_part(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
+    objective = task.build_objective(samples, world.replicas).to(device)
+    precision = open_precision(settings.precision, device_type=device.type)
+    trained: nn.Module
+    if world.stages.size > 1:
+        trained = Pipeline(model, settings=settings.parallel, world=world, device=device)
+    else:
+        trained = spread(
+            model,
+            strategy=settings.parallel.strategy,
+            units=task.units(model),
+            world=world,
+            device=device,
+            products=precision.products,
+        )
+    optimizer = make_optimizer(model, objective, settings)
+    is_zero = settings.parallel.strategy == "zero1" and world.replicas.size > 1
+    return State(
+        model=model,
+        trained=trained,
+        objective=objective,
+        optimizer=optimizer,
+        zero=ZeroOptimizer(optimizer, world.replicas) if is_zero else None,
+        precision=precision,
+        ema=Ema(model, decay=settings.optimizer.ema) if settings.optimizer.ema else None,
+    )
+
+
+def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
+    found = {f"{prefix}{plain_name(name)}": one for name, one in module.state_dict().items()}
+    for name, one in found.items():
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"{name} is no tensor: checkpoints take tensors only")
+    return found
+
+
+def _on_all_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
+    """Those of this rank and of the other stages, without their values."""
+    if stages.size == 1:
+        return tensors
+    sizes = {name: list(one.shape) for name, one in tensors.items()}
+    of_all = {name: size for of_stage in stages.gather_objects(sizes) for name, size in of_stage.items()}
+    return {name: torch.empty(size, device="meta") for name, size in of_all.items()}
+
+
+def _starting(tensors: dict[str, Of], prefix: str) -> dict[str, Of]:
+    return {name: one for name, one in tensors.items() if name.startswith(prefix)}
+
+
+def _flat(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"optimizer.{name}.{key}": one for name, state in tensors.items() for key, one in state.items()}
+
+
+def _in_order(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    # As state_dict() numbers them.
+    return [one for group in optimizer.param_groups for one in group["params"]]

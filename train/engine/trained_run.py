@@ -1,0 +1,106 @@
+"""A run that has been trained, opened for what is done with its weights: evaluations, captions of videos."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.commands.training import choose_device
+from train.config.files import load_settings
+from train.config.training import ClipSettings, require_same, shaping
+from train.device.precision import Precision, open_precision
+from train.engine.attention_choice import as_before
+from train.models.attention import AttentionDoor, open_attention
+from train.run.checkpoint import read_facts, read_table, read_weights
+from train.run.folder import RunFolder
+
+Settings = TypeVar("Settings", bound=ClipSettings)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun(Generic[Settings]):
+    """The latest checkpoint of a run, and what its weights compute with.
+
+    Attributes:
+        settings: of the run, with the data that was asked for.
+        step: of the checkpoint.
+        weights: which of the checkpoint's, and in which precision, in words.
+    """
+
+    run: RunFolder
+    settings: Settings
+    checkpoint: Path
+    step: int
+    weights: str
+    device: torch.device
+    door: AttentionDoor
+    precision: Precision
+
+    def fill(self, model: Model) -> Model:
+        """Gives a model the weights, averages where the run kept some; it is then on the device, in evaluation mode.
+
+        Raises:
+            UserError: the weights are damaged, or are not those of such a model.
+        """
+        model.to(self.device)
+        try:
+            model.load_state_dict(read_weights(self.checkpoint))
+        except RuntimeError as error:
+            raise UserError(
+                f"{self.checkpoint} does not fit the model of {self.run.settings}: "
+                f"{str(error).splitlines()[-1].strip()}",
+                hint="were settings changed by hand? put back what the run was trained with",
+            ) from error
+        return model.eval()
+
+
+def read_settings(run: RunFolder, kind: type[Settings], *, shards: str | None = None) -> Settings:
+    """The settings of a run.
+
+    Args:
+        shards: data in place of that of the run.
+
+    Raises:
+        UserError: they cannot be read, or are those of another task.
+    """
+    settings = load_settings(run.settings, kind)
+    return settings if shards is None else replace(settings, shards=shards)
+
+
+def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]:
+    """Opens the latest checkpoint of a run; neither data nor a model is needed yet.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, the settings are not those that it was trained with, or they
+            ask for what this machine does not have.
+    """
+    checkpoint = run.require_checkpoint()
+    facts = read_facts(checkpoint)
+    require_same(
+        facts.settings,
+        shaping(settings),
+        where=str(checkpoint),
+        hint=f"was {run.settings} changed by hand? put back what the run was trained with",
+    )
+    device = choose_device(settings.device)
+    # What the run was trained with, where it was trained on a GPU too.
+    is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
+    before = as_before(run.read_facts(), device_type=device.type) if is_measured else None
+    door = before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    precision = open_precision(settings.precision, device_type=device.type)
+    has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
+    which = "moving average of the weights" if has_averages else "the weights themselves"
+    return TrainedRun(
+        run=run,
+        settings=settings,
+        checkpoint=checkpoint,
+        step=facts.step,
+        weights=f"{which}, {precision.name}",
+        device=device,
+        door=door,
+        precision=precision,
+    )

@@ -1,0 +1,105 @@
+"""What a video tower says of clips: one vector each, of frozen weights, for several towers in one pass over the clips.
+
+Ranks see a part each; `gathered` gives every rank the whole, in the order of the samples.
+
+Shape suffixes: B clips of a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from manifests.errors import FailedWork
+from train.data.batch import Batch, to_device
+from train.data.failures import FailedSample
+from train.data.outcomes import LoadedBatch
+from train.distributed.uneven import gather_uneven
+from train.distributed.world import World
+
+
+class Tower(Protocol):
+    """A video tower that is probed."""
+
+    def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        """One vector a clip, [B, D], before any projection or last layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Features:
+    """One row for each clip that could be had.
+
+    Attributes:
+        of_tower: float32 [N, D] of each tower.
+        sample: int64 [N], numbers of the samples.
+        num_failed: samples of all ranks that could not be had.
+        failed: those of this rank.
+    """
+
+    of_tower: tuple[torch.Tensor, ...]
+    sample: torch.Tensor
+    num_failed: int
+    failed: tuple[FailedSample, ...]
+
+
+def tower_of(model: nn.Module) -> Tower:
+    """What is probed: a classifier up to its last layer, an autoencoder's or a dual encoder's video tower."""
+    # A wrapped model's own tower: what wraps it knows only how to be called.
+    own = getattr(model, "module", model)
+    return cast(Tower, own if hasattr(own, "features") else own.video)
+
+
+@torch.no_grad()  # not inference_mode: what a model keeps of a pass must serve training too
+def extract(
+    towers: Sequence[Tower],
+    batches: Iterable[LoadedBatch],
+    *,
+    inputs: Callable[[Batch], torch.Tensor],
+    device: torch.device,
+) -> Features:
+    """Runs towers, which are in evaluation mode, over all batches of this rank.
+
+    Args:
+        inputs: clips [B, C, T, H, W] of a batch, as the towers take them.
+
+    Raises:
+        FailedWork: a feature is no number.
+    """
+    parts: list[list[torch.Tensor]] = [[] for _ in towers]
+    samples: list[torch.Tensor] = []
+    failed: list[FailedSample] = []
+    for loaded in batches:
+        failed += loaded.failed
+        if not loaded.batch:
+            continue
+        clips_BCTHW = inputs(to_device(loaded.batch, device))
+        for tower, its in zip(towers, parts, strict=True):
+            its.append(tower.features(clips_BCTHW).float())
+        # Copied: the buffers of a batch are used again for a later one.
+        samples.append(loaded.batch["position"].clone())
+    nothing = torch.empty(0, 0, device=device)
+    of_tower = tuple(torch.cat(its) if its else nothing for its in parts)
+    sample_N = torch.cat(samples) if samples else torch.empty(0, dtype=torch.int64)
+    for rows in of_tower:
+        if num_bad := int((~rows.isfinite().all(dim=1)).sum()):
+            raise FailedWork(f"features of {num_bad} of {len(rows)} clips are not finite: the weights have diverged")
+    return Features(of_tower, sample_N.to(device), len(failed), tuple(failed))
+
+
+def gathered(found: Features, world: World) -> Features:
+    """The features of all ranks in the order of the samples, on every rank.
+
+    Raises:
+        FailedWork: no rank has any.
+    """
+    sample_N = gather_uneven(found.sample, world)
+    num_failed = int(world.gather(torch.tensor([found.num_failed], device=sample_N.device)).sum())
+    if not len(sample_N):
+        detail = f"; the first: {found.failed[0].detail}" if found.failed else ""
+        raise FailedWork(f"none of the {num_failed} samples to probe could be had{detail}")
+    order = sample_N.argsort()
+    rows = tuple(gather_uneven(its, world)[order] for its in found.of_tower)
+    return replace(found, of_tower=rows, sample=sample_N[order], num_failed=num_failed)

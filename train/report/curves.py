@@ -1,0 +1,144 @@
+"""Which curves a results page has: those of training, and those of evaluations made while the model was trained."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from train.report.chart import Line, line_chart, smoothed
+from train.tasks.caption.metrics.scores import LABELS as CAPTION_METRICS
+
+_NUM_STYLES = 4
+# Products of many small numbers, as BLEU's, are not exactly 0 where they mean it.
+_ROUNDING = 1e-12
+# Numbers of captions, as tables have them.
+_TIMES_100 = ", times 100"
+
+Value = Callable[[dict[str, Any]], float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A chart; `svg` is markup.
+
+    Attributes:
+        last: the last value, as text.
+        legend: (style, label, last value) of each line, where there are several.
+    """
+
+    title: str
+    svg: str
+    last: str
+    legend: tuple[tuple[str, str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A number of the lines of metrics.jsonl."""
+
+    title: str
+    value: Value
+    is_noisy: bool = True
+    from_zero: bool = False
+    has_first: bool = True  # the first step warms caches and fills the loader's queue
+
+
+def _key(name: str, *, scale: float = 1.0) -> Value:
+    def value(line: dict[str, Any]) -> float | None:
+        found = line.get(name)
+        return None if found is None else scale * float(found)
+
+    return value
+
+
+_TRAINING = (
+    _Kind("Loss", _key("loss")),
+    _Kind("Right in the batch, %", _key("batch_accuracy", scale=100), from_zero=True),
+    _Kind("Learning rate", _key("lr"), is_noisy=False, from_zero=True),
+    _Kind("Temperature", _key("temperature"), is_noisy=False),
+    _Kind("Gradient norm", _key("grad_norm"), from_zero=True),
+    _Kind("Samples a second", _key("samples_per_s"), from_zero=True, has_first=False),
+    _Kind(
+        "Waiting for data, % of a step",
+        lambda line: 100 * line["data_wait_s"] / line["step_s"] if line.get("step_s") else None,
+        from_zero=True,
+        has_first=False,
+    ),
+    _Kind("GPU memory, GB", _key("gpu_memory_gb"), is_noisy=False, from_zero=True),
+    _Kind("Model FLOPS utilisation, %", _key("mfu", scale=100), from_zero=True, has_first=False),
+)
+
+# Numbers of evaluations that stand in one chart: pattern of their names, its title, and what its group is called.
+_TOGETHER: tuple[tuple[str, str, Callable[[str], str]], ...] = (
+    (r"text_to_video_r(\d+)", "Recall, text → video, %", lambda group: f"R@{group}"),
+    (r"video_to_text_r(\d+)", "Recall, video → text, %", lambda group: f"R@{group}"),
+    (r"(.+)_median_rank", "Median rank", lambda group: group.replace("_to_", " → ")),
+    (r"(.+)_mean_ap", "mAP, %", lambda group: group.replace("_to_", " → ")),
+    (r"(.+)_ndcg", "nDCG, %", lambda group: group.replace("_to_", " → ")),
+    (r"(top\d+|mean_class_accuracy)", "Zero-shot accuracy, %", lambda group: group.replace("_", " ")),
+    *(
+        (rf"(.+)_{method}_{name}", f"{method_title}, {title}, %", lambda group: group.replace("_", " "))
+        for method, method_title in (("knn", "k-NN"), ("linear", "Linear probe"))
+        for name, title in (("top1", "top-1"), ("top5", "top-5"), ("mean_class", "mean class"))
+    ),
+)
+
+
+def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
+    """The curves of those numbers that the lines have."""
+    curves = []
+    for kind in _TRAINING:
+        points = _points(lines if kind.has_first else lines[1:], kind.value)
+        if not points:
+            continue
+        smooth = smoothed(points) if kind.is_noisy else points
+        drawn = [Line(points, "raw"), Line(smooth, "smooth")] if kind.is_noisy else [Line(points, "smooth")]
+        svg = line_chart(drawn, x_label="step", y_label=kind.title, y_from_zero=kind.from_zero)
+        curves.append(Curve(kind.title, svg, f"{smooth[-1][1]:.3g}"))
+    return curves
+
+
+def evaluation_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
+    """A curve for each kind of number of each split; an evaluation's numbers are named `<split>/<name>`."""
+    names = dict.fromkeys(name for line in lines for name in line if "/" in name)
+    groups: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        split, _, short = name.partition("/")
+        title, label = _place(short)
+        groups.setdefault((split, title), {})[name] = label
+    order = [title for _, title, _ in _TOGETHER]
+    curves = []
+    for (split, title), its in sorted(groups.items(), key=lambda group: _rank(group[0][1], order)):
+        scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
+        drawn = [
+            Line(_points(lines, _key(name, scale=scale), dust=_ROUNDING), f"line{number % _NUM_STYLES}", label)
+            for number, (name, label) in enumerate(its.items())
+        ]
+        drawn = [line for line in drawn if line.points]
+        if drawn:
+            svg = line_chart(drawn, x_label="step", y_label=title, y_from_zero=True, has_marks=True)
+            legend = tuple((line.style, line.label, f"{line.points[-1][1]:.3g}") for line in drawn)
+            curves.append(Curve(f"{title} ({split})", svg, "", legend))
+    return curves
+
+
+def _rank(title: str, order: Sequence[str]) -> int:
+    return order.index(title) if title in order else len(order)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The chart that a number stands in, and what it is called there."""
+    for pattern, title, label in _TOGETHER:
+        if match := re.fullmatch(pattern, name):
+            return title, label(match[1])
+    words = CAPTION_METRICS.get(name, name.replace("_", " "))
+    scaled = _TIMES_100 if name in CAPTION_METRICS else ""
+    return words[:1].upper() + words[1:] + scaled, words
+
+
+def _points(lines: Sequence[dict[str, Any]], value: Value, *, dust: float = 0.0) -> list[tuple[float, float]]:
+    """The finite values by step; those nearer to 0 than `dust` are 0."""
+    found = ((float(line["step"]), value(line)) for line in lines)
+    finite = ((step, number) for step, number in found if number is not None and math.isfinite(number))
+    return [(step, 0.0 if abs(number) < dust else number) for step, number in finite]

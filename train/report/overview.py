@@ -1,0 +1,55 @@
+"""`train overview`: several runs on one page, each with its numbers, its loss and a few pictures."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.report.page import publish_page
+from train.report.results import page_of
+from train.run.folder import open_run
+
+_NUM_SHOWN = 3
+
+
+def write_overview(runs: Sequence[Path], out: Path) -> None:
+    """Writes a page about runs, which links to theirs.
+
+    Raises:
+        UserError: one of them is no run.
+    """
+    cards = []
+    for path in runs:
+        run = open_run(path)
+        page = page_of(run)
+        shown, shown_data = _shown(page)
+        link = _relative(run.page, out.parent)
+        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
+    publish_page("overview.html.j2", out, cards=cards)
+
+
+def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Rows of pictures with words, of the first result that has some, and its data where it is not the run's own."""
+    for result in page["results"]:
+        if rows := _rows(result):
+            return rows, result["other_data"]
+    return [], ""
+
+
+def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    if result.get("shown"):
+        clip = result["shown"][0]
+        rows = (("original", clip["original"]), ("masked", clip["masked"]), ("filled in", clip["filled"]))
+        return [{"words": name, "frames": frames, "is_right": None} for name, frames in rows]
+    if result.get("said"):
+        return [
+            {"words": clip["caption"], "frames": clip["frames"], "is_right": clip["is_right"]}
+            for clip in result["said"][:_NUM_SHOWN]
+        ]
+    best = [(query["text"], query["found"][0]) for query in result.get("examples", [])[:_NUM_SHOWN]]
+    return [{"words": text, "frames": clip["frames"], "is_right": clip["is_right"]} for text, clip in best]
+
+
+def _relative(page: Path, folder: Path) -> str:
+    """A link to a page that holds wherever both are moved together."""
+    return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()

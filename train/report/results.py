@@ -1,0 +1,126 @@
+"""The results page of a run (index.html): one file, nothing to load."""
+
+import re
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from train.config.files import read_values
+from train.config.training import DualEncoderSettings, TrainingSettings, flat, plain_values
+from train.evaluation.tables import table_of
+from train.report.curves import evaluation_curves, training_curves
+from train.report.page import publish_page
+from train.run.folder import RunFolder, read_lines, read_object
+from train.run.results import other_data
+from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.classify.settings import ClassifySettings
+from train.tasks.mae.settings import MaeSettings
+
+_NUM_LAST = 20
+_ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe", "reconstruction", "captions")
+# What a run is about; the rest of its settings is folded up.
+_KINDS: dict[str, type[TrainingSettings]] = {
+    "dual-encoder": DualEncoderSettings,
+    "classify": ClassifySettings,
+    "mae": MaeSettings,
+    "caption": CaptionerSettings,
+}
+_SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
+
+
+def write_page(run: RunFolder) -> None:
+    """Writes the page anew from the files of the run."""
+    publish_page("report.html.j2", run.page, **page_of(run))
+
+
+def page_of(run: RunFolder) -> dict[str, Any]:
+    """What the page of a run shows."""
+    lines = read_lines(run.metrics)
+    facts = run.read_facts()
+    settings = flat({str(key): value for key, value in read_values(run.settings).items()})
+    results = [read_object(path) for path in run.results()]
+    own_split = settings.get("split")
+    results.sort(
+        key=lambda result: (
+            bool(other_data(result)),
+            _ORDER.index(result["evaluation"]),
+            result["split"] == own_split,  # what it was trained on comes last
+        )
+    )
+    return {
+        "name": run.path.resolve().name,
+        "command": _command(run, str(facts.get("task", "dual-encoder"))),
+        "facts": facts,
+        "chosen": _chosen(settings, task=facts.get("task", "")),
+        "settings": settings,
+        "summary": _summary(lines),
+        "curves": training_curves(lines),
+        "evaluation_curves": evaluation_curves(lines),
+        "results": [{**result, "table": table_of(result), "other_data": other_data(result)} for result in results],
+        "weights": [_weights(facts[name]) for name in ("weights", "decoder_weights") if name in facts],
+        "failures": read_lines(run.failures),
+    }
+
+
+def _chosen(settings: dict[str, Any], *, task: str) -> dict[str, Any]:
+    """The settings that differ from their defaults, and those that every run is asked about."""
+    defaults = flat(plain_values(asdict(_KINDS.get(task, TrainingSettings)())))
+    return {
+        name: value
+        for name, value in settings.items()
+        if name in _SHOWN_SETTINGS or str(value) != str(defaults.get(name, value))
+    }
+
+
+def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    if not lines:
+        return {"num_steps": 0}
+    # The first step warms caches and fills the loader's queue.
+    steady = lines[1:] or lines
+    took_s = sum(line["step_s"] for line in steady)
+    waited_s = sum(line["data_wait_s"] for line in steady)
+    last = lines[-_NUM_LAST:]
+    memory_gb = [line["gpu_memory_gb"] for line in lines if "gpu_memory_gb" in line]
+    mfu = [line["mfu"] for line in steady if "mfu" in line]
+    return {
+        "num_steps": lines[-1]["step"],
+        "first_loss": lines[0]["loss"],
+        "last_loss": sum(line["loss"] for line in last) / len(last),
+        "num_last": len(last),
+        "took": _duration(sum(line["step_s"] for line in lines)),
+        "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in steady) / took_s,
+        "wait_share": waited_s / took_s,
+        "epochs": lines[-1].get("epoch"),  # a stream does not know how long one is
+        "memory_gb": max(memory_gb, default=None),
+        "mfu": sum(mfu) / len(mfu) if mfu else None,
+    }
+
+
+def _command(run: RunFolder, task: str) -> str:
+    """The command line that trains this once more."""
+    return shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _weights(report: dict[str, Any]) -> dict[str, Any]:
+    """What became of each tensor of weights that a run began with; equal changes of several blocks in one row."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for change in report["changes"]:
+        name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])
+        groups.setdefault((change["kind"], name, change["why"]), []).append(change)
+    rows = []
+    for (kind, name, why), its in groups.items():
+        shapes = {side: _shape(its[0], side) for side in ("old", "new")}
+        rows.append({"kind": kind, "name": name, "why": why, "count": len(its), **shapes})
+    return {"source": report["source"], "num_copied": report["num_copied"], "rows": rows}
+
+
+def _shape(change: dict[str, Any], side: str) -> str:
+    shape = change.get(side)
+    return "" if shape is None else " x ".join(map(str, shape)) or "one number"

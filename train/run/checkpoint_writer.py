@@ -1,0 +1,190 @@
+"""Writing checkpoints while the training goes on: copied at once, written by a thread, published by one rename."""
+
+import errno
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from manifests.errors import FailedWork
+from manifests.publish import TEMPORARY_PREFIX, publish_json, sync
+from train.distributed.storage import FailedElsewhere, Storage
+from train.distributed.world import World
+from train.run.checkpoint import (
+    FACTS_FILE,
+    PICKLED_FILE,
+    TABLE_FILE,
+    Facts,
+    all_checkpoints,
+    checkpoint_name,
+    content_of,
+    file_facts,
+    is_checkpoint_name,
+    is_intact,
+)
+
+# A metric whose name has one of these is better where it is lower.
+_LOWER_IS_BETTER = ("loss", "rank")
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run into `folder`. All ranks call its methods in the same order.
+
+    Args:
+        keep: how many of the latest stay.
+        best: name of the number whose best checkpoint stays too.
+    """
+
+    def __init__(self, folder: Path, *, world: World, keep: int, best: str | None) -> None:
+        self._folder, self._world, self._keep, self._best = folder, world, keep, best
+        self._storage = Storage(world)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        if world.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            recover(folder)
+
+    def save(self, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
+        """Copies the state and returns; waits only for the checkpoint before.
+
+        Raises:
+            FailedWork: the one before could not be written.
+        """
+        self.wait()
+        staged = self._storage.staged(tensors)
+        self._writing = self._thread.submit(self._write, staged, facts)
+
+    def wait(self) -> None:
+        """Until what was saved is there.
+
+        Raises:
+            FailedWork: a rank could not write it; all ranks raise it.
+        """
+        if self._writing is None:
+            return
+        error = self._writing.exception()
+        self._writing = None
+        is_own = error is not None and not isinstance(error, FailedElsewhere)
+        reasons = self._world.gather_objects(_described(error) if is_own else None)
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
+
+    def prune(self) -> None:
+        """Removes the checkpoints that do not stay: those that a process killed in between left.
+
+        To be called once the latest one has been read: it may be damaged, and then the others are needed.
+        """
+        if self._world.is_first:
+            self._prune()
+
+    def close(self) -> None:
+        """Ends the thread, once it has written what it is writing; to be called after a failure too."""
+        self._thread.shutdown(wait=True)
+
+    def is_best(self, numbers: Mapping[str, float]) -> bool:
+        """Whether `numbers` have the best metric, better than every checkpoint that is there."""
+        if self._best is None or self._best not in numbers:
+            return False
+        self.wait()
+        metric, score = self._best, _score(self._best, numbers[self._best])
+        return self._world.first(
+            lambda: all(score > _score(metric, other) for other in _values(self._folder, metric).values())
+        )
+
+    def _write(self, staged: dict[str, torch.Tensor], facts: Facts) -> None:
+        name = checkpoint_name(facts.step)
+        temporary = self._folder / f"{TEMPORARY_PREFIX}{name}"
+        table = self._storage.write(temporary, staged)
+        own = {path.name: file_facts(path) for path in temporary.glob(f"__{self._world.rank}_*")}
+        files = {name: about for one in self._storage.gather(own) for name, about in one.items()}
+        if not self._world.is_first:
+            return
+        publish_json(temporary / TABLE_FILE, table)
+        files |= {name: file_facts(temporary / name) for name in (TABLE_FILE, PICKLED_FILE)}
+        publish_json(temporary / FACTS_FILE, facts.as_json(files))
+        _publish(temporary, self._folder / name)
+        self._prune()
+
+    def _prune(self) -> None:
+        there = all_checkpoints(self._folder)
+        values = _values(self._folder, self._best) if self._best is not None else {}
+        scores = {step: _score(self._best or "", value) for step, value in values.items()}
+        for step in superfluous(list(there), keep=self._keep, scores=scores):
+            _remove(there[step])
+
+
+def recover(folder: Path) -> None:
+    """Finishes what a killed process began in a folder of checkpoints; called by the only process that writes there.
+
+    A complete checkpoint that was not yet renamed gets its name. Everything else under a temporary name is removed.
+    """
+    for left in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
+        name = left.name.removeprefix(TEMPORARY_PREFIX)
+        if is_checkpoint_name(name) and is_intact(left):
+            _publish(left, folder / name)
+        else:
+            _delete(left)
+
+
+def superfluous(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
+    """Steps whose checkpoints go: all but the last `keep`, and the best of those that have a score (the first best)."""
+    staying = set(sorted(steps)[-keep:])
+    if scores:
+        staying.add(max(sorted(scores), key=lambda step: scores[step]))
+    return [step for step in steps if step not in staying]
+
+
+def _values(folder: Path, metric: str) -> dict[int, float]:
+    values = {}
+    for step, path in all_checkpoints(folder).items():
+        try:
+            numbers = content_of(path)["numbers"]
+        except (OSError, ValueError, KeyError):
+            continue  # a damaged one is never the best; reading it says more
+        if metric in numbers:
+            values[step] = float(numbers[metric])
+    return values
+
+
+def _score(metric: str, value: float) -> float:
+    return -value if any(word in metric for word in _LOWER_IS_BETTER) else value
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Gives a complete checkpoint its name; an intact one that has the name already holds the same step, and stays."""
+    sync(temporary)
+    if final.exists():
+        if is_intact(final):
+            _delete(temporary)
+            return
+        # A damaged one is no checkpoint. If this process is killed between the two renames, `recover` does the second.
+        _remove(final)
+    temporary.rename(final)
+    sync(final.parent)
+
+
+def _remove(path: Path) -> None:
+    # Under a temporary name first: readers see complete checkpoints or none.
+    leaving = path.with_name(f"{TEMPORARY_PREFIX}old-{path.name}")
+    path.rename(leaving)
+    _delete(leaving)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _described(error: BaseException | None) -> str:
+    # DCP wraps what went wrong on each rank, with its traceback as text.
+    for cause, _ in getattr(error, "failures", {}).values():
+        return _described(cause)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while {error.filename} was written" if error.filename else ""
+        return f"the disk is full{where} ({error.strerror}); make room and go on with --resume"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,113 @@
+"""The set of (clip, captions) samples of one split for a captioner: it says captions, and is not shown one of them.
+
+Shape suffixes: K captions of a visit, L tokens.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shards.tars import TarBytes
+from train.config.data import CaptionSettings
+from train.data.batch import Sample
+from train.data.decoding.clip import Clip, ClipShape
+from train.data.decoding.reading import DecodeRule
+from train.data.loader import LoaderSettings, Visit
+from train.data.tokenizer import NO_TOKEN, CaptionTokenizer
+from train.data.video_captions import ALL_CAPTIONS, VideoCaptions
+from train.device.random import uniform
+
+
+class CaptionedClips(VideoCaptions):
+    """Samples of one split; sample i is clip i, a span of a video. Batches have `targets`.
+
+    A visit in training has `per_visit` of the clip's captions, drawn without repeats, all where there are no more; an
+    evaluation has the first ones. Places of captions that a clip lacks hold no tokens.
+
+    Args:
+        make_tokenizer: gives the tokenizer, and may look at the captions for it.
+        max_tokens: L, the end of a caption included; longer ones are cut, and counted.
+        captions: which captions there are, and how likely a visit shows each.
+
+    Attributes:
+        tokenizer: of the targets.
+
+    Raises:
+        UserError: there is no such data, or nothing that can be shown.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        split: str,
+        shape: ClipShape,
+        make_tokenizer: Callable[[Iterable[str]], CaptionTokenizer],
+        max_tokens: int,
+        per_visit: int,
+        loading: LoaderSettings,
+        decode: DecodeRule = "packets",
+        captions: CaptionSettings = ALL_CAPTIONS,
+        tars: TarBytes | None = None,
+    ) -> None:
+        self._max_tokens, self._per_visit = max_tokens, per_visit
+        super().__init__(
+            data_dir,
+            split=split,
+            shape=shape,
+            tokenize=None,
+            loading=loading,
+            decode=decode,
+            captions=captions,
+            tars=tars,
+        )
+        self.tokenizer = make_tokenizer(self.all_texts())
+        self._num_cut = self.tokenizer.num_longer(self.all_texts(), max_tokens=max_tokens)
+
+    @cached_property
+    def _order_sha256(self) -> str:
+        """Of what decides which sample stands where, and what a word is in tokens."""
+        return hashlib.sha256(super()._order_sha256.encode() + self.tokenizer.as_json()).hexdigest()
+
+    def describe(self) -> str:
+        """One line: captions that are used, and those that are not, by reason; and those that are cut."""
+        described = super().describe()
+        # The set describes itself before it is whole, where nothing can be shown.
+        num_cut = getattr(self, "_num_cut", 0)
+        return f"{described}; {num_cut:,} cut to {self._max_tokens} tokens" if num_cut else described
+
+    def references(self, sample: int) -> list[str]:
+        """All captions of a clip."""
+        return [self.text_at(place) for place in self.captions.choice.places(sample)]
+
+    def sample(self, visit: Visit, clip: Clip) -> Sample:
+        """The clip with the targets of its captions, int64 [K, L], and its names."""
+        places = self._drawn(visit)
+        targets_KL = np.full((self._per_visit, self._max_tokens), NO_TOKEN, np.int64)
+        for row, place in enumerate(places):
+            targets_KL[row] = self.tokenizer.targets(self.text_at(place), max_tokens=self._max_tokens)
+        return Sample(
+            position=visit.position,
+            key=self.key(visit.sample),
+            clip_id=visit.sample,
+            caption_id=self.caption_id(places[0]),
+            targets=targets_KL,
+            video=clip.video,
+            colour=clip.colour,
+        )
+
+    def _drawn(self, visit: Visit) -> list[int]:
+        """Places of the captions that a visit has, in their order."""
+        choice = self.captions.choice
+        places = choice.places(visit.sample)
+        if visit.seed is None or len(places) <= self._per_visit:
+            return list(places[: self._per_visit])
+        # Weighted drawing without repeats: the smallest of exponential waiting times (Efraimidis and Spirakis 2006).
+        position = np.array([visit.position])
+        shares: NDArray[np.float64] = uniform(position, len(places), seed=visit.seed, purpose="captions")[0]
+        waits = -np.log1p(-shares) / choice.weights(visit.sample)
+        return sorted(places[int(one)] for one in np.argsort(waits, kind="stable")[: self._per_visit])

@@ -1,0 +1,115 @@
+"""How often the right class is among the first: top-1, top-5 and the mean over classes.
+
+A probability is the mean over a clip's views of the softmax of logits. The probability of a verb, or of a noun, of
+EPIC-KITCHENS-100 is the sum of those of all actions that have it; one that no action has gets 0. Logits are never
+summed.
+
+Shape suffixes: N samples, B batch, K classes, M marginal classes (verbs or nouns).
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from train.data.classes import ClassList
+from train.distributed.world import World
+
+_TOP = (1, 5)
+
+
+def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
+    """Probabilities [B, K] of clips: the mean over their views of the softmax of each."""
+    return logits_BVK.float().softmax(dim=-1).mean(dim=1)
+
+
+def marginal(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
+    """Probabilities [B, M] of what the classes are made of.
+
+    Args:
+        part_K: int64, which part each class has; M is the highest + 1.
+    """
+    num_parts = int(part_K.max()) + 1
+    sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
+    return sums_BM.index_add(1, part_K, probabilities_BK)
+
+
+def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+    """Whether the right class is among the first 1 and the first 5: bool [B, 2].
+
+    Where classes have equal probabilities, the lowest comes first.
+    """
+    own_B1 = probabilities_BK.gather(1, label_B[:, None])
+    before_BK = probabilities_BK > own_B1
+    lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
+    rank_B = (before_BK | ((probabilities_BK == own_B1) & lower_BK)).sum(dim=1)
+    return torch.stack([rank_B < k for k in _TOP], dim=1)
+
+
+@dataclass
+class Tally:
+    """Right answers, class by class.
+
+    Attributes:
+        num_right: int64 [K, 2], by class, among the first 1 and 5.
+        num_all: int64 [K].
+    """
+
+    num_right: torch.Tensor
+    num_all: torch.Tensor
+
+    @staticmethod
+    def of(num_classes: int, device: torch.device) -> "Tally":
+        """Nothing yet."""
+        return Tally(
+            torch.zeros(num_classes, len(_TOP), dtype=torch.int64, device=device),
+            torch.zeros(num_classes, dtype=torch.int64, device=device),
+        )
+
+    def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
+        """Counts a batch."""
+        self.num_right.index_add_(0, label_B, hits(probabilities_BK, label_B).long())
+        self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
+
+    def summed(self, world: World) -> "Tally":
+        """Of all ranks."""
+        return Tally(world.sum(self.num_right), world.sum(self.num_all))
+
+    def numbers(self) -> dict[str, float]:
+        """top1, top5 over samples, and mean_class: top-1 of each class that occurs, averaged over these classes."""
+        num_samples = int(self.num_all.sum())
+        top1, top5 = (self.num_right.sum(dim=0).double() / max(num_samples, 1)).tolist()
+        there = self.num_all > 0
+        by_class = self.num_right[there, 0].double() / self.num_all[there].double()
+        return {"top1": top1, "top5": top5, "mean_class": by_class.mean().item() if len(by_class) else 0.0}
+
+
+@dataclass
+class Scores:
+    """The tallies of a classifier: of its classes, and of verbs and nouns where its classes are actions."""
+
+    classes: ClassList
+    device: torch.device
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts: dict[str, NDArray[np.int64]] = self.classes.parts
+        self.parts = {name: torch.from_numpy(part_K).to(self.device) for name, part_K in parts.items()}
+        for name, part_K in self.parts.items():
+            self.tallies[name] = Tally.of(int(part_K.max()) + 1, self.device)
+        self.tallies[self.classes.label] = Tally.of(len(self.classes), self.device)
+
+    def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
+        """Counts a batch."""
+        self.tallies[self.classes.label].add(probabilities_BK, label_B)
+        for name, part_K in self.parts.items():
+            self.tallies[name].add(marginal(probabilities_BK, part_K), part_K[label_B])
+
+    def numbers(self, world: World) -> dict[str, float]:
+        """`<label>_top1` and so on, of all ranks; collective."""
+        numbers: dict[str, float] = {}
+        for name, tally in self.tallies.items():
+            numbers |= {f"{name}_{key}": value for key, value in tally.summed(world).numbers().items()}
+        return numbers

@@ -1,0 +1,241 @@
+"""Fine-tuning a video tower to tell the classes of a labelled set apart.
+
+Shape suffixes: B batch, C channels, T frames, H and W pixels (or numbers of a latent).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.augment.draws import draw
+from train.augment.pictures import to_model_input
+from train.data.batch import Batch
+from train.data.classes import ClassList, read_classes
+from train.data.clips import clip_shape, loader_settings, open_labelled_folder
+from train.data.decoding.clip import Views
+from train.data.inputs import open_latents, size_on_latents, spread, window
+from train.data.labelled_clips import LabelledClips
+from train.data.latents.data_latents_labelled import LabelledLatents
+from train.data.order import Positions
+from train.device.random import uniform
+from train.distributed.world import World
+from train.losses.objective import Objective
+from train.models.attention import AttentionDoor
+from train.models.dual_encoder import size_of
+from train.models.transformer import blocks_of, compile_blocks
+from train.tasks.classify.classify_evaluating import ClassResult, score_classifier
+from train.tasks.classify.model import VideoClassifier
+from train.tasks.classify.objective import SoftCrossEntropy
+from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
+from train.tasks.classify.start import start_of_classifier
+from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.loading import Loaded, copy_into
+from train.weights.sources import Say, Source
+
+Samples = LabelledClips | LabelledLatents
+
+
+class ClassifyTask:
+    """The task of `train classify`.
+
+    Args:
+        classes: of a run that there is; else they are read with the training set.
+    """
+
+    name = "classify"
+
+    def __init__(
+        self,
+        settings: ClassifySettings,
+        *,
+        door: AttentionDoor,
+        device: torch.device,
+        classes: ClassList | None = None,
+    ) -> None:
+        self._settings, self._door, self._device = settings, door, device
+        self._classes = classes
+        self._start: Loaded | None = None
+        self._held_out: Samples | None = None
+        self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
+
+    @property
+    def classes(self) -> ClassList:
+        """What a model tells apart."""
+        assert self._classes is not None  # given, or read by training_set
+        return self._classes
+
+    def facts(self) -> dict[str, Any]:
+        """For run.json."""
+        return {"classes": self.classes.as_json()}
+
+    def files(self) -> dict[str, bytes]:
+        """None."""
+        return {}
+
+    def training_set(self, world: World) -> Samples:
+        """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
+
+        Raises:
+            UserError: there are none, or all are of one class.
+        """
+        settings = self._settings
+        folder = open_labelled_folder(settings)
+        if self._classes is None:
+            splits = (settings.split, settings.evaluate.split)
+            self._classes = read_classes(folder.path, label=settings.label, splits=splits)
+        samples = self.samples(settings.split, world, repeats=settings.repeats)
+        if len(np.unique(samples.labels)) < 2:
+            name = self.classes.names[int(samples.labels[0])]
+            raise UserError(
+                f"all clips of split {settings.split!r} are of the class {name!r}: there is nothing to tell apart",
+                hint="use more data, or another --label",
+            )
+        if settings.evaluate.every:
+            # Made now, so that a mistake in its settings ends the run before it begins.
+            self._held_out = self.samples(settings.evaluate.split, world, views=_views(settings.evaluate))
+        return samples
+
+    def samples(self, split: str, world: World, *, views: Views | None = None, repeats: int = 1) -> Samples:
+        """This rank's part of the labelled samples of any split.
+
+        Args:
+            views: of an evaluation.
+            repeats: samples of a clip, in training.
+
+        Raises:
+            UserError: there are none, or they do not fit the settings.
+        """
+        settings = self._settings
+        if settings.input == "latents":
+            return self._latents(split, world, views=views)
+        folder = open_labelled_folder(settings)
+        loading = loader_settings(settings, world, device=self._device)
+        loading = replace(loading, group=loading.group * repeats)
+        if views is not None:
+            # A clip of an evaluation takes the memory of all its views.
+            loading = replace(loading, batch=max(1, loading.batch // len(views)))
+        return LabelledClips(
+            folder.path,
+            split=split,
+            classes=self.classes,
+            shape=clip_shape(settings, views=views or Views()),
+            loading=loading,
+            decode=settings.decode,
+            tars=folder.tars,
+            repeats=repeats,
+        )
+
+    def _latents(self, split: str, world: World, *, views: Views | None) -> LabelledLatents:
+        settings = self._settings
+        if views is not None and len(views) > 1:
+            raise UserError(
+                f"{views.num_clips} clips x {views.num_crops} crops are looks at pictures, and latents are none",
+                hint="leave --clips and --crops out with --input latents",
+            )
+        return open_latents(partial(LabelledLatents, classes=self.classes), settings, split=split, world=world)
+
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
+        """Has `build_model` give towers these weights, once they fit; the last layer is always new.
+
+        Raises:
+            UserError: they do not fit, and nothing explains why.
+        """
+        with torch.device("meta"):
+            model = self._classifier(samples)
+        self._start = start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
+        return self._start
+
+    def build_model(self, samples: Samples) -> VideoClassifier:
+        """A tower for clips as `samples` has them, and a new last layer."""
+        model = self._classifier(samples)
+        if self._start is not None:
+            copy_into(model, self._start)
+        if self._settings.compile:
+            compile_blocks(model)
+        return model
+
+    def build_objective(self, samples: Samples, world: World) -> Objective:
+        """Cross-entropy with mixed targets."""
+        inputs: Callable[[Batch, slice], torch.Tensor] = partial(self.inputs, is_training=True)
+        return SoftCrossEntropy(
+            inputs, self._settings, num_classes=len(self.classes), side=_side(self._settings, samples)
+        )
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of the tower."""
+        return blocks_of(model)
+
+    def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
+        """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
+        settings, init = self._settings, self._settings.init
+        positions = batch["position"][rows].numpy()
+        if batch["input"] == "latents":
+            return self._shown(batch["latents"][rows], positions if is_training else None).float().transpose(1, 2)
+        return to_model_input(
+            batch["video"][rows],
+            batch["colour"][rows],
+            size_px=settings.size_px,
+            mean=init.pixel_mean or CLIP_MEAN,
+            std=init.pixel_std or CLIP_STD,
+            draw=draw(positions, settings.augment, seed=settings.seed) if is_training else None,
+        )
+
+    def _shown(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
+        """The frames of segments that make clips, [B, T, C, H, W]: drawn for `positions`, else those in the middle."""
+        count, seed = self._settings.num_frames, self._settings.seed
+        if self._settings.sampling == "stride":
+            within = None if positions is None else uniform(positions, 1, seed=seed, purpose="window")[:, 0]
+            return window(latents_BFCHW, num_frames=count, within_B=within)
+        within = None if positions is None else uniform(positions, count, seed=seed, purpose="frames")
+        return spread(latents_BFCHW, num_frames=count, within_BK=within)
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        """Accuracies on the split that the settings name, as `<split>/<name>`."""
+        if self._held_out is None:
+            return {}
+        wanted = self._settings.evaluate
+        every = -(-len(self._held_out) // wanted.max_samples)
+        result = self.score(model, self._held_out, world, views=_views(wanted), every=every)
+        numbers = dict(result.numbers)
+        if result.num_failed:
+            numbers["num_failed"] = float(result.num_failed)
+        return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
+
+    def score(self, model: nn.Module, samples: Samples, world: World, *, views: Views, every: int = 1) -> ClassResult:
+        """Scores a model, which is in evaluation mode, on samples that were opened with `views`; collective."""
+        return score_classifier(
+            model,
+            samples.evaluation_batches(every=every),
+            inputs=self.inputs,
+            classes=self.classes,
+            num_views=len(views),
+            world=world,
+            device=self._device,
+        )
+
+    def _classifier(self, samples: Samples) -> VideoClassifier:
+        settings = self._settings
+        size = size_of(settings.model, settings.towers).video
+        return VideoClassifier(
+            size if isinstance(samples, LabelledClips) else size_on_latents(size, samples.frame_shape),
+            towers=settings.towers,
+            image_px=_side(settings, samples),
+            num_frames=settings.num_frames,
+            num_classes=len(self.classes),
+            dropout=settings.dropout,
+            attend=self._door.attend,
+        )
+
+
+def _side(settings: ClassifySettings, samples: Samples) -> int:
+    return settings.size_px if isinstance(samples, LabelledClips) else samples.frame_shape.height
+
+
+def _views(wanted: ClassEvaluation) -> Views:
+    return Views(num_clips=wanted.clips, num_crops=wanted.crops)

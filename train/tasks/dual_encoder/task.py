@@ -1,0 +1,233 @@
+"""Contrastive training of clips and captions (CLIP's recipe on video, as AVION's).
+
+Clips are pixels, or latents that a VAE made once; captions go through a text tower, or come as embeddings that
+another one made once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.augment.draws import draw
+from train.augment.pictures import to_model_input
+from train.config.data import CaptionSettings
+from train.config.training import DualEncoderSettings
+from train.data.batch import Batch
+from train.data.clips import clip_shape, loader_settings
+from train.data.decoding.clip import Views
+from train.data.inputs import open_latents, size_on_latents, spread
+from train.data.latents.captioned import CaptionedLatents
+from train.data.remote.address import is_remote
+from train.data.remote.folder import open_data_folder
+from train.data.streams.data_streams_tars import names_tars
+from train.data.streams.stream import VideoStream
+from train.data.video_captions import VideoCaptions
+from train.device.random import uniform
+from train.distributed.world import World
+from train.losses.build import build_contrast
+from train.losses.global_contrast import GlobalSet
+from train.losses.objective import Objective
+from train.losses.settings import GLOBAL
+from train.models.attention import AttentionDoor
+from train.models.dual_encoder import DualEncoder, size_of
+from train.models.text import Tokenize, load_tokenizer
+from train.models.transformer import blocks_of, compile_blocks
+from train.tasks.dual_encoder.evaluation import LoopEvaluation
+from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.loading import Loaded, copy_into, fit_to
+from train.weights.sources import Say, Source
+
+Samples = VideoCaptions | VideoStream | CaptionedLatents
+
+
+class DualEncoderTask:
+    """The task of `train dual-encoder`."""
+
+    name = "dual-encoder"
+
+    def __init__(self, settings: DualEncoderSettings, *, door: AttentionDoor, device: torch.device) -> None:
+        self._settings = settings
+        self._door = door
+        self._device = device
+        self._evaluation: LoopEvaluation | None = None
+        self._start: Loaded | None = None
+        pictures = "latents" if settings.input == "latents" else "video"
+        self.columns: tuple[str, ...] = (pictures, "text") if settings.text_tower == "frozen" else (pictures,)
+
+    def training_set(self, world: World) -> Samples:
+        """This rank's part of the clips and captions of the split that the settings name."""
+        samples = self.samples(self._settings.split, world)
+        if not isinstance(samples, VideoStream):
+            samples.require_different_texts()
+        if self._settings.evaluate.every:
+            # Made now, so that a mistake in its settings ends the run before it begins.
+            self._evaluation = self._open_evaluation(world)
+        return samples
+
+    def samples(self, split: str, world: World, *, num_clips: int = 1, each_caption: bool = False) -> Samples:
+        """This rank's part of the clips and captions of any split; tars that are streamed know no splits.
+
+        Args:
+            num_clips: looks at each clip in an evaluation.
+            each_caption: see `VideoCaptions`.
+
+        Raises:
+            UserError: there are none, or they do not fit the settings.
+        """
+        settings = self._settings
+        tokenize = load_tokenizer() if settings.text_tower == "trained" else None
+        if settings.input == "latents":
+            return self._latents(split, world, tokenize=tokenize)
+        shape = clip_shape(settings, views=Views(num_clips=num_clips))
+        loading = loader_settings(settings, world, device=self._device)
+        if names_tars(settings.shards):
+            if tokenize is None or settings.captions != CaptionSettings():
+                raise UserError(
+                    f"{settings.shards} is a stream of tars: each clip has the one caption that its tar gives it",
+                    hint="leave out --text-tower and --captions, or name a data folder that prep made",
+                )
+            return VideoStream(settings.shards, shape=shape, tokenize=tokenize, loading=loading, cache=settings.cache)
+        if tokenize is None and is_remote(settings.shards):
+            raise UserError(
+                f"--text-tower frozen cannot be read from {settings.shards}: embeddings are mapped into memory",
+                hint="copy the data folder to this machine",
+            )
+        folder = open_data_folder(settings.shards, cache=settings.cache)
+        return VideoCaptions(
+            folder.path,
+            split=split,
+            shape=shape,
+            tokenize=tokenize,
+            loading=loading,
+            decode=settings.decode,
+            captions=settings.captions,
+            has_stored_text=tokenize is None,
+            each_caption=each_caption,
+            tars=folder.tars,
+        )
+
+    def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
+        settings = self._settings
+        make = partial(CaptionedLatents, tokenize=tokenize, sources=settings.captions.sources)
+        return open_latents(make, settings, split=split, world=world)
+
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
+        """Has `build_model` give models these weights, once they fit.
+
+        Raises:
+            UserError: they do not, and nothing explains why.
+        """
+        with torch.device("meta"):
+            model = self._towers(samples)
+        self._start = fit_to(model, source, allow=self._settings.init.allow, say=say)
+        return self._start
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
+
+    def files(self) -> dict[str, bytes]:
+        """None."""
+        return {}
+
+    def build_model(self, samples: Samples) -> DualEncoder:
+        """The two towers in the size that the settings name, for clips as `samples` has them."""
+        model = self._towers(samples)
+        if self._start is not None:
+            copy_into(model, self._start)
+        if self._settings.compile:
+            compile_blocks(model)
+        return model
+
+    def _towers(self, samples: Samples) -> DualEncoder:
+        settings = self._settings
+        size = size_of(settings.model, settings.towers)
+        image_px = settings.size_px
+        if isinstance(samples, CaptionedLatents):
+            shape = samples.frame_shape
+            image_px = shape.height
+            size = replace(size, video=size_on_latents(size.video, shape))
+        if not isinstance(samples, VideoStream) and samples.text_width is not None:
+            size = replace(size, embedding_width=samples.text_width)
+        return DualEncoder(
+            size,
+            image_px=image_px,
+            num_frames=settings.num_frames,
+            attend=self._door.attend,
+            towers=settings.towers,
+            has_text_tower=settings.text_tower == "trained",
+        )
+
+    def inputs(self, batch: Batch, *, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clips [B, C, T, H, W] and captions (tokens or stored embeddings) of a batch, as the model takes them."""
+        return self.clips(batch, is_training=is_training), _captions(batch)
+
+    def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """The same in training, with the lengths of captions, which the host knows."""
+        clips, captions = self.inputs(batch, is_training=True)
+        return clips, captions, batch["length"].numpy() if "length" in batch else None
+
+    def clips(self, batch: Batch, *, is_training: bool = False) -> torch.Tensor:
+        """Clips [B, C, T, H, W] of a batch, as the video tower takes them."""
+        settings = self._settings
+        if batch["input"] == "latents":
+            within_BK = None
+            if is_training:
+                positions, count = batch["position"].numpy(), settings.num_frames
+                within_BK = uniform(positions, count, seed=settings.seed, purpose="frames")
+            latents_BTCHW = spread(batch["latents"], num_frames=settings.num_frames, within_BK=within_BK)
+            return latents_BTCHW.float().transpose(1, 2)
+        return to_model_input(
+            batch["video"],
+            batch["colour"],
+            size_px=settings.size_px,
+            mean=settings.init.pixel_mean or CLIP_MEAN,
+            std=settings.init.pixel_std or CLIP_STD,
+            draw=draw(batch["position"].numpy(), settings.augment, seed=settings.seed) if is_training else None,
+        )
+
+    def build_objective(self, samples: Samples, world: World) -> Objective:
+        """The loss that `--loss.*` names."""
+        inputs = self._training_inputs
+        whole = _whole_set(samples, self._settings)
+        return build_contrast(self._settings.loss, inputs=inputs, whole=whole, world=world)
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of both towers."""
+        return blocks_of(model)
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        """Numbers of the protocol that the settings name, as `<split>/<name>`."""
+        return {} if self._evaluation is None else self._evaluation(model, world)
+
+    def _open_evaluation(self, world: World) -> LoopEvaluation:
+        # Two narrations of one span are two queries there.
+        each_caption = self._settings.evaluate.protocol == "mir"
+        samples = self.samples(self._settings.evaluate.split, world, each_caption=each_caption)
+        return LoopEvaluation(self, samples, self._settings, device=self._device)
+
+
+def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | None:
+    """What a loss of the whole set compares with.
+
+    Raises:
+        UserError: the samples have no ids that it could keep numbers for.
+    """
+    if settings.loss.kind not in GLOBAL:
+        return None
+    if isinstance(samples, VideoStream):
+        raise UserError(
+            f"--loss.kind {settings.loss.kind} keeps a number for each clip, and {settings.shards} is a stream of them",
+            hint="name a data folder that prep made, or use --loss.kind infonce",
+        )
+    num_epochs = settings.steps * settings.batch / samples.num_samples
+    return GlobalSet(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
+
+
+def _captions(batch: Batch) -> torch.Tensor:
+    return batch["text"] if "text" in batch else batch["tokens"]

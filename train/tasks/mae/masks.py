@@ -1,0 +1,101 @@
+"""Which cubes of a clip are hidden, and which of those are predicted: functions of seed and position, on the device.
+
+What is drawn for a clip depends on nothing else, so ranks, resumed runs and microbatches hide the same of it.
+
+Shape suffixes: B batch, S steps of time, P patches of a step, R and C rows and columns of patches, N cubes of a clip
+(S * P, in the order of time, row, column).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from train.device.device_chance import device_uniform
+from train.device.sending import constant
+from train.models.cubes import CubeGrid
+from train.tasks.mae.settings import DecoderMask, num_masked_places
+
+# Places of a cell of 2 x 2 patches, numbered round the cell, so that what is kept moves to a neighbour.
+_CELL = ((0, 1), (3, 2))
+_CELL_PLACES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskCounts:
+    """Cubes of a clip, the same in all clips: how many are masked, and how many of those are predicted."""
+
+    num_masked: int
+    num_predicted: int
+
+
+def mask_counts(
+    grid: CubeGrid, *, mask_ratio: float, decoder_mask: DecoderMask, decoder_mask_ratio: float
+) -> MaskCounts:
+    """The counts of `tube_masks` and `decoded_cubes`."""
+    num_masked = grid.steps * num_masked_places(mask_ratio, num_places=grid.patches)
+    left_out = 0 if decoder_mask == "none" else int(decoder_mask_ratio * num_masked)
+    return MaskCounts(num_masked=num_masked, num_predicted=num_masked - left_out)
+
+
+def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
+    """Masked cubes of clips, bool [B, N]: int(ratio * P) patches, the same at every step (VideoMAE, section 3.2).
+
+    Args:
+        positions_B: int64, places of the samples in the order of a run, on the device where masks are drawn.
+    """
+    drawn_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
+    masked_BP = _lowest(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
+    return masked_BP.repeat(1, grid.steps)
+
+
+def decoded_cubes(
+    masked_BN: torch.Tensor,
+    positions_B: torch.Tensor,
+    grid: CubeGrid,
+    *,
+    kind: Literal["random", "running-cell"],
+    ratio: float,
+    seed: int,
+) -> torch.Tensor:
+    """Cubes that are predicted, bool [B, N]: of the M masked ones of each clip exactly M - int(ratio * M).
+
+    random: any of them. running-cell: in each cell of 2 x 2 patches a share of 1 - ratio of the places is kept, which
+    moves on by one place round the cell with each step (Qing et al. 2022, "MAR"), from a start that is drawn for each
+    clip. If the number of steps is a multiple of 4, every patch is kept in equally many of them, and those masked and
+    kept are as many as are wanted, whatever the tubes; else chance leaves out some that are kept, or adds some that
+    are not.
+
+    VideoMAE V2 (section 3.2) draws decoder masks over all cubes and takes the loss where both masks say so. What two
+    such masks share is another number in each clip; drawn among the masked cubes it is the same, and a batch is dense.
+    """
+    device = masked_BN.device
+    last_BN = device_uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
+    if kind == "running-cell":
+        starts_B1 = device_uniform(positions_B, 1, seed=seed, purpose="running cell", device=device) * _CELL_PLACES
+        last_BN += ~running_cells(starts_B1[:, 0].long(), grid, ratio=ratio)
+    num_masked_B1 = masked_BN.sum(1, keepdim=True)
+    num_predicted_B1 = num_masked_B1 - (ratio * num_masked_B1.double()).long()
+    return _lowest(last_BN.masked_fill(~masked_BN, torch.inf), num_predicted_B1)
+
+
+def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> torch.Tensor:
+    """What running cells keep of all cubes, bool [B, N].
+
+    Args:
+        starts_B: int64, place of a cell (0 to 3, round the cell) at which what is kept begins in the first step.
+        ratio: share of a cell's places that is not kept at a step: 0.25, 0.5 or 0.75.
+    """
+    device = starts_B.device
+    cell = constant(_CELL, device, torch.int64)
+    row_R1, column_C = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.columns, device=device)
+    place_P = cell[row_R1 % 2, column_C % 2].flatten()
+    step_S1 = torch.arange(grid.steps, device=device)[:, None]
+    ahead_BSP = (place_P - step_S1 - starts_B[:, None, None]) % _CELL_PLACES
+    return (ahead_BSP < round(_CELL_PLACES * (1 - ratio))).flatten(1)
+
+
+def _lowest(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
+    """Where the lowest values of each row are, bool [B, N]; `count` of them, an int or int64 [B, 1]."""
+    ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
+    return ranks_BN < count

@@ -1,0 +1,78 @@
+"""Reconstruction of what a mask hides.
+
+Shape suffixes: B batch of a rank, R a part of it, C channels, T frames, H and W pixels, M predicted cubes of a clip, V
+values of a cube.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from train.data.batch import Batch
+from train.device.transfer import Number
+from train.distributed.step import Step
+from train.losses.objective import Objective
+from train.models.masked_autoencoder import predicted_cubes
+from train.models.video_vit import VideoViTSize
+from train.tasks.mae.masking import Masking
+from train.tasks.mae.targets import normalised_cubes, reconstruction_loss
+
+
+class MaskedReconstruction(Objective):
+    """Mean squared error over the predicted cubes of all clips of a batch (VideoMAE, section 3).
+
+    Every clip has as many of them, so means over parts of a batch, and over ranks, give the mean over the batch.
+
+    Args:
+        inputs: normalised clips [R, C, T, H, W] of some rows of a batch.
+        masking: draws what is hidden.
+        size: of the encoder, whose cubes are predicted.
+        std: by which the clips' channels were divided; None where they were not.
+    """
+
+    def __init__(
+        self,
+        inputs: Callable[[Batch, slice], torch.Tensor],
+        masking: Masking,
+        *,
+        size: VideoViTSize,
+        std: Sequence[float] | None,
+    ) -> None:
+        super().__init__()
+        self._inputs, self._masking, self._size, self._std = inputs, masking, size, std
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+        """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
+        positions_B = batch["position"]
+        num_samples = len(positions_B)
+        size = min(step.microbatch or num_samples, num_samples)
+        losses = []
+        for part, begin in enumerate(range(0, num_samples, size)):
+            rows = slice(begin, min(begin + size, num_samples))
+            with step.synced(rows.stop == num_samples), step.random(part):
+                loss = self._loss(model, batch, rows, step=step) * ((rows.stop - rows.start) / num_samples)
+                step.scale(loss).backward()
+            losses.append(loss.detach())
+        return {"loss": step.world.sum(torch.stack(losses).sum()).double() / step.world.size}
+
+    def _loss(self, model: nn.Module, batch: Batch, rows: slice, *, step: Step) -> torch.Tensor:
+        clips_RCTHW = self._inputs(batch, rows)
+        masks, counts = self._masking.draw(batch["position"][rows], device=clips_RCTHW.device), self._masking.counts
+        predicted_RM = predicted_cubes(masks.masked_BN, masks.decoded_BN, count=counts.num_predicted)
+        targets_RMV = normalised_cubes(
+            clips_RCTHW,
+            predicted_RM,
+            cube_frames=self._size.cube_frames,
+            patch_px=self._size.patch_px,
+            std=self._std,
+        )
+        with step.autocast():
+            values_RMV = model(
+                clips_RCTHW,
+                masks.masked_BN,
+                masks.decoded_BN,
+                num_masked=counts.num_masked,
+                num_predicted=counts.num_predicted,
+            )
+        return reconstruction_loss(values_RMV, targets_RMV)
