@@ -43,8 +43,8 @@ from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.timesformer import TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.tasks.caption.layers import layers_of, part_of
 from train.tasks.caption.objective import CaptionLoss
+from train.tasks.caption.stages import layers_of, part_of
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY, NUM_TOKENS, MICROBATCH = 4, 112, 1000, 16, 2
 DEPTH = 8

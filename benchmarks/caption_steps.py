@@ -14,8 +14,8 @@ from train.models.gpt2_block import TextCache
 from train.models.timesformer import NORM_EPS, TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.tasks.caption.caption_decoding_settings import DecodingSettings, max_tokens_of
-from train.tasks.caption.decode import write_captions
+from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.settings import DecodingSettings, max_tokens_of
 from train.weights.hf_caption_configs import TimeSformerShape, hf_caption_config
 from train.weights.hf_caption_format import to_hf_caption
 

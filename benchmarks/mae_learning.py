@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.learning import found_of_seeds, learning_parser
 from benchmarks.report import print_report
-from train.config.probe_settings import METHODS, ProbeEvaluation
+from train.config.evaluation import METHODS, ProbeEvaluation
 from train.evaluation.probe.commands import probe_run
 from train.run.folder import RunFolder, read_lines
 

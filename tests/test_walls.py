@@ -36,14 +36,14 @@ DOORS = {
     "ffmpeg": {"prep/video/encode.py"},
     "xformers": {"train/models/attention.py"},
     "torch.distributed": {"train/distributed/"},
-    "torch.utils.tensorboard": {"train/run/tensor_board.py"},
-    "wandb": {"train/run/weights_and_biases.py"},
+    "torch.utils.tensorboard": {"train/run/tracking.py"},
+    "wandb": {"train/run/tracking.py"},
 }
 TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
 # Programs are started in one place of each side, which has the time limit and ends the whole process group.
 MAY_START_PROGRAMS = {
     *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py"),
-    *("train/tasks/caption/metrics/java.py", "train/doctor/child.py"),
+    *("train/tasks/caption/metrics/java.py", "train/doctor/accelerator.py"),
 }
 # They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
 MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/evaluation/array_pickle.py"}

@@ -16,9 +16,8 @@ from train.config.files import add_files, hint_with_files
 from train.config.training import DualEncoderSettings
 from train.config.unused_flags import refuse_idle_flags
 from train.run.folder import Resume
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.caption.videos.formats import Format
+from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from train.tasks.caption.videos.files import Format
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.mae.settings import MaeSettings
 
@@ -216,7 +215,7 @@ def bench(
     as_json
         Print one JSON object.
     """
-    from train.bench.report import print_report
+    from train.bench.rates import print_report
     from train.bench.run import run_bench
 
     result = run_bench(settings, seconds=seconds)

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.batch import Batch, BatchRing, Sample
-from train.data.failures import FailedSample
 from train.data.loader import SampleSet, Visit
 from train.data.order import SampleOrder
+from train.data.outcomes import FailedSample
 
 BLOCK = 8
 _PLACES = 4  # blocks of a process that are decoded or waiting

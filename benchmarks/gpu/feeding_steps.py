@@ -22,7 +22,7 @@ from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from manifests.errors import UserError
 from train.commands.training import train_caption, train_dual_encoder, train_mae
-from train.config.augment_settings import Augment
+from train.config.data import Augment
 from train.config.training import ClipSettings, DualEncoderSettings
 from train.data.batch import Batch, to_device
 from train.device.precision import open_precision

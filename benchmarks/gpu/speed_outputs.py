@@ -12,7 +12,7 @@ from benchmarks.gpu.parts import Result, Setup, Target
 from benchmarks.gpu.ways import Opening, Way, faster_than, rows_of, take_turns
 from benchmarks.losses import BASE, OPEN_CLIP, openings_of
 from train.engine.throughput import FlopCounter
-from train.tasks.caption.caption_decoding_settings import DecodingSettings, max_tokens_of
+from train.tasks.caption.settings import DecodingSettings, max_tokens_of
 
 _PAIRS, _WIDTH, _CAPTIONS = 2048, 512, 32
 _FASTCLIP = "fastclip-v3"
@@ -34,7 +34,7 @@ def measure_losses(setup: Setup) -> Result:
         notes=[
             f"{pairs} pairs of width {width}, float32; ours with state of samples and numbers for the log, as the loop "
             "calls it. FLOPs are those of one matrix of similarities and its gradients. float32 products have no peak "
-            "in train/engine/peak_flops.py, hence no MFU.",
+            "in train/engine/throughput.py, hence no MFU.",
         ],
         targets=[
             Target(

@@ -12,8 +12,7 @@ from torch import nn
 
 from benchmarks.gpu.parts import Setup, one_line
 from benchmarks.timing import seconds_of, turns
-from train.engine.peak_flops import peak_flops
-from train.engine.throughput import Throughput
+from train.engine.throughput import Throughput, peak_flops
 
 GIB = 1024**3
 _WARM_STEPS = 2

@@ -13,7 +13,7 @@ from tests.train.augment.planes import Bytes, mild_planes, random_planes
 from train.augment.draws import OPERATIONS, Draw, draw
 from train.augment.pictures import to_model_input, to_rgb_uint8
 from train.augment.rand_augment import change
-from train.config.augment_settings import Augment
+from train.config.data import Augment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

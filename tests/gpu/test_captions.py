@@ -11,9 +11,8 @@ from tests.gpu.runs import Runs
 from train.distributed.world import World
 from train.engine.trained_run import open_trained_run, read_settings
 from train.run.folder import open_run
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
 from train.tasks.caption.runs import read_decoder_parts
-from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.task import CaptionTask
 from train.tasks.caption.trained import TrainedCaptioner
 

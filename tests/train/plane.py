@@ -12,9 +12,8 @@ from torch import nn
 from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
 from train.data.cursor import LoaderState
-from train.data.failures import FailedSample
 from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
-from train.data.outcomes import LoadedBatch
+from train.data.outcomes import FailedSample, LoadedBatch
 from train.device.transfer import Number
 from train.distributed.step import Step
 from train.distributed.world import World

@@ -9,7 +9,7 @@ from train.config.training import ClipSettings, DualEncoderSettings
 from train.engine import attention_choice
 from train.engine.attention_choice import Choice, as_before, choose_attention, kernels_fact, workloads_of
 from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
-from train.models.attention_speed import Workload, fastest, measure
+from train.models.attention_kernels import Workload, fastest, measure
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.mae.settings import MaeSettings
 

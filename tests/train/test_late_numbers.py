@@ -20,8 +20,8 @@ from train.config.evaluation import EvaluationSettings
 from train.config.optim import OptimizerSettings
 from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
-from train.data.failures import FailedSample
 from train.data.loader import TrainingSet, Visit
+from train.data.outcomes import FailedSample
 from train.device.transfer import LateNumbers, Number, Soundness
 from train.distributed.step import Step
 from train.distributed.world import World

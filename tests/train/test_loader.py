@@ -11,9 +11,8 @@ import pytest
 
 from manifests.errors import UserError
 from train.data.batch import Sample
-from train.data.failures import FailedSample, TooManyFailures
 from train.data.loader import Loader, LoaderSettings, Visit
-from train.data.outcomes import LoadedBatch
+from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
 
 
 class Numbers:

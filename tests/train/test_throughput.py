@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from train.engine.peak_flops import peak_flops
-from train.engine.throughput import FlopCounter, Throughput
+from train.engine.throughput import FlopCounter, Throughput, peak_flops
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder
 

@@ -23,9 +23,9 @@ from tests.train.tiny_data import (
 from train.data.batch import Sample
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.failures import FailedSample
 from train.data.frame_sampling import Sampling, moments_of, to_us
 from train.data.loader import LoaderSettings, Visit
+from train.data.outcomes import FailedSample
 from train.data.video_captions import VideoCaptions
 from train.models.text import load_tokenizer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from train.config.augment_settings import MAX_MAGNITUDE, Augment
+from train.config.data import MAX_MAGNITUDE, Augment
 from train.data.order import Positions
 from train.device.random import uniform
 

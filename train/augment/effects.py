@@ -10,10 +10,16 @@ The four changes mean what torchvision's ColorJitter means by them, with two dif
 All four keep the grey weights of a pixel or scale them, so they commute: there is no order to draw.
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from train.augment.draws import Draw
+from train.augment.draws import MAX_SIGMA_PX, Draw
+from train.device.random import device_uniform
+from train.device.transfer import sent
 
 # Of grey (BT.601, whatever the clip's own matrix), as torchvision has them but with a sum of exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
@@ -46,3 +52,73 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
     result[..., 3] = -mean_3 / std_3
     result[..., 4] = of_mean_grey[:, None] / std_3
     return result
+
+
+# Gaussian blur as two products with a matrix: along the rows, then along the columns.
+#
+# The kernel is that of torchvision's GaussianBlur (values of the bell curve at whole pixels, scaled to a sum of 1;
+# the picture continues beyond its edge as its mirror image, the edge itself not repeated). It is cut at three of the
+# largest sigma.
+
+
+RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)
+
+
+def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
+    """[size, size]: a row of pixels times this is the row blurred."""
+    radius = min(RADIUS_PX, size_px - 1)
+    steps = np.arange(-radius, radius + 1)
+    weights = np.exp(-0.5 * (steps / sigma_px) ** 2)
+    weights /= weights.sum()
+    target = np.arange(size_px)
+    last = size_px - 1
+    source = last - np.abs(last - np.abs(target[:, None] + steps))
+    matrix = np.zeros((size_px, size_px))
+    np.add.at(matrix, (source, target[:, None]), weights)
+    return matrix.astype(np.float32)
+
+
+def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
+    """Blurs those clips of `video` (float32 [B, C, T, S, S]) in place whose sigma [B] is not 0.
+
+    One clip at a time: what it needs beside the video is two clips, however many are blurred.
+    """
+    # Autocast would round the pictures to eight bits of mantissa.
+    with torch.autocast(video.device.type, enabled=False):
+        for number in np.flatnonzero(sigma_px):
+            matrix = sent(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
+            video[number] = matrix.T @ (video[number] @ matrix)
+
+
+# Random erasing (Zhong et al. 2020): a box becomes noise, the same box in all frames of a clip.
+#
+# The noise is normal for each pixel, channel and frame, which is what inputs are spread like once they are normalised
+# (VideoMAE's and timm's "pixel" mode). It is a function of the clip's own seed, so that a clip that is made twice, as
+# the partner of another one, in another part of its batch, or on another device, is the same clip: torch's generators
+# draw other numbers on a GPU than on a CPU.
+
+
+def erase_clips(video: torch.Tensor, draw: Draw) -> None:
+    """Erases the drawn boxes of `video` (float32 [B, C, T, S, S], normalised) in place."""
+    size_px = video.shape[-1]
+    for number in np.flatnonzero(draw.box[:, 0]):
+        rows, columns = box_of(draw.box[number], size_px=size_px)
+        erased = video[number, ..., rows, columns]
+        erased.copy_(_noise(int(draw.noise_seed[number]), erased.shape, device=video.device))
+
+
+def box_of(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
+    """Rows and columns of a drawn box in pictures of `size_px`."""
+    height, width = (min(max(1, round(float(side) * size_px)), size_px) for side in box_4[:2])
+    top, left = int(box_4[2] * (size_px - height + 1)), int(box_4[3] * (size_px - width + 1))
+    return slice(top, top + height), slice(left, left + width)
+
+
+def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
+    """Normal numbers, the same on any device but for rounding (Box and Muller 1958)."""
+    count = math.prod(shape)
+    num_pairs = -(-count // 2)
+    seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
+    drawn = device_uniform(seed_1, 2 * num_pairs, seed=0, purpose="erase/pixels")[0]
+    radius, angle = (-2 * torch.log1p(-drawn[:num_pairs])).sqrt_(), drawn[num_pairs:] * (2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].view(shape)

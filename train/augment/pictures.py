@@ -13,13 +13,11 @@ from functools import cache
 import torch
 from torch.nn.functional import interpolate
 
-from train.augment.blur import blur_clips
 from train.augment.colour import rgb_matrices
 from train.augment.draws import Draw
-from train.augment.effects import GREY_WEIGHTS, colour_map
-from train.augment.erase import erase_clips
+from train.augment.effects import GREY_WEIGHTS, blur_clips, colour_map, erase_clips
 from train.augment.rand_augment import rand_augment_clips
-from train.device.sending import sent
+from train.device.transfer import sent
 
 Triple = tuple[float, float, float]
 

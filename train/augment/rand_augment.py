@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from train.augment.draws import OPERATIONS, Draw
-from train.device.sending import constant
+from train.device.transfer import constant
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -13,16 +13,16 @@ from functools import partial
 import numpy as np
 
 from manifests.errors import FailedWork
-from train.bench.timing import Rate, Rounds
+from train.bench.rates import Rate, Rounds
 from train.config.training import DualEncoderSettings
 from train.data.batch import Sample
 from train.data.clip_samples import ClipPlan
 from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import Clip
 from train.data.decoding.reading import ChunkBytes
-from train.data.failures import SampleFailed
 from train.data.loader import Visit
 from train.data.order import SampleOrder
+from train.data.outcomes import SampleFailed
 from train.data.video_captions import VideoCaptions
 
 CLIP_LINKS = ("read", "decode", "crop", "tokens")

@@ -8,12 +8,11 @@ from typing import Any
 
 from manifests.errors import FailedWork, UserError
 from train.bench.clips import ClipLinks
-from train.bench.rates import advice, judge
+from train.bench.rates import Rate, advice, judge
 from train.bench.steps import BatchLinks
-from train.bench.timing import Rate
 from train.commands.training import choose_device
 from train.config.training import DualEncoderSettings
-from train.data.failures import TooManyFailures
+from train.data.outcomes import TooManyFailures
 from train.data.video_captions import VideoCaptions
 from train.device.precision import open_precision
 from train.distributed.world import World

@@ -7,7 +7,7 @@ from itertools import cycle, islice
 import torch
 from torch import nn
 
-from train.bench.timing import Rate, Rounds, repeat
+from train.bench.rates import Rate, Rounds, repeat
 from train.config.training import DualEncoderSettings
 from train.data.batch import Batch, BatchRing, Sample, to_device
 from train.data.prefetch import prefetch

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
-from train.config.evaluation import DualEncoderEvaluation
-from train.config.probe_settings import METHODS, Method, ProbeEvaluation
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
+from train.config.evaluation import METHODS, DualEncoderEvaluation, Method, ProbeEvaluation
+from train.tasks.caption.settings import DecodingSettings
 from train.tasks.classify.settings import ClassEvaluation
 
 evaluate = App(name="eval", help="Scores a trained run, and adds the result to its page.")

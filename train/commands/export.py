@@ -14,8 +14,8 @@ from train.tasks.dual_encoder.export import FrameEmbedding, exported_clip
 from train.tasks.dual_encoder.task import DualEncoderTask
 from train.tasks.mae.export import exported_autoencoder, exported_classifier
 from train.tasks.mae.task import MaeTask
+from train.weights.converted import require_finite
 from train.weights.exported import publish_folder
-from train.weights.numbers import require_finite
 
 ExportFormat = Literal["open_clip", "hf", "videomae"]
 

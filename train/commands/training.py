@@ -11,8 +11,8 @@ from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
 from train.commands.effective import effective_caption_settings, effective_clip_settings, effective_settings
 from train.config.machine import ParallelSettings
+from train.config.model import Init
 from train.config.training import ClipSettings, DualEncoderSettings
-from train.config.weights_settings import Init
 from train.data.latents.records import FrameShape
 from train.device.precision import open_precision
 from train.distributed.launch import open_world
@@ -21,8 +21,7 @@ from train.doctor.commands import doctor_facts
 from train.engine.attention_choice import choose_attention, kernels_fact
 from train.engine.common_start import SAME_START, NamedSamples, open_alike, start_of
 from train.engine.loop import check_batch, train
-from train.engine.stages import check_stages
-from train.engine.task import Task
+from train.engine.task import Task, check_stages
 from train.models.attention import AttentionDoor
 from train.report.results import write_page
 from train.run.checkpoint import latest_checkpoint
@@ -34,7 +33,7 @@ from train.run.tracking import check_tracking
 from train.tasks.caption.runs import read_decoder_parts, start_lines
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.caption.task import CaptionTask
-from train.tasks.classify.run_classes import read_run_classes
+from train.tasks.classify.commands import read_run_classes
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.classify.task import ClassifyTask
 from train.tasks.dual_encoder.task import DualEncoderTask

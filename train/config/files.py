@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
 
-PRESETS_FOLDER = Path(__file__).parent / "presets"
+PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
 _FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
 # Of a file of settings; what exceeds these was not written as one.

@@ -32,3 +32,18 @@ class ParallelSettings:
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
                 hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
             )
+
+
+# Settings of tracking: a group of the training settings. The console and metrics.jsonl always get the numbers.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackSettings:
+    """Who else gets the numbers of a run."""
+
+    tensorboard: bool = False
+    """Event files in the run's folder, for tensorboard --logdir."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases; offline: files in the run's folder, for wandb sync."""
+    project: str = "clipmill"
+    """Project of Weights & Biases."""

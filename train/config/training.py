@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config.augment_settings import Augment
-from train.config.data import CaptionSettings
+from train.config.data import Augment, CaptionSettings
 from train.config.evaluation import NUMBERS, DualEncoderEvaluation, EvaluationSettings
-from train.config.machine import ParallelSettings
-from train.config.model import ModelName, Towers, check_frames, check_picture
+from train.config.machine import ParallelSettings, TrackSettings
+from train.config.model import Init, ModelName, Towers, check_frames, check_picture
 from train.config.optim import OptimizerSettings
-from train.config.tracking_settings import TrackSettings
-from train.config.weights_settings import Init
 from train.losses.settings import Loss
 
 if TYPE_CHECKING:

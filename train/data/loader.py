@@ -13,9 +13,8 @@ import numpy as np
 
 from train.data.batch import Sample
 from train.data.cursor import LoaderState, Place, resumed
-from train.data.failures import FailedSample
 from train.data.order import SampleOrder
-from train.data.outcomes import BatchFilling, LoadedBatch
+from train.data.outcomes import BatchFilling, FailedSample, LoadedBatch
 from train.data.workers import Stuck, in_order
 
 _BLOCK = 4096

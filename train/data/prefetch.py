@@ -4,16 +4,20 @@ Two batches exist at a time, the one that is used and the next: a loader whose b
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from train.data.batch import TENSORS, to_device
+import torch
+
+from train.data.batch import PICTURES, TENSORS, to_device
 from train.data.outcomes import LoadedBatch
+from train.distributed.world import World
 
 if TYPE_CHECKING:
     import torch
+
 
 _NUM_BATCHES = 2
 _GOODBYE_S = 10.0
@@ -95,3 +99,42 @@ def _at_hand(loaded: LoadedBatch, device: "torch.device") -> LoadedBatch:
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(device))
     return loaded
+
+
+# Batches on the stages of a pipeline: the first one loads and decodes them, the others are told what is small.
+
+
+def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
+    """The first stage's batch: as it is there, and without its pictures on the others, whose own are not looked at."""
+    if stages.size == 1:
+        return loaded
+    small = stages.first(lambda: None if loaded is None else _without_pictures(loaded))
+    return loaded if stages.is_first else small
+
+
+def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iterator[LoadedBatch]:
+    """The first stage's batches, likewise; on the others `batches` is not begun.
+
+    Raises:
+        ClipmillError: what the first stage's raised, on all.
+    """
+    iterator = iter(batches)
+    own: LoadedBatch | None = None
+
+    def following() -> LoadedBatch | None:
+        nonlocal own
+        own = next(iterator, None)
+        return own if own is None or stages.size == 1 else _without_pictures(own)
+
+    while (shared := stages.first(following)) is not None:
+        yield own or shared
+
+
+def _without_pictures(loaded: LoadedBatch) -> LoadedBatch:
+    batch = loaded.batch.copy()
+    for name in PICTURES:
+        batch.pop(name, None)  # type: ignore[misc]
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            batch[name] = value.cpu()  # type: ignore[literal-required]
+    return replace(loaded, batch=batch)

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from shards.reader import Variant
-from train.data.failures import SampleFailed
 from train.data.latents.captions import find_embedded
 from train.data.latents.checksums import text_members
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.text_rows import TextMembers, TextRows, read_text_rows
+from train.data.outcomes import SampleFailed
 
 
 class StoredText:

@@ -17,20 +17,16 @@ from manifests.store import read_captions
 from shards.tars import TarBytes
 from train.config.data import CaptionSettings
 from train.data.batch import Sample
-from train.data.caption_choice import Sources, choose_sources, smallest
-from train.data.caption_texts import require_different
-from train.data.chunk_set import ChunkSet
-from train.data.chunks import rows_of
-from train.data.clip_captions import ClipCaptions, group_captions, one_by_one
-from train.data.clip_samples import VideoClips
+from train.data.caption_choice import Sources, choose_sources, require_different, smallest
+from train.data.chunks import ChunkSet, rows_of
+from train.data.clip_samples import ClipSamples, VideoClips
 from train.data.cursor import set_fingerprint
-from train.data.data_clip_samples import ClipSamples
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, Visit
-from train.data.relevant_captions import LABELS, RelevantCaptions
+from train.data.relevancy import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
-from train.data.usable_captions import usable_captions
+from train.data.usable_captions import ClipCaptions, group_captions, one_by_one, usable_captions
 from train.models.text import Tokenize
 
 ALL_CAPTIONS = CaptionSettings()

@@ -2,21 +2,22 @@
 
 strategy   weights      gradients    optimizer's state
 ddp        everywhere   everywhere   everywhere
-zero1      everywhere   everywhere   in parts            (train.distributed.zero)
+zero1      everywhere   everywhere   in parts            (train.distributed.parallel)
 fsdp       in parts     in parts     in parts
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config.machine import Strategy
-from train.distributed.buckets import buckets
 from train.distributed.world import World
 
 
@@ -98,3 +99,70 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
         flat = world.sum(torch.cat([one.flatten() for one in bucket])) / world.size
         for gradient, averaged in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
             gradient.copy_(averaged.view_as(gradient))
+
+
+# ZeRO-1: each rank has the optimizer's state of its own parameters, and sends them to the others after a step.
+#
+# (Rajbhandari et al. 2020, section 5.1.) Parameters are given away whole, so that every optimizer works as it does on
+# one process, and to the bit with the same result.
+
+
+class ZeroOptimizer:
+    """Keeps an optimizer's state for a part of its parameters on each rank.
+
+    Args:
+        optimizer: of all parameters, without state yet; keeps those of this rank from now on.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self._optimizer, self._world = optimizer, world
+        everything: list[nn.Parameter] = [one for group in optimizer.param_groups for one in group["params"]]
+        owners = divide([one.numel() for one in everything], world.size)
+        self._of_rank = [
+            [one for one, owner in zip(everything, owners, strict=True) if owner == rank] for rank in range(world.size)
+        ]
+        own = {id(one) for one in self._of_rank[world.rank]}
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) in own]
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Every rank gets what the others' optimizers made of their parameters."""
+        for rank, parameters in enumerate(self._of_rank):
+            for bucket in buckets(parameters):
+                flat = torch.cat([one.flatten() for one in bucket])
+                dist.broadcast(flat, group=self._world.group, group_src=rank)
+                if rank != self._world.rank:
+                    for one, values in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+                        one.copy_(values.view_as(one))
+
+
+def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """A rank for each of some things of given sizes; the largest first, each to the rank that has least."""
+    loads = [0] * num_ranks
+    ranks = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        ranks[index] = loads.index(min(loads))
+        loads[ranks[index]] += sizes[index]
+    return ranks
+
+
+# Tensors that are exchanged together: many small ones cost as little as one, and the copy of all of them is small.
+
+
+Some = TypeVar("Some", bound=torch.Tensor)
+_BUCKET_BYTES = 64 << 20
+
+
+def buckets(tensors: Sequence[Some]) -> list[list[Some]]:
+    """Runs of tensors of one type, each small enough that its copy does not weigh."""
+    found: list[list[Some]] = []
+    size_bytes = 0
+    for one in tensors:
+        added_bytes = one.numel() * one.element_size()
+        if not found or size_bytes + added_bytes > _BUCKET_BYTES or found[-1][0].dtype != one.dtype:
+            found.append([])
+            size_bytes = 0
+        found[-1].append(one)
+        size_bytes += added_bytes
+    return found

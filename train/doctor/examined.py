@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config.training import TrainingSettings
-from train.doctor.accelerator import Accelerator, examine_accelerator
-from train.doctor.child import ask_child
-from train.doctor.doctor_host import Host, examine_host
-from train.doctor.host import Disk, examine_disk
+from train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
+from train.doctor.host import Disk, Host, examine_disk, examine_host
 from train.run.environment import versions
 
 # Decoders of what `prep chunk` writes (train.data.decoding.packets), the default's first.

@@ -1,1 +1,1 @@
-""""""
+"""The training loop: its state, how ranks agree, throughput."""

@@ -16,12 +16,11 @@ import torch
 from manifests.errors import ClipmillError, FailedWork
 from manifests.publish import publish_json
 from train.data.cursor import Place
-from train.data.failures import FailedSample, TooManyFailures
-from train.data.outcomes import LoadedBatch
-from train.data.stages import on_all_stages
+from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from train.data.prefetch import on_all_stages
+from train.distributed.sharded import local_part
 from train.distributed.step import Step
 from train.distributed.world import World
-from train.engine.finite import not_finite
 from train.run.checkpoint import latest_checkpoint
 from train.run.folder import RunFolder, append_lines, keep_lines
 
@@ -182,3 +181,38 @@ class StopSignal:
             yield self
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+# Whether the numbers of a run are finite: what has become NaN or infinite is no state to go on from, nor to keep.
+
+
+_MANY = 3
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | None:
+    """Names of the tensors that hold NaN or infinity, a few of them; None where there are none. All ranks call it.
+
+    Each rank looks at its own parts, without copies, and the device is waited for once. Losses keep logarithms, which
+    are -inf before the first visit: there only NaN and +inf count.
+
+    Args:
+        tensors: by the names of checkpoints, whole or spread over ranks.
+    """
+    parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
+    parts = {name: one.detach() for name, one in parts.items() if one.numel()}
+    found: set[str] = set()
+    by_device: dict[torch.device, list[str]] = {}
+    for name, part in parts.items():
+        by_device.setdefault(part.device, []).append(name)
+    for names in by_device.values():
+        # NaN is the least and the highest of what it is in.
+        ends_N2 = torch.stack([torch.stack(parts[name].aminmax()).double() for name in names]).cpu()
+        is_log_N = torch.tensor([name.startswith("objective.") for name in names])
+        is_good_N2 = ends_N2.isfinite() | (is_log_N[:, None] & (ends_N2 == -torch.inf))
+        found |= {name for name, is_good in zip(names, is_good_N2.all(dim=1).tolist(), strict=True) if not is_good}
+    num_found = world.sum(torch.tensor([float(len(found))]))
+    if not num_found.item():
+        return None
+    all_found = sorted({name for of_rank in world.gather_objects(found) for name in of_rank})
+    more = f" and {len(all_found) - _MANY} more" if len(all_found) > _MANY else ""
+    return ", ".join(all_found[:_MANY]) + more

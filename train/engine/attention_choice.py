@@ -16,12 +16,11 @@ from train.config.model import kind_of, tubelet_of
 from train.config.training import ClipSettings, DualEncoderSettings
 from train.distributed.world import World
 from train.models.attention import Attend, AttentionChoice, AttentionDoor, open_attention
-from train.models.attention_kernels import kernels_of
-from train.models.attention_speed import Workload, fastest, measure
+from train.models.attention_kernels import Workload, fastest, kernels_of, measure
 from train.models.dual_encoder import size_of
 from train.models.packing import pack
+from train.tasks.caption.building import tower_size
 from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.caption.sizes import tower_size
 from train.tasks.mae.settings import MaeSettings
 
 # Where two are equally fast the earlier one is taken.

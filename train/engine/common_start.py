@@ -15,8 +15,8 @@ from shards.commits import read_commits
 from shards.dataset import current_variant, variant_dir
 from train.config.training import TrainingSettings, flat, plain_values
 from train.data.loader import TrainingSet
-from train.data.remote.address import is_remote
-from train.data.streams.data_streams_tars import names_tars
+from train.data.remote.files import is_remote
+from train.data.streams.tars import names_tars
 from train.distributed.comparing import COMMAND, Start, difference
 from train.distributed.world import World
 from train.run.environment import versions

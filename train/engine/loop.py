@@ -3,7 +3,8 @@
 All ranks run it in step. Before each step they agree that everyone has a batch and nobody is to stop, and then take it
 together: whatever ends one of them ends all (train.engine.agreement).
 
-A step's numbers are read when the next step has been begun (train.device.transfer), and at once where something depends on them.
+A step's numbers are read when the next step has been begun (train.device.transfer), and at once where something
+depends on them.
 A number that is not finite ends the run before anything is made of the steps from its own on.
 """
 

@@ -14,14 +14,12 @@ from train.config.training import TrainingSettings, require_same, shaping
 from train.data.cursor import LoaderState, Place, together
 from train.data.loader import TrainingSet
 from train.device.precision import Precision, open_precision
-from train.distributed.parallel import spread, whole
+from train.distributed.parallel import ZeroOptimizer, spread, whole
 from train.distributed.pipeline import Pipeline
 from train.distributed.storage import dtype_of
 from train.distributed.world import World
-from train.distributed.zero import ZeroOptimizer
-from train.engine.finite import not_finite
-from train.engine.stages import own_part
-from train.engine.task import Task
+from train.engine.agreement import not_finite
+from train.engine.task import Task, own_part
 from train.losses.objective import Objective
 from train.optim.ema import Ema
 from train.optim.groups import plain_name

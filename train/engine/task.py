@@ -5,11 +5,17 @@ loop owns everything that is not: steps, optimizer, ranks, logging, checkpoints,
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
+from manifests.errors import UserError
+from train.config.machine import ParallelSettings
+from train.config.training import TrainingSettings
 from train.data.loader import TrainingSet
+from train.distributed.partition import LayerCost, partition
+from train.distributed.pipeline import check_microbatches
 from train.distributed.world import World
 from train.losses.objective import Objective
 
@@ -48,3 +54,57 @@ class Task(Protocol):
         nothing, so ranks may make different numbers of them.
         """
         ...
+
+
+# Tasks whose models can be cut into the stages of a pipeline.
+
+
+@runtime_checkable
+class CutTask(Protocol):
+    """A task whose model is a flat list of layers. Its objective can run a train.distributed.pipeline.Pipeline."""
+
+    def build_model(self, samples: Any) -> nn.Module:
+        """As `Task`'s."""
+        ...
+
+    def layers(self, model: Any) -> Sequence[LayerCost]:
+        """The layers of a model, in order."""
+        ...
+
+    def part(self, model: Any, layers: range) -> nn.Module:
+        """Some layers of a model, which it takes over: under the names that their parameters have in the whole."""
+        ...
+
+
+def check_stages(task: object, samples: Any, settings: TrainingSettings, *, world: World) -> None:
+    """Cuts a model without weights, to see that it can be done.
+
+    Raises:
+        UserError: the task's models cannot be cut, not into as many stages, or the microbatches do not suit them.
+    """
+    parallel = settings.parallel
+    if parallel.stages == 1:
+        return
+    if not isinstance(task, CutTask):
+        raise UserError(
+            f"--parallel.stages is {parallel.stages}, and only models of train caption can be cut into stages",
+            hint="use --parallel.strategy fsdp for models that are larger than a GPU",
+        )
+    share = world.replicas.share(settings.batch)
+    check_microbatches(share, size=settings.microbatch or share, settings=parallel)
+    with torch.device("meta"):
+        model = task.build_model(samples)
+    partition(task.layers(model), num_stages=parallel.stages, rule=parallel.partition)
+
+
+def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
+    """This rank's layers of a model; the model itself where there is one stage.
+
+    Raises:
+        UserError: it cannot be cut into as many stages.
+    """
+    if stages.size == 1:
+        return model
+    assert isinstance(task, CutTask)
+    cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
+    return task.part(model, cut[stages.rank])

@@ -18,10 +18,8 @@ from torch import nn
 
 from manifests.errors import FailedWork
 from train.data.batch import Batch, to_device
-from train.data.failures import FailedSample
-from train.data.outcomes import LoadedBatch
-from train.distributed.uneven import gather_uneven
-from train.distributed.world import World
+from train.data.outcomes import FailedSample, LoadedBatch
+from train.distributed.world import World, gather_uneven
 from train.models.text import load_tokenizer
 
 _KEY_BYTES = 8

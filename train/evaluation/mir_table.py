@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from manifests.adapters.tables import read_csv
 from manifests.errors import UserError
 from manifests.store import read_captions
-from train.data.chunk_set import videos_of_split
-from train.data.chunks import rows_of
+from train.data.chunks import rows_of, videos_of_split
 from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
 from train.evaluation.array_pickle import load_array_pickle
 

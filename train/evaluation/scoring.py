@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from manifests.errors import FailedWork, UserError
 from train.config.evaluation import DualEncoderEvaluation
 from train.evaluation.embeddings import Embeddings, distinct_texts
-from train.evaluation.evaluation_zero_shot import class_embeddings, score_classes
 from train.evaluation.mir import score_mir
 from train.evaluation.mir_table import MirTable, open_mir_table
 from train.evaluation.retrieval import score_retrieval
-from train.evaluation.zero_shot import PLAIN_TEMPLATE, ClassPrompts, open_class_prompts
+from train.evaluation.zero_shot import PLAIN_TEMPLATE, ClassPrompts, class_embeddings, open_class_prompts, score_classes
 
 EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
 
@@ -77,7 +76,7 @@ class MirScorer:
 
 @dataclass(frozen=True)
 class ZeroShotScorer:
-    """Zero-shot classification (train.evaluation.evaluation_zero_shot)."""
+    """Zero-shot classification (train.evaluation.zero_shot)."""
 
     classes: ClassPrompts
 

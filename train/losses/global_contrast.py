@@ -15,8 +15,8 @@ import torch
 
 from manifests.errors import UserError
 from train.data.batch import Batch
-from train.device.sending import sent
-from train.distributed.sharded_rows import ShardedRows
+from train.device.transfer import sent
+from train.distributed.sharded import ShardedRows
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.cached import Inputs

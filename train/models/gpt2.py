@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from train.models.attention import Attend
-from train.models.few_rows import linear_for_few
-from train.models.gpt2_block import Gpt2Block, TextCache
+from train.models.gpt2_block import Gpt2Block, TextCache, linear_for_few
 from train.models.transformer import LayerNorm, Stack, TransformerSize
 
 VOCABULARY_SIZE = 50257

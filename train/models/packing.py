@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from train.device.sending import sent
+from train.device.transfer import sent
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

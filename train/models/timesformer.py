@@ -8,14 +8,14 @@ Shape suffixes: B batch, C channels, T frames, H and W pixels, P patches of a fr
 frames), L tokens (1 + N), D width, h heads, K width of a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from train.models.attention import Attend
-from train.models.recomputed import linear_of
 from train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
 from train.models.video_vit import CubeEmbedding, VideoViTSize
 
@@ -197,3 +197,35 @@ def nearest_times(embedding_TD: torch.Tensor, num_frames: int) -> torch.Tensor:
     if len(embedding_TD) == num_frames:
         return embedding_TD
     return nn.functional.interpolate(embedding_TD.T[None], size=num_frames, mode="nearest")[0].T.contiguous()
+
+
+# Cheap steps before a matrix product, computed again in the backward pass instead of kept for it.
+
+
+# Numbers below which they are kept after all: to compute again costs some tenths of a millisecond at least.
+SMALL = 2**18
+
+
+def linear_of(
+    layer: Callable[[torch.Tensor], torch.Tensor], prepare: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
+    """`layer(prepare(*inputs))`, of which only the inputs are kept for the backward pass.
+
+    For layer norms, activations and copies, which cost little beside the product: torch stops computing again once
+    it has what the backward pass asks for, so the product itself is computed once.
+
+    Args:
+        layer: ends with a matrix product.
+        prepare: draws nothing at random.
+        inputs: the last is the largest.
+    """
+
+    def product(*inputs: torch.Tensor) -> torch.Tensor:
+        return layer(prepare(*inputs))
+
+    is_small = inputs[-1].numel() < SMALL
+    # What torch.compile keeps is its own choice.
+    if is_small or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return product(*inputs)
+    out: torch.Tensor = checkpoint(product, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from train.device.sending import sent
-from train.device.transfer import Number
-from train.distributed.buckets import buckets
+from train.device.transfer import Number, sent
+from train.distributed.parallel import buckets
 from train.distributed.sharded import local_part
 
 

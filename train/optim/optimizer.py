@@ -1,7 +1,8 @@
 """The run's optimizer, made from settings, and its learning rates at a step."""
 
+import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from train.losses.objective import Objective
 from train.optim.groups import parameter_groups
 from train.optim.lamb import Lamb
 from train.optim.lion import Lion
-from train.optim.schedule import learning_rate
 from train.optim.sgd import Sgd
 
 # Where torch's AdamW takes a step in one pass over memory: a seventh of the time on a CPU.
@@ -125,3 +125,26 @@ def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips
         # As torch.amp.GradScaler tells torch's fused optimizers.
         optimizer.found_inf = (~may_step).float()  # type: ignore[attr-defined]
     optimizer.step()
+
+
+# The learning rate as a pure function of the step: a straight rise, then a way down (or none).
+
+
+Schedule = Literal["cosine", "linear", "fixed"]
+
+
+def learning_rate(
+    step: int, *, peak: float, warmup_steps: int, num_steps: int, schedule: Schedule = "cosine", end: float = 0.0
+) -> float:
+    """Learning rate of step 1, 2, ..., num_steps.
+
+    It rises straight to `peak`, which step `warmup_steps` and the one after it have, and then goes towards `end`,
+    which it would reach one step after the last.
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    if schedule == "fixed":
+        return peak
+    done = (step - 1 - warmup_steps) / max(1, num_steps - warmup_steps)
+    left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return end + (peak - end) * left

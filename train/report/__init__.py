@@ -1,1 +1,1 @@
-""""""
+"""Pages: the results of a run, and several runs beside one another."""

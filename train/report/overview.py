@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.report.page import publish_page
-from train.report.results import page_of
+from train.report.results import page_of, publish_page
 from train.run.folder import open_run
 
 _NUM_SHOWN = 3

@@ -3,13 +3,14 @@
 import re
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import DualEncoderSettings, TrainingSettings, flat, plain_values
-from train.evaluation.tables import table_of
+from train.evaluation.tables import percent, table_of
 from train.report.curves import evaluation_curves, training_curves
-from train.report.page import publish_page
 from train.run.folder import RunFolder, read_lines, read_object
 from train.run.results import other_data
 from train.tasks.caption.settings import CaptionerSettings
@@ -124,3 +125,26 @@ def _weights(report: dict[str, Any]) -> dict[str, Any]:
 def _shape(change: dict[str, Any], side: str) -> str:
     shape = change.get(side)
     return "" if shape is None else " x ".join(map(str, shape)) or "one number"
+
+
+# Pages: one file each, nothing to load, and nothing from outside becomes markup.
+
+
+_TEMPLATES = Path(__file__).parent
+
+
+def publish_page(template: str, path: Path, **values: Any) -> None:
+    """Fills a template of this folder and publishes the page."""
+    # Markup from jinja2 itself: what the charts return is markup, all else is escaped.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "markup": Markup}
+    publish_bytes(path, environment.get_template(template).render(**values).encode())

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from train.data.remote.address import is_remote
+from train.data.remote.files import is_remote
 
 _MAX_NAME = 40
 _NUM_HASH = 8

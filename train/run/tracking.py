@@ -1,14 +1,18 @@
 """All who get the numbers of a run, behind one door: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
 
 import math
+import secrets
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 from manifests.errors import UserError
-from train.config.tracking_settings import TrackSettings
-from train.config.training import TrainingSettings
-from train.run.folder import RunFolder, append_lines, keep_lines
+from manifests.json_text import parse_json
+from manifests.publish import publish_json
+from train.config.files import settings_yaml
+from train.config.machine import TrackSettings
+from train.config.training import ClipSettings, TrainingSettings
+from train.run.folder import RunFolder, append_lines, keep_lines, read_lines
 from train.run.progress import Progress
 
 _SPEED = frozenset(
@@ -98,12 +102,8 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
     # Before metrics.jsonl is cut: its last line tells what W&B, which forgets nothing, has been told.
     trackers: list[Tracker] = []
     if settings.track.wandb != "off":
-        from train.run.weights_and_biases import WeightsAndBiases
-
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
     if settings.track.tensorboard:
-        from train.run.tensor_board import TensorBoard
-
         trackers.append(TensorBoard(settings, run=run, step=step))
     return Trackers(
         [JsonLines(run, step=step), Console(progress, step=step, num_steps=settings.steps), *reversed(trackers)]
@@ -119,3 +119,98 @@ def tagged(line: dict[str, Any]) -> dict[str, float]:
         room = "" if "/" in key else "speed/" if key in _SPEED else "train/"
         found[room + key] = float(value)
     return found
+
+
+# TensorBoard's event files.
+
+
+class TensorBoard:
+    """RUN/tensorboard: curves, and the settings and the place of the results page as texts.
+
+    A run that is resumed writes a further file, which says that what others have of later steps than `step` is void.
+    """
+
+    def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(run.path / "tensorboard"), purge_step=step + 1)
+        if step == 0:
+            self._writer.add_text("settings", f"```yaml\n{settings_yaml(settings)}```", 0)
+            self._writer.add_text("page", str(run.page.resolve()), 0)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Writes a point for each number."""
+        for tag, value in tagged(line).items():
+            self._writer.add_scalar(tag, value, line["step"])
+        # Else a run that is killed loses steps that its checkpoint has.
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._writer.close()
+
+
+# Weights & Biases, online or into files that `wandb sync` sends later.
+
+
+class WeightsAndBiases:
+    """One W&B run for all of a run's life; RUN/wandb.json has its id and the last step that it may have.
+
+    W&B cannot take points back. Steps that a resumed run takes once more have the numbers that they had: they are
+    not sent again.
+    """
+
+    def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
+        import wandb
+        import yaml
+
+        path = run.path / "wandb.json"
+        known: dict[str, Any] = (
+            parse_json(path.read_bytes()) if path.exists() else {"id": secrets.token_hex(4), "last_step": 0}
+        )
+        lines = read_lines(run.metrics)
+        self._last_step = max(known["last_step"], step, lines[-1]["step"] if lines else 0)
+        publish_json(path, {"id": known["id"], "last_step": self._last_step})
+        try:
+            self._run = wandb.init(
+                project=settings.track.project,
+                id=known["id"],
+                name=run_name(run.path.resolve().name, settings),
+                dir=run.path,
+                config=yaml.safe_load(settings_yaml(settings)),
+                # Of what a resumed run may change, the newest holds.
+                allow_val_change=True,
+                # Else $WANDB_MODE decides, and online where it is not set.
+                mode="offline" if settings.track.wandb == "offline" else None,
+                resume="allow",
+                settings=wandb.Settings(silent=True),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"W&B cannot be reached: {str(error).splitlines()[0]} (asked for by --track.wandb online)",
+                hint="wandb login, or --track.wandb offline and wandb sync later",
+            ) from error
+        # Evaluations are compared by how much was seen, whatever the batch.
+        self._run.define_metric(f"{settings.evaluate.split}/*", step_metric="train/epoch")
+        self._run.summary["page"] = str(run.page.resolve())
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Sends the numbers of a step that has not been sent."""
+        if line["step"] > self._last_step:
+            self._run.log(tagged(line), step=line["step"])
+
+    def close(self) -> None:
+        """Waits until all is sent."""
+        self._run.finish()
+
+
+# What a run is called among others: the name of its folder, and the settings that runs are told apart by.
+
+
+def run_name(folder: str, settings: TrainingSettings) -> str:
+    """As `captions_b16_nf8_px224_lr5e-07_bs6_st433200_rs42`: model, frames, size, rate, batch, steps, seed."""
+    parts = [folder]
+    if isinstance(settings, ClipSettings):
+        parts += [settings.model, f"nf{settings.num_frames}", f"px{settings.size_px}"]
+    parts += [f"lr{settings.lr:g}", f"bs{settings.batch}", f"st{settings.steps}", f"rs{settings.seed}"]
+    return "_".join(parts)

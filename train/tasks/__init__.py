@@ -1,1 +1,1 @@
-""""""
+"""The tasks, each whole in one folder."""

@@ -12,8 +12,7 @@ from train.weights.hf_caption_format import from_hf_caption
 from train.weights.hf_format import from_hf
 from train.weights.hf_videomae_format import from_hf_videomae
 from train.weights.open_clip_format import from_open_clip
-from train.weights.videomae_configs import HF_EPS
-from train.weights.videomae_format import VIDEOMAE_FACTS, from_videomae
+from train.weights.videomae_format import HF_EPS, VIDEOMAE_FACTS, from_videomae
 
 _OPENAI_FACTS = Facts(activation="quick_gelu", video_eps=1e-5, text_eps=1e-5, mean=CLIP_MEAN, std=CLIP_STD, remarks=())
 _NOTHING_KNOWN = Facts()

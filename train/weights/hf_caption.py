@@ -12,8 +12,8 @@ from train.models.attention import Attend
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2
 from train.models.timesformer import TimeSformer, nearest_places, nearest_times
-from train.weights.config_files import read_config
-from train.weights.converted import Converted
+from train.weights.configs import read_config
+from train.weights.converted import Converted, by_origin, require_finite, require_floats, require_whole_dtypes
 from train.weights.files import read_tensors
 from train.weights.formats import without_prefixes
 from train.weights.hf_caption_configs import (
@@ -24,7 +24,6 @@ from train.weights.hf_caption_configs import (
     hf_generation_config,
 )
 from train.weights.hf_caption_format import from_hf_caption, to_hf_caption
-from train.weights.numbers import by_origin, require_finite, require_floats, require_whole_dtypes
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"

@@ -9,7 +9,7 @@ from train.config.model import Activation
 from train.models.gpt2 import Gpt2Size
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.tasks.caption.caption_decoding_settings import (
+from train.tasks.caption.settings import (
     DecodingSettings,
     length_penalty_of,
     max_tokens_of,

@@ -1,5 +1,6 @@
 """Fits weights to a model and puts them into it, or says why not."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +9,8 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.weights.fitting import Fitted, Shape, fit
-from train.weights.misfits import architecture_of, hint_about
-from train.weights.numbers import require_finite
-from train.weights.report import summary_of, table_of
+from train.weights.converted import require_finite
+from train.weights.fitting import Change, Fitted, Shape, architecture_of, fit, hint_about
 from train.weights.sources import Say, Source
 
 _MAX_SHOWN = 40
@@ -104,3 +103,72 @@ def _check_heads(model: nn.Module, source: Source) -> None:
 
 def _shapes_of(source: Source) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
+
+
+# What became of each tensor, for the console and for run.json.
+
+
+_MAX_NAMED = 3
+_NOT_USED, _NEW = "not used", "new, not there"
+_TITLES = {
+    "resized": "resized",
+    "created": "created",
+    "dropped": _NOT_USED,
+    "missing": "MISSING",
+    "unexpected": "UNEXPECTED",
+    "reshaped": "OTHER SHAPE",
+}
+
+
+def table_of(changes: Sequence[Change]) -> list[str]:
+    """Lines that show the changes, equal ones of several blocks in one."""
+    rows = []
+    for group in _grouped(changes):
+        first = group[0]
+        name = _pattern(first.origin or first.name) if len(group) > 1 else (first.origin or first.name)
+        count = f" ({len(group)} tensors)" if len(group) > 1 else ""
+        rows.append((_title(first), f"{name}{count}", _shapes(first), first.why))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip()
+        for row in rows
+    ]
+
+
+def summary_of(changes: Sequence[Change]) -> str:
+    """What nothing explains, in one line."""
+    parts = []
+    for kind, words in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
+        names = [change.origin or change.name for change in changes if change.kind == kind]
+        if names:
+            more = ", ..." if len(names) > _MAX_NAMED else ""
+            parts.append(f"{len(names)} {words} ({', '.join(names[:_MAX_NAMED])}{more})")
+    return "; ".join(parts)
+
+
+def _grouped(changes: Sequence[Change]) -> list[list[Change]]:
+    groups: dict[tuple[object, ...], list[Change]] = {}
+    for change in changes:
+        key = (change.kind, _pattern(change.origin or change.name), change.old, change.new, change.why)
+        groups.setdefault(key, []).append(change)
+    return list(groups.values())
+
+
+def _title(change: Change) -> str:
+    if not change.why or change.kind in ("resized", "created"):
+        return _TITLES[change.kind]
+    return _NEW if change.kind == "missing" else _NOT_USED
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _shapes(change: Change) -> str:
+    if change.old is None or change.new is None:
+        return _shape(change.old if change.old is not None else change.new)
+    return f"{_shape(change.old)} -> {_shape(change.new)}"
+
+
+def _shape(shape: Shape | None) -> str:
+    return "one number" if shape == () else " x ".join(map(str, shape or ()))

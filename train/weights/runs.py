@@ -1,14 +1,16 @@
 """Weights of a run of this project: its latest checkpoint, and what its settings say of them."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from train.config.model import Towers
+from train.distributed.world import World
 from train.models.dual_encoder import size_of
 from train.models.transformer import NORM_EPS
-from train.run.checkpoint import read_facts, read_weights
+from train.run.checkpoint import fill, read_facts, read_table, read_weights
 from train.run.folder import RunFolder
 from train.weights.converted import (
     LOGIT_SCALE,
@@ -17,8 +19,8 @@ from train.weights.converted import (
     Converted,
     Facts,
     kind_of_tensors,
+    require_finite,
 )
-from train.weights.run_weights import read_log_scale
 
 _TOWERS = "towers."
 
@@ -61,3 +63,25 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
 
 def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
     return None if values is None else (values[0], values[1], values[2])
+
+
+# What a run's checkpoint knows of its temperature.
+
+
+_LOG_SCALE, _TEMPERATURE = "objective.logit_scale", "objective.temperature"
+
+
+def read_log_scale(path: Path) -> float | None:
+    """log(1 / temperature) of the loss in a checkpoint; None where it has none, or one for each sample.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or the number is not finite.
+    """
+    table = read_table(path)
+    for name in (_LOG_SCALE, _TEMPERATURE):
+        if name in table and not table[name]["size"]:
+            number = torch.zeros(())
+            fill(path, table, {name: number}, world=World())
+            require_finite({name: number}, source=path)
+            return float(number) if name == _LOG_SCALE else -math.log(float(number))
+    return None

@@ -6,18 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manifests.errors import UserError
-from train.config.model import Kind
-from train.config.weights_settings import Init
-from train.weights.config_files import read_config
-from train.weights.configs import facts_of_hf, facts_of_open_clip
-from train.weights.converted import Converted, Facts, kind_of_tensors
+from train.config.model import Init, Kind
+from train.weights.configs import facts_of_hf, facts_of_open_clip, read_config
+from train.weights.converted import Converted, Facts, by_origin, kind_of_tensors, require_floats, require_whole_dtypes
 from train.weights.extras import EXTRAS_FILE, read_extras
 from train.weights.files import read_tensors
 from train.weights.formats import FORMATS, detect_format, without_prefixes
 from train.weights.hf_caption_configs import facts_of_hf_caption
-from train.weights.numbers import by_origin, require_floats, require_whole_dtypes
 from train.weights.runs import is_run, read_run
-from train.weights.videomae_configs import facts_of_hf_videomae, facts_of_videomae_v2
+from train.weights.videomae_format import facts_of_hf_videomae, facts_of_videomae_v2
 
 _NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
 # What a folder may call its weights; the first that is there is read.

@@ -4,9 +4,9 @@ import torch
 
 from tests.train.augment.planes import random_planes
 from train.augment.draws import draw
-from train.augment.erase import box_of, erase_clips
+from train.augment.effects import box_of, erase_clips
 from train.augment.pictures import to_model_input
-from train.config.augment_settings import Augment
+from train.config.data import Augment
 
 SIZE_PX = 32
 QUARTER = Augment(erase=0.25)

@@ -12,7 +12,7 @@ from tests.train.augment.planes import Bytes, mild_planes, random_planes
 from train.augment.draws import Draw, draw
 from train.augment.effects import colour_map
 from train.augment.pictures import to_model_input
-from train.config.augment_settings import Augment
+from train.config.data import Augment
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 ZERO, ONE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)

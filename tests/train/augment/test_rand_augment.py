@@ -13,7 +13,7 @@ from tests.train.augment.planes import random_planes
 from train.augment.draws import OPERATIONS, draw
 from train.augment.pictures import to_model_input, to_rgb_uint8
 from train.augment.rand_augment import change
-from train.config.augment_settings import Augment
+from train.config.data import Augment
 
 SIZE_PX = 32
 FILL = (0.485, 0.456, 0.406)

@@ -11,8 +11,7 @@ import pytest
 from manifests.errors import UserError
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.tasks.caption.coco_results import read_coco_results
-from train.tasks.caption.commands import evaluate_captions
+from train.tasks.caption.commands import evaluate_captions, read_coco_results
 from train.tasks.caption.evaluating import Said, numbers_of
 from train.tasks.caption.metrics.java import Absent
 from train.tasks.caption.metrics.scores import score_captions
@@ -31,7 +30,7 @@ def _no_java() -> Iterator[None]:
         raise Absent("left out of this test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.tasks.caption.metrics.meteor.java", java)
+        patch.setattr("train.tasks.caption.metrics.java.java", java)
         yield
 
 

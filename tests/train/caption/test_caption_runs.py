@@ -17,10 +17,9 @@ from train.models.attention import attend_with_sdpa
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.caption.building import build_captioner
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
-from train.tasks.caption.decode import write_captions as captions_of
+from train.tasks.caption.decoding import write_captions as captions_of
 from train.tasks.caption.runs import decoder_size_of, read_decoder_parts
-from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 
 __all__ = ["train"]
 

@@ -2,8 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from train.tasks.classify.mixing import NOTHING, Mix, cut_around, draw_mix, mix_clips, mixed_targets
-from train.tasks.classify.objective import soft_cross_entropy
+from train.tasks.classify.objective import (
+    NOTHING,
+    Mix,
+    cut_around,
+    draw_mix,
+    mix_clips,
+    mixed_targets,
+    soft_cross_entropy,
+)
 
 SIZE = 8
 

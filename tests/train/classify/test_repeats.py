@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.classify.moving import write_moving
-from train.data.chunk_set import ChunkSet
+from train.data.chunks import ChunkSet
 from train.data.classes import read_classes
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling

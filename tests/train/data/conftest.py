@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.data.http_folder import HttpFolder
-from train.data.remote import patience
+from train.data.remote import files as patience
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from manifests.errors import UserError
 from prep.synthetic.frame_code import read_frame_number
 from tests.train.tiny_data import SIZE_PX, encode_chunk, video_sample, write_captions, write_shard
 from train.data.batch import Batch
-from train.data.chunk_set import ChunkSet
+from train.data.chunks import ChunkSet
 from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import ChunkBytes

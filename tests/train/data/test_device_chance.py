@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from train.device import device_chance
 from train.device import random as chance
+from train.device import random as device_chance
 
 
 def test_torch_draws_the_same_numbers_to_the_bit() -> None:

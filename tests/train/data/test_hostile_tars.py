@@ -20,9 +20,9 @@ import webdataset as wds
 from manifests.errors import UserError
 from tests.train.data.test_streams import SIZE_PX, open_stream
 from tests.train.tiny_data import encode_chunk
-from train.data.streams.data_streams_tars import expand
 from train.data.streams.members import MAX_HEADER_BYTES
 from train.data.streams.samples import MAX_TEXT_BYTES
+from train.data.streams.tars import expand
 
 LARGE_BYTES = 3 << 30
 
@@ -205,7 +205,7 @@ def pax_named(name: str) -> bytes:
 READ = """
 import json, resource, sys
 from pathlib import Path
-from train.data.streams.data_streams_tars import items_in
+from train.data.streams.tars import items_in
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 for tar in sys.argv[1:]:
     found = [(item.key, getattr(item, "detail", "")) for item in items_in([tar], cache=None)]

@@ -12,11 +12,9 @@ from train.augment.colour import COLOUR_KINDS
 from train.augment.pictures import to_rgb_uint8
 from train.data.decoding.clip import ClipMaking, ClipShape, Views, make_clip
 from train.data.decoding.crop import Rectangle
-from train.data.decoding.filtered import crop_clip_in_graph
-from train.data.decoding.pictures import as_yuv420, crop_clip, places_of
-from train.data.decoding.rgb import rgb_pictures
-from train.data.failures import SampleFailed
+from train.data.decoding.pictures import as_yuv420, crop_clip, crop_clip_in_graph, places_of, rgb_pictures
 from train.data.frame_sampling import Sampling
+from train.data.outcomes import SampleFailed
 
 
 def smooth_frame(width: int, height: int, *, phase: float = 0.0) -> av.VideoFrame:

@@ -8,11 +8,11 @@ import pytest
 from manifests.errors import UserError
 from tests.train.data.http_folder import HttpFolder
 from train.data.decoding.clip import ClipShape
-from train.data.failures import FailedSample
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings, Visit
+from train.data.outcomes import FailedSample
+from train.data.remote.files import RemoteTars
 from train.data.remote.folder import open_data_folder
-from train.data.remote.tars import RemoteTars
 from train.data.video_captions import VideoCaptions
 from train.models.text import load_tokenizer
 

@@ -16,8 +16,8 @@ from shards.lists import settle
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
-from train.data.failures import FailedSample
 from train.data.loader import Visit
+from train.data.outcomes import FailedSample
 from train.data.remote.files import local_copy
 
 

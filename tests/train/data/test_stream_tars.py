@@ -22,7 +22,8 @@ from tests.train.tiny_data import Caption, chunks_of, encode_chunk, write_captio
 from train.data.frame_sampling import Sampling, SamplingRule
 from train.data.loader import LoaderSettings
 from train.data.remote.files import local_copy
-from train.data.streams import order, stream
+from train.data.streams import stream
+from train.data.streams import tars as order
 from train.data.video_captions import VideoCaptions
 
 

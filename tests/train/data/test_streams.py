@@ -21,7 +21,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
 from train.data.outcomes import LoadedBatch
-from train.data.remote import patience
+from train.data.remote import files as patience
 from train.data.streams.stream import VideoStream
 from train.models.text import load_tokenizer
 

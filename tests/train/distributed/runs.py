@@ -17,9 +17,8 @@ from torch import nn
 from manifests.errors import FailedWork
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
-from train.config.evaluation import EvaluationSettings
+from train.config.evaluation import EvaluationSettings, ProbeEvaluation
 from train.config.machine import ParallelSettings, Strategy
-from train.config.probe_settings import ProbeEvaluation
 from train.config.training import DualEncoderSettings, TrainingSettings
 from train.data.batch import Batch
 from train.distributed import heartbeat

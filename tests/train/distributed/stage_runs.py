@@ -17,8 +17,8 @@ from tests.train.plane import LoadedPoints, Points, settings
 from train.config.machine import ParallelSettings, Schedule
 from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
-from train.data.failures import FailedSample
 from train.data.loader import TrainingSet, Visit
+from train.data.outcomes import FailedSample
 from train.device.transfer import Number
 from train.distributed.launch import open_world
 from train.distributed.partition import LayerCost
@@ -35,12 +35,10 @@ from train.models.transformer import TransformerSize, blocks_of
 from train.models.video_vit import VideoViTSize
 from train.run.folder import RunFolder, create_run
 from train.run.progress import Progress
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
-from train.tasks.caption.decode import write_captions
-from train.tasks.caption.layers import layers_of, part_of
+from train.tasks.caption.decoding import write_captions
 from train.tasks.caption.objective import CaptionLoss
-from train.tasks.caption.staged import whole_captioner
-from train.tasks.caption.stages import TIED, CaptionerPart
+from train.tasks.caption.settings import DecodingSettings
+from train.tasks.caption.stages import TIED, CaptionerPart, layers_of, part_of, whole_captioner
 
 ONE_STAGE = ParallelSettings()
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")

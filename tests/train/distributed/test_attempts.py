@@ -4,7 +4,7 @@ import threading
 
 import torch.distributed as dist
 
-from train.distributed.attempt import name_attempt
+from train.distributed.launch import name_attempt
 from train.distributed.world import World
 
 

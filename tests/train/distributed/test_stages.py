@@ -32,7 +32,7 @@ from train.config.machine import ParallelSettings
 from train.config.training import TrainingSettings
 from train.distributed.pipeline import check_microbatches
 from train.distributed.world import World
-from train.engine.stages import check_stages, own_part
+from train.engine.task import check_stages, own_part
 from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.caption.stages import TIED

@@ -5,8 +5,8 @@ import pytest
 from manifests.errors import UserError
 from train.distributed.heartbeat import SILENT_S, Watch
 from train.distributed.launch import open_world
+from train.distributed.parallel import divide
 from train.distributed.world import World
-from train.distributed.zero import divide
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import FailedWork, UserError
-from train.doctor.accelerator import Accelerator, accelerator_of, examine_accelerator
-from train.doctor.child import ask_child
+from train.doctor.accelerator import Accelerator, accelerator_of, ask_child, examine_accelerator
 from train.doctor.commands import doctor_facts, run_doctor
-from train.doctor.doctor_host import examine_host, quota_of
 from train.doctor.examined import examine_decoder
+from train.doctor.host import examine_host, quota_of
 
 
 def test_this_machine_is_described(

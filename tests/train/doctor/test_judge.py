@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from train.doctor.accelerator import Accelerator, Gpu, Tried
-from train.doctor.doctor_host import Host
 from train.doctor.examined import Decoder, Examined, used_by_training
-from train.doctor.host import Disk
+from train.doctor.host import Disk, Host
 from train.doctor.judge import judge
 from train.doctor.report import lines_of
 

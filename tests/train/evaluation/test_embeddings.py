@@ -12,8 +12,7 @@ from manifests.errors import FailedWork
 from tests.train.evaluation.threads import on_two_ranks
 from train.data.batch import Batch
 from train.data.cursor import Place
-from train.data.failures import FailedSample
-from train.data.outcomes import LoadedBatch
+from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
 from train.evaluation.embeddings import Embeddings, embed_all, gathered, text_keys
 

@@ -12,10 +12,9 @@ import pytest
 from manifests.keys import split_key
 from shards.reader import Variant
 from tests.train.latents.written import Caption, Chunk, Written, write_all
-from train.data.failures import TooManyFailures
 from train.data.latents.captioned import CaptionedLatents
 from train.data.latents.loader import LatentLoader
-from train.data.outcomes import LoadedBatch
+from train.data.outcomes import LoadedBatch, TooManyFailures
 
 
 def flip(data_dir: Path, *, column: str, key: str) -> None:

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 import torch
 
-from train.models.cubes import CubeGrid
 from train.models.masked_autoencoder import predicted_cubes
-from train.tasks.mae.reconstruction import (
+from train.models.videomae import CubeGrid
+from train.tasks.mae.evaluating import (
     GREY,
     clips_of,
     reconstruct,
@@ -13,7 +13,7 @@ from train.tasks.mae.reconstruction import (
     values_of,
     visible_statistics,
 )
-from train.tasks.mae.targets import normalised_cubes
+from train.tasks.mae.objective import normalised_cubes
 
 CUBES: Any = {"cube_frames": 2, "patch_px": 4}
 GRID = CubeGrid(2, 3, 4)  # of clips of 4 frames of 12 x 16

@@ -25,19 +25,18 @@ from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shar
 from train.config.files import save_settings
 from train.data.batch import Batch
 from train.data.cursor import Place
-from train.data.failures import FailedSample
-from train.data.outcomes import LoadedBatch
-from train.models.cubes import CubeGrid
+from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
+from train.models.videomae import CubeGrid
 from train.report.results import write_page
 from train.run.folder import RunFolder
 from train.tasks.mae.evaluating import Pictures, ReconstructionResult, evaluate_reconstruction
-from train.tasks.mae.masking import Masking
+from train.tasks.mae.masks import Masking
+from train.tasks.mae.objective import normalised_cubes
 from train.tasks.mae.settings import MaeSettings
 from train.tasks.mae.shown import picture_uri
-from train.tasks.mae.targets import normalised_cubes
 
 __all__ = ["train"]
 

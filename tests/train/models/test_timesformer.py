@@ -18,7 +18,7 @@ FRAMES, PATCHES = 4, 16
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed again for large clips is for these."""
-    monkeypatch.setattr("train.models.recomputed.SMALL", 0)
+    monkeypatch.setattr("train.models.timesformer.SMALL", 0)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.optim.schedule import learning_rate
+from train.optim.optimizer import learning_rate
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

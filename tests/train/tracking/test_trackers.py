@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
-from train.config.tracking_settings import TrackSettings
+from train.config.machine import TrackSettings
 from train.config.training import DualEncoderSettings, TrainingSettings
 from train.run.folder import RunFolder, create_run, read_lines
 from train.run.progress import Progress, describe
-from train.run.run_name import run_name
-from train.run.tracking import check_tracking, open_trackers, tagged
+from train.run.tracking import check_tracking, open_trackers, run_name, tagged
 
 
 def line_of(step: int) -> dict[str, Any]:

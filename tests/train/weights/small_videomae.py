@@ -9,15 +9,14 @@ import torch
 from transformers import VideoMAEConfig, VideoMAEForPreTraining, VideoMAEForVideoClassification
 
 from tests.train.weights.small import shuffle
-from train.config.model import Towers
-from train.config.weights_settings import Init
+from train.config.model import Init, Towers
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
 from train.tasks.classify.model import VideoClassifier
-from train.tasks.mae.targets import normalised_cubes, reconstruction_loss
+from train.tasks.mae.objective import normalised_cubes, reconstruction_loss
 from train.weights.converted import IMAGENET_STD
 from train.weights.sources import Source, open_weights
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from manifests.errors import UserError
 from tests.train.weights import small
 from tests.train.weights.small import loaded_weights, our_model, quiet, tokens
-from train.config.weights_settings import Init
+from train.config.model import Init
 from train.weights.avion_format import MISTYPED_MEAN
 from train.weights.sources import Source, open_weights
 

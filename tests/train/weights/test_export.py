@@ -17,9 +17,8 @@ from tests.train.weights.small import loaded_weights, our_model, quiet
 from train.cli import main
 from train.commands.export import export_run
 from train.config.files import load_settings
-from train.config.model import Towers
+from train.config.model import Init, Towers
 from train.config.training import DualEncoderSettings
-from train.config.weights_settings import Init
 from train.distributed.world import World
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of

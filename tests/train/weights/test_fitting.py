@@ -11,7 +11,7 @@ from torch import nn
 
 from manifests.errors import UserError
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
-from train.config.weights_settings import Init
+from train.config.model import Init
 from train.weights.converted import Converted
 from train.weights.fitting import resize_positions
 from train.weights.formats import detect_format, without_prefixes

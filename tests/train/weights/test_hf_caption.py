@@ -23,8 +23,8 @@ from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViT, VideoViTSize
-from train.tasks.caption.caption_decoding_settings import DecodingSettings, max_tokens_of
-from train.tasks.caption.decode import write_captions
+from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.settings import DecodingSettings, max_tokens_of
 from train.weights.hf_caption import load_hf, read_caption_folder, save_hf
 from train.weights.hf_caption_configs import hf_generation_config
 from train.weights.hf_caption_format import to_hf_caption

@@ -18,8 +18,7 @@ from tests.train.weights.small import (
     quiet,
     tokens,
 )
-from train.config.model import Towers
-from train.config.weights_settings import Init
+from train.config.model import Init, Towers
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
 from train.weights.converted import Facts

@@ -15,9 +15,8 @@ from train.augment import pictures
 from train.cli import main
 from train.commands.effective import effective_settings
 from train.config.files import load_settings
-from train.config.model import Towers
+from train.config.model import Init, Towers
 from train.config.training import DualEncoderSettings
-from train.config.weights_settings import Init
 from train.losses.settings import Loss
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from train.data.decoding.packets import PacketDecoder
 from train.data.decoding.plain import PlainVideo
 from train.data.decoding.reading import ChunkBytes
-from train.data.failures import SampleFailed
+from train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     import av

@@ -9,11 +9,9 @@ from numpy.typing import NDArray
 
 from train.augment.colour import colour_kind
 from train.data.decoding.crop import CropRule, Rectangle, rectangle_of, square_views
-from train.data.decoding.filtered import crop_clip_in_graph
-from train.data.decoding.pictures import CroppedPlanes, as_yuv420, places_of
-from train.data.decoding.rgb import rgb_pictures
-from train.data.failures import SampleFailed
+from train.data.decoding.pictures import CroppedPlanes, as_yuv420, crop_clip_in_graph, places_of, rgb_pictures
 from train.data.frame_sampling import ChunkTimes, FramePlace, Sampling, locate_frames, moments_of, view_places
+from train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     import av

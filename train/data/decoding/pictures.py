@@ -10,16 +10,19 @@ pixel in twenty differs, by one level.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from train.augment.colour import rgb_matrices
 from train.data.decoding.crop import Rectangle
 
 if TYPE_CHECKING:
     import av
+
 
 Planes = NDArray[np.uint8]  # [T, S * S * 3 / 2]
 _Item = TypeVar("_Item", bound=Hashable)
@@ -106,3 +109,52 @@ def _half(rectangle: Rectangle) -> Rectangle:
     left, top = rectangle.left // 2, rectangle.top // 2
     right, bottom = -(-(rectangle.left + rectangle.width) // 2), -(-(rectangle.top + rectangle.height) // 2)
     return Rectangle(left, top, right - left, bottom - top)
+
+
+# Cropping and resizing in libav's filter graph, as AVION's decoder does: here to be compared with.
+
+
+def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
+    """As `train.data.decoding.pictures.crop_clip`, by swscale (bilinear)."""
+    from av.filter import Graph
+
+    graph = Graph()
+    source = graph.add_buffer(
+        width=frames[0].width, height=frames[0].height, format=frames[0].format, time_base=frames[0].time_base
+    )
+    part = f"{rectangle.width}:{rectangle.height}:{rectangle.left}:{rectangle.top}:exact=1"
+    links = [source, graph.add("crop", part), graph.add("scale", f"{size_px}:{size_px}:flags=bilinear")]
+    links += [graph.add("format", frames[0].format.name), graph.add("buffersink")]
+    graph.link_nodes(*links).configure()
+    pictures = []
+    for number, frame in enumerate(frames):
+        frame.pts = number  # a frame may stand in the list twice, and the graph wants times that rise
+        graph.push(frame)
+        pictures.append(graph.pull().to_ndarray().reshape(-1))
+    return np.stack(pictures)
+
+
+# RGB on the CPU, for those who want it: by OpenCV, since torch's threads crawl inside the loader's.
+
+
+def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> list[NDArray[np.uint8]]:
+    """The pictures of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [S, S, 3].
+
+    The same conversion as `train.augment.pictures.to_rgb_uint8`, but for rounding.
+
+    Args:
+        colour: matrix and range (train.augment.colour).
+    """
+    num_luma, half_px = size_px * size_px, size_px // 2
+    pictures = []
+    for planes in video:
+        chroma = planes[num_luma:].reshape(2, half_px, half_px)
+        full = [cv2.resize(plane, (size_px, size_px), interpolation=cv2.INTER_LINEAR) for plane in chroma]
+        yuv = cv2.merge([planes[:num_luma].reshape(size_px, size_px), *full])
+        pictures.append(np.asarray(cv2.transform(yuv, _matrices()[colour]), dtype=np.uint8))
+    return pictures
+
+
+@cache
+def _matrices() -> NDArray[np.float64]:
+    return rgb_matrices() * 255

@@ -8,7 +8,7 @@ from typing import Literal
 from shards.damage import Damaged
 from shards.packets import PacketTable
 from shards.reader import CommittedShard
-from train.data.failures import SampleFailed
+from train.data.outcomes import SampleFailed
 
 DecodeRule = Literal["packets", "filter", "plain"]
 

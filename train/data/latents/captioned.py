@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.caption_texts import CaptionTexts
-from train.data.failures import SampleFailed
+from train.data.caption_choice import CaptionTexts
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segment_set import Visits
 from train.data.latents.segments import times_us
+from train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     from train.models.text import Tokenize

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.failures import FailedSample, Reason, SampleFailed
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.segment_set import SegmentSet, Visits
 from train.data.latents.text_rows import TextMembers
+from train.data.outcomes import FailedSample, Reason, SampleFailed
 from train.data.workers import Stuck, in_order
 
 _UNKNOWN, _GOOD, _BAD = 0, 1, 2

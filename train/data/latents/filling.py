@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from train.data.batch import Batch
-from train.data.failures import FailedSample, TooManyFailures
 from train.data.latents.checksums import Checksums
 from train.data.latents.gather import Gather, VisitBlock
 from train.data.latents.segment_set import Visits, join
+from train.data.outcomes import FailedSample, TooManyFailures
 
 
 class Filled(NamedTuple):

@@ -8,22 +8,23 @@ torch's threads, which crawl where they share a core.
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from train.data.batch import Batch
-from train.data.caption_texts import CaptionTexts
-from train.data.latents.keys import Keys
+from train.data.caption_choice import CaptionTexts
 from train.data.latents.segment_set import SegmentSet, Visits
 
 if TYPE_CHECKING:
     import torch
 
     from train.models.text import Tokenize
+
 
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -163,3 +164,44 @@ def _copy(sources: list[int], target: int, row_bytes: int, *, sizes: Iterable[in
     targets = range(target, target + len(sources) * row_bytes, row_bytes)
     # A deque of no length runs through the calls faster than a loop does.
     deque(map(_memmove, targets, sources, repeat(row_bytes) if sizes is None else sizes), maxlen=0)
+
+
+# The keys of a batch's chunks, made when they are asked for: a training step does not look at them.
+
+
+class Keys(Sequence[str]):
+    """Keys of `chunks`, in their order; equal to any sequence of the same strings."""
+
+    __slots__ = ("_chunks", "_set")
+
+    def __init__(self, chunks: NDArray[np.int64], samples: SegmentSet) -> None:
+        self._chunks = chunks
+        self._set = samples
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self._set.key(chunk) for chunk in self._chunks[index].tolist()]
+        return self._set.key(int(self._chunks[index]))
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._set.key(chunk) for chunk in self._chunks.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.caption_texts import CaptionTexts
+from train.data.caption_choice import CaptionTexts
 from train.data.classes import ClassList
 from train.data.cursor import LoaderState, Place, resumed
 from train.data.latents.checksums import Checksums

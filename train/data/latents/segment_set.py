@@ -17,7 +17,7 @@ from manifests.errors import UserError
 from manifests.store import read_videos
 from shards.dataset import current_variant
 from shards.reader import Variant
-from train.data.chunk_set import videos_of_split
+from train.data.chunks import videos_of_split
 from train.data.classes import ClassList
 from train.data.cursor import set_fingerprint
 from train.data.latents.captions import SegmentCaptions, pair_captions

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from train.data.batch import Batch
 from train.data.remote.files import local_copy
-from train.data.streams.data_streams_tars import expand
 from train.data.streams.samples import MAX_SAMPLE_BYTES, TarSample, Unreadable, samples_of
+from train.data.streams.tars import expand
 
 _Segment = tuple[str, NDArray[Any]]
 

@@ -1,16 +1,20 @@
 """Whole remote files in the cache: fetched once, and only ever whole."""
 
 import hashlib
+import io
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from manifests.errors import DISK_ERRORS, UserError
 from manifests.publish import published
-from train.data.remote.address import cache_folder, is_remote, open_file_system
-from train.data.remote.patience import patiently
+from shards.damage import DamagedTar
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+
 
 # What file systems say of a file that changes with its content.
 _MARKS = ("size", "ETag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "generation")
@@ -59,3 +63,108 @@ def _fetch(files: "AbstractFileSystem", remote: str, path: Path, *, info: dict[s
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Addresses of files: `s3://bucket/data`, `https://...`; everything without `://` is a path on this machine.
+
+
+def is_remote(address: str) -> bool:
+    """Whether the address names a file system of fsspec."""
+    return "://" in address
+
+
+def open_file_system(address: str) -> "tuple[AbstractFileSystem, str]":
+    """The file system of an address, and the path in it.
+
+    Raises:
+        UserError: there is no such file system, or what it needs is not installed.
+    """
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        raise UserError(f"{address} needs a package that is not here: {error}", hint="install it, with pip") from error
+    except (ValueError, OSError) as error:
+        known = "s3://bucket/data, gs://bucket/data, https://host/data"
+        raise UserError(f"{address} cannot be opened: {error}", hint=f"addresses look like {known}") from error
+
+
+def cache_folder(chosen: Path | None) -> Path:
+    """Where copies of remote files lie: the folder that the user chose, or the user's cache.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    folder = chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clipmill"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}", hint="choose another with --cache DIR") from error
+    return folder
+
+
+# Asking again: what fails on a network often works a moment later.
+
+
+# Seconds before the second, third and fourth attempt.
+_WAITS_S = (0.2, 1.0, 5.0)
+_Result = TypeVar("_Result")
+
+
+def patiently(read: Callable[[], _Result], *, what: str) -> _Result:
+    """What `read` gives, by the fourth attempt at the latest.
+
+    Raises:
+        OSError: it failed every time, or in a way that does not pass.
+    """
+    for wait_s in (*_WAITS_S, None):
+        try:
+            return read()
+        except (FileNotFoundError, PermissionError, io.UnsupportedOperation):
+            raise
+        except Exception as error:  # file systems raise errors of their own libraries
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise
+            if wait_s is None:
+                attempts = len(_WAITS_S) + 1
+                raise OSError(f"{what} cannot be read, {attempts} attempts failed; the last: {error}") from error
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
+# Parts of remote tars: only the bytes that are asked for are fetched.
+
+
+class RemoteTars:
+    """Tars of a remote data folder (`shards.tars.TarBytes`).
+
+    Args:
+        files: file system.
+        root: the data folder in it.
+        copy: the local folder that stands for it; paths below it are paths below `root`.
+
+    Attributes:
+        num_bytes: fetched so far.
+    """
+
+    gap_bytes = 1 << 18  # a request takes as long as this many bytes, at the least
+
+    def __init__(self, files: "AbstractFileSystem", root: str, *, copy: Path) -> None:
+        self._files, self._root, self._copy = files, root.rstrip("/"), copy
+        self.num_bytes = 0
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """See `shards.tars.TarBytes`."""
+        remote = f"{self._root}/{path.relative_to(self._copy).as_posix()}"
+        content = patiently(lambda: self._fetch(remote, offset, size, path), what=remote)
+        self.num_bytes += len(content)
+        return content
+
+    def _fetch(self, remote: str, offset: int, size: int, path: Path) -> bytes:
+        content = bytes(self._files.cat_file(remote, start=offset, end=offset + size))
+        if len(content) > size:
+            raise io.UnsupportedOperation(f"{remote}: {len(content)} bytes came for {size}: ranges are not served")
+        if len(content) < size:
+            raise DamagedTar(path, f"of {size} bytes from {offset} only {len(content)} came")
+        return content

@@ -22,9 +22,7 @@ from shards.dataset import current_variant
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE
 from shards.scan import scan
 from shards.tars import TarBytes
-from train.data.remote.address import cache_folder, is_remote, open_file_system
-from train.data.remote.patience import patiently
-from train.data.remote.tars import RemoteTars
+from train.data.remote.files import RemoteTars, cache_folder, is_remote, open_file_system, patiently
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -14,15 +14,12 @@ from train.data.batch import Sample
 from train.data.cursor import LoaderState, Place, resumed
 from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.plain import PlainVideo
-from train.data.failures import FailedSample, SampleFailed
 from train.data.frame_sampling import US_PER_S
 from train.data.loader import LoaderSettings, Visit
-from train.data.outcomes import BatchFilling, LoadedBatch
-from train.data.streams.clips import StreamedClip, WithoutVideo
-from train.data.streams.data_streams_tars import expand, items_in
-from train.data.streams.frames import frames_on_screen
-from train.data.streams.order import shuffled, tars_of_epoch
+from train.data.outcomes import BatchFilling, FailedSample, LoadedBatch, SampleFailed
+from train.data.streams.clips import StreamedClip, WithoutVideo, frames_on_screen
 from train.data.streams.samples import Unreadable
+from train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch
 from train.data.workers import Stuck, in_order
 from train.models.text import Tokenize
 
@@ -46,7 +43,7 @@ class VideoStream:
     Every rank reads everything and takes its part.
 
     Args:
-        pattern: tars, on this machine or remote (`train.data.streams.data_streams_tars.expand`).
+        pattern: tars, on this machine or remote (`train.data.streams.tars.expand`).
         cache: where copies of remote tars lie; None for the user's cache.
 
     Attributes:

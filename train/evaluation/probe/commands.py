@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from train.config.probe_settings import ProbeEvaluation
+from train.config.evaluation import ProbeEvaluation
 from train.distributed.world import World
 from train.engine.trained_run import open_trained_run
-from train.evaluation.clip_in_words import clip_in_words
+from train.evaluation.examples import clip_in_words
 from train.evaluation.probe.features import tower_of
-from train.evaluation.probe.probe_samples import labels_there
 from train.evaluation.probe.probing import probe
 from train.evaluation.probe.runs import FEATURES, open_probed_run, read_clip_settings, shows_row
-from train.evaluation.probe.samples import open_sets
+from train.evaluation.probe.samples import labels_there, open_sets
 from train.report.results import write_page
 from train.run.folder import RunFolder, open_run
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from train.config.probe_settings import PROBE_NUMBERS, ProbeEvaluation
+from train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
 from train.config.training import ClipSettings
 from train.data.batch import Batch
 from train.distributed.world import World
@@ -38,7 +38,7 @@ class LoopProbe:
         self._sets = open_sets(settings, wanted, bank_split=settings.split, world=world, device=device)
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """`train.config.probe_settings.number_names` as `<split>/<name>`, equal on all ranks; collective.
+        """`train.config.evaluation.number_names` as `<split>/<name>`, equal on all ranks; collective.
 
         The model is in evaluation mode, and whole on every rank.
         """

@@ -12,13 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from manifests.errors import FailedWork
-from train.config.probe_settings import Method, ProbeEvaluation
+from train.config.evaluation import Method, ProbeEvaluation
 from train.data.classes import ClassList
-from train.evaluation.probe.accuracy import Accuracy, accuracy, chance
 from train.evaluation.probe.features import Features
 from train.evaluation.probe.linear import choose_l2, fit_linear
-from train.evaluation.probe.neighbours import vote
-from train.evaluation.probe.probe_samples import Labelled
+from train.evaluation.probe.neighbours import Accuracy, accuracy, chance, vote
+from train.evaluation.probe.samples import Labelled
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Finding:
     """What one method says of one label.
 
     Attributes:
-        found, chance: see `train.evaluation.probe.accuracy`.
+        found, chance: see `train.evaluation.probe.neighbours`.
         num_samples: clips that are scored.
         num_bank: labelled clips that neighbours, or the linear layer, come from.
         num_classes: of both splits together.

@@ -13,7 +13,7 @@ from train.data.batch import Batch
 from train.distributed.world import World
 from train.engine.trained_run import TrainedRun, read_settings
 from train.run.folder import RunFolder
-from train.tasks.classify.run_classes import read_run_classes
+from train.tasks.classify.commands import read_run_classes
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.classify.task import ClassifyTask
 from train.tasks.dual_encoder.task import DualEncoderTask

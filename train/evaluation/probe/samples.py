@@ -1,20 +1,88 @@
 """The two sets of a probe: the clips that are scored, and the bank of those that it learns from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 
 from manifests.errors import UserError
-from train.config.probe_settings import ProbeEvaluation
+from manifests.store import read_captions
+from train.config.evaluation import ProbeEvaluation
 from train.config.training import ClipSettings
 from train.data.batch import Batch
-from train.data.classes import ClassList
+from train.data.classes import ClassList, label_names, read_classes
+from train.data.decoding.clip import Views
+from train.data.inputs import LatentSettings, clip_shape, loader_settings, open_labelled_folder, open_latents
+from train.data.labelled_clips import LabelledClips
+from train.data.latents.labelled import LabelledLatents
 from train.distributed.world import World
 from train.evaluation.probe.features import Features, Tower, extract, gathered
-from train.evaluation.probe.probe_samples import Labelled, open_labelled, read_probe_classes
 from train.evaluation.probe.probing import Known, known
+
+# What a probe looks at: the labelled clips of a split, of pixels or of latents, each once, as a run's clips look.
+
+
+Labelled = LabelledClips | LabelledLatents
+
+
+def read_probe_classes(
+    settings: ClipSettings, labels: Sequence[str], *, splits: Sequence[str]
+) -> tuple[ClassList, ...]:
+    """The classes of each label in some splits together.
+
+    Raises:
+        UserError: the data is no folder with a manifest, the captions have no such label, or fewer than two classes.
+    """
+    folder = open_labelled_folder(settings).path
+    return tuple(read_classes(folder, label=label, splits=splits) for label in labels)
+
+
+def labels_there(settings: ClipSettings) -> list[str]:
+    """The labels that captions of the data have.
+
+    Raises:
+        UserError: the data is no folder with a manifest.
+    """
+    return label_names(read_captions(open_labelled_folder(settings).path))
+
+
+def open_labelled(
+    settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
+) -> Labelled:
+    """This rank's part of the clips of a split that have any of the labels.
+
+    Raises:
+        UserError: there are none.
+    """
+    own, *also = classes
+    if getattr(settings, "input", "pixels") == "latents":
+        return open_latents(
+            partial(LabelledLatents, classes=own, also=also),
+            cast(LatentSettings, settings),
+            split=split,
+            world=world,
+            batch=_batch(settings, world),
+        )
+    folder = open_labelled_folder(settings)
+    loading = loader_settings(settings, world, device=device)
+    return LabelledClips(
+        folder.path,
+        split=split,
+        classes=own,
+        also=also,
+        shape=clip_shape(settings, views=Views()),
+        loading=replace(loading, batch=_batch(settings, world), group=1),
+        decode=settings.decode,
+        tars=folder.tars,
+    )
+
+
+def _batch(settings: ClipSettings, world: World) -> int:
+    # What one process can train on at once, it can look at: an autoencoder then sees all cubes, but keeps nothing.
+    return settings.microbatch or world.share(settings.batch)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Which captioner the settings mean."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -9,14 +10,14 @@ from manifests.errors import UserError
 from train.config.model import kind_of
 from train.models.attention import Attend
 from train.models.captioner import Captioner
-from train.models.gpt2 import Gpt2, Gpt2Size
+from train.models.dual_encoder import size_of
+from train.models.gpt2 import Gpt2, Gpt2Size, gpt2_size
 from train.models.timesformer import TimeSformer
-from train.models.transformer import checkpoint_blocks, drop_path_of
-from train.models.video_vit import VideoViT
+from train.models.transformer import TransformerSize, checkpoint_blocks, drop_path_of
+from train.models.video_vit import VideoViT, VideoViTSize
 from train.models.videomae import VideoMAEEncoder
-from train.tasks.caption.decoder_weights import CROSS_ATTENTION, DecoderParts
-from train.tasks.caption.settings import CaptionerSettings, Frozen
-from train.tasks.caption.sizes import tower_size
+from train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, Frozen
+from train.tasks.caption.start import CROSS_ATTENTION, DecoderParts
 
 
 def build_captioner(settings: CaptionerSettings, decoder: Gpt2Size, *, attend: Attend) -> Captioner:
@@ -96,3 +97,42 @@ def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
                 patch_dropout=towers.patch_dropout,
                 drop_path=drop_path,
             )
+
+
+# How large tower and decoder of a captioner with new weights are.
+
+
+def tower_size(settings: CaptionerSettings) -> VideoViTSize:
+    """The size of the video tower: that of `--model`, with what the settings change in it.
+
+    Raises:
+        UserError: the heads cannot share the width.
+    """
+    towers = settings.towers
+    size = size_of(settings.model, towers).video
+    return replace(size, trunk=_changed(size.trunk, towers, flag="--towers"), patch_px=towers.patch_px or size.patch_px)
+
+
+def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:
+    """The size of the decoder: that of `--decoder.name`, with what the settings change in it.
+
+    Raises:
+        UserError: the heads cannot share the width.
+    """
+    size = gpt2_size(settings.name, vocabulary_size=vocabulary_size, context_length=settings.max_tokens)
+    return replace(size, trunk=_changed(size.trunk, settings, flag="--decoder"))
+
+
+def _changed(trunk: TransformerSize, settings: CaptionTowers | DecoderSettings, *, flag: str) -> TransformerSize:
+    changed = replace(
+        trunk,
+        width=settings.width or trunk.width,
+        depth=settings.depth or trunk.depth,
+        num_heads=settings.heads or trunk.num_heads,
+    )
+    if changed.width % changed.num_heads:
+        raise UserError(
+            f"{flag}.width is {changed.width}, which {changed.num_heads} heads cannot share",
+            hint=f"use a multiple of {changed.num_heads}, or other {flag}.heads",
+        )
+    return changed

@@ -1,5 +1,6 @@
 """What `train eval caption` does, once its flags are read."""
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,27 +10,27 @@ from typing import Any
 import numpy as np
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
+from manifests.publish import publish_json
 from train.distributed.world import World
-from train.evaluation.clip_in_words import clip_in_words
+from train.evaluation.examples import clip_in_words
 from train.report.results import write_page
 from train.run.folder import COCO_SUFFIX, RunFolder
 from train.run.results import result_name
-from train.tasks.caption.caption_decoding_settings import (
+from train.tasks.caption.constant import RULE, best_constant
+from train.tasks.caption.evaluating import captions_of, comparable, loss_of
+from train.tasks.caption.metrics.java import Meteor, check_jars
+from train.tasks.caption.metrics.scores import CaptionScores, named, score_captions
+from train.tasks.caption.page import write_captions_page
+from train.tasks.caption.samples import CaptionedClips
+from train.tasks.caption.settings import (
+    CaptionerSettings,
     DecodingSettings,
     length_penalty_of,
     max_tokens_of,
     num_beams_of,
     temperature_of,
 )
-from train.tasks.caption.coco_results import write_coco_results
-from train.tasks.caption.constant import RULE, best_constant
-from train.tasks.caption.evaluating import captions_of, comparable, loss_of
-from train.tasks.caption.metrics.meteor import Meteor
-from train.tasks.caption.metrics.scores import CaptionScores, named, score_captions
-from train.tasks.caption.metrics.spice import check_jars
-from train.tasks.caption.page import write_captions_page
-from train.tasks.caption.samples import CaptionedClips
-from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.caption.shown import all_shown, shown_json
 from train.tasks.caption.trained import TrainedCaptioner, open_captioner
 from train.tasks.dual_encoder.evaluation import every_for
@@ -243,3 +244,42 @@ def _command(
                 flag = f"--decoding.{name.replace('_', '-')}"
                 words += [flag] if value is True else [flag, str(value)]
     return shlex.join(words)
+
+
+# Captions in COCO's results format: a JSON list of {"image_id": ..., "caption": ...}.
+
+
+_HINT = 'COCO\'s results format is a JSON list of {"image_id": id, "caption": text}'
+
+
+def write_coco_results(path: Path, candidates: Mapping[str, str]) -> None:
+    """Publishes captions by video id, in their order."""
+    publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in candidates.items()])
+
+
+def read_coco_results(path: Path) -> dict[str, str]:
+    """Captions by video id; ids that are numbers become text.
+
+    Raises:
+        UserError: no such file, not that format, a video twice.
+    """
+    try:
+        rows = parse_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", hint="give a file of captions") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}", hint=_HINT) from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path} is not a list", hint=_HINT)
+    captions: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        match row:
+            case {"image_id": bool()}:
+                pass
+            case {"image_id": str() | int() as video_id, "caption": str() as caption}:
+                if str(video_id) in captions:
+                    raise UserError(f"{path} has {video_id} twice", hint="one caption for each video")
+                captions[str(video_id)] = caption
+                continue
+        raise UserError(f"{path}, row {number}: {json.dumps(row)[:80]}", hint=_HINT)
+    return captions

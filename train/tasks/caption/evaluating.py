@@ -12,13 +12,12 @@ from torch import nn
 
 from manifests.errors import FailedWork, UserError
 from train.data.batch import Batch, to_device
-from train.data.failures import FailedSample
-from train.data.outcomes import LoadedBatch
+from train.data.outcomes import FailedSample, LoadedBatch
 from train.data.tokenizer import NO_TOKEN, CaptionTokenizer
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
-from train.tasks.caption.decode import write_captions
+from train.tasks.caption.decoding import write_captions
 from train.tasks.caption.metrics.scores import score_captions, without_words
 from train.tasks.caption.objective import shifted, summed_loss, without_padding
+from train.tasks.caption.settings import DecodingSettings
 
 
 @dataclass

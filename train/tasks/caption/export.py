@@ -16,7 +16,7 @@ from train.weights.converted import MEANS, STDS, Tensors
 from train.weights.exported import Exported, require_format, save_json
 from train.weights.hf_caption import save_hf
 from train.weights.hf_caption_configs import hf_generation_config
-from train.weights.written_videomae_configs import videomae_preprocessor_config
+from train.weights.hf_videomae_format import videomae_preprocessor_config
 
 
 def exported_captioner(run: RunFolder, weights: Tensors, *, form: str) -> Exported:

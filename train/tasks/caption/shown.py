@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from train.data.tokenizer import one_line
-from train.evaluation.shown import ShownSet, from_end_to_end, from_middles, jpeg_uri
+from train.evaluation.examples import ShownSet, from_end_to_end, from_middles, jpeg_uri
 from train.tasks.caption.metrics.scores import CaptionScores
-from train.tasks.caption.page import CaptionedVideo
-from train.tasks.caption.sheet import sheet_uri
+from train.tasks.caption.page import CaptionedVideo, sheet_uri
 
 _NUM_SHOWN = 12
 _MAX_PICTURES = 4

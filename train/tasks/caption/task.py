@@ -14,9 +14,9 @@ from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.config.model import kind_of
 from train.data.batch import Batch
-from train.data.clips import clip_shape, loader_settings, open_folder
 from train.data.decoding.clip import Views
-from train.data.stages import batches_on_all_stages
+from train.data.inputs import clip_shape, loader_settings, open_folder
+from train.data.prefetch import batches_on_all_stages
 from train.data.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.distributed.partition import LayerCost
 from train.distributed.world import World
@@ -24,19 +24,14 @@ from train.losses.objective import Objective
 from train.models.attention import AttentionDoor
 from train.models.captioner import Captioner
 from train.models.transformer import blocks_of, compile_blocks
-from train.tasks.caption.building import build_captioner, copy_decoder, freeze
-from train.tasks.caption.caption_decoding_settings import DecodingSettings, within
-from train.tasks.caption.caption_start import start_of_captioner
-from train.tasks.caption.decoder_weights import DecoderParts, open_decoder
+from train.tasks.caption.building import build_captioner, copy_decoder, freeze, tower_size
 from train.tasks.caption.evaluating import captions_of, numbers_of
-from train.tasks.caption.layers import layers_of, part_of
 from train.tasks.caption.objective import CaptionLoss
 from train.tasks.caption.runs import decoder_facts, start_facts
 from train.tasks.caption.samples import CaptionedClips
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.caption.sizes import tower_size
-from train.tasks.caption.staged import whole_captioner
-from train.tasks.caption.start import decoder_of_start
+from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
+from train.tasks.caption.stages import layers_of, part_of, whole_captioner
+from train.tasks.caption.start import DecoderParts, decoder_of_start, open_decoder, start_of_captioner
 from train.tasks.dual_encoder.evaluation import every_for
 from train.weights.converted import MEANS, STDS
 from train.weights.loading import Loaded, copy_into

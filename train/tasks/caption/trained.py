@@ -10,10 +10,9 @@ from train.data.batch import Batch, to_device
 from train.engine.trained_run import TrainedRun, open_trained_run, read_settings
 from train.models.captioner import Captioner
 from train.run.folder import open_run
-from train.tasks.caption.caption_decoding_settings import DecodingSettings, within
-from train.tasks.caption.decode import write_captions
+from train.tasks.caption.decoding import write_captions
 from train.tasks.caption.runs import read_decoder_parts
-from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from train.tasks.caption.task import CaptionTask
 
 

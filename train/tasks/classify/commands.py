@@ -4,13 +4,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import UserError
+from train.data.classes import ClassList
 from train.data.decoding.clip import Views
 from train.distributed.world import World
 from train.engine.trained_run import open_trained_run, read_settings
-from train.evaluation.clip_in_words import clip_in_words
+from train.evaluation.examples import clip_in_words
 from train.report.results import write_page
 from train.run.folder import RunFolder, open_run
-from train.tasks.classify.run_classes import read_run_classes
 from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
 from train.tasks.classify.task import ClassifyTask
 
@@ -67,3 +68,22 @@ def _command(run: RunFolder, wanted: ClassEvaluation, *, shards: str | None) -> 
     words += [] if shards is None else ["--shards", shards]
     words += ["--clips", str(wanted.clips), "--crops", str(wanted.crops)]
     return shlex.join(words)
+
+
+# The classes that a run of `train classify` tells apart.
+
+
+def read_run_classes(run: RunFolder) -> ClassList:
+    """The classes that a run was trained on.
+
+    Raises:
+        UserError: it is no run of `train classify`.
+    """
+    try:
+        facts = run.require_facts()
+        return ClassList(facts["classes"]["label"], tuple(facts["classes"]["names"]))
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{run.facts} names no classes: {run.path} is no run of train classify",
+            hint="other runs are scored by other commands: train eval --help",
+        ) from error

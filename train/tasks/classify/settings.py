@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config.augment_settings import Augment
+from train.config.data import Augment
 from train.config.evaluation import EvaluationSettings
 from train.config.model import check_picture
 from train.config.training import ClipSettings

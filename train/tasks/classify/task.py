@@ -17,11 +17,18 @@ from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.classes import ClassList, read_classes
-from train.data.clips import clip_shape, loader_settings, open_labelled_folder
 from train.data.decoding.clip import Views
-from train.data.inputs import open_latents, size_on_latents, spread, window
+from train.data.inputs import (
+    clip_shape,
+    loader_settings,
+    open_labelled_folder,
+    open_latents,
+    size_on_latents,
+    spread,
+    window,
+)
 from train.data.labelled_clips import LabelledClips
-from train.data.latents.data_latents_labelled import LabelledLatents
+from train.data.latents.labelled import LabelledLatents
 from train.data.order import Positions
 from train.device.random import uniform
 from train.distributed.world import World
@@ -29,11 +36,10 @@ from train.losses.objective import Objective
 from train.models.attention import AttentionDoor
 from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of, compile_blocks
-from train.tasks.classify.classify_evaluating import ClassResult, score_classifier
-from train.tasks.classify.model import VideoClassifier
+from train.tasks.classify.evaluating import ClassResult, score_classifier
+from train.tasks.classify.model import VideoClassifier, start_of_classifier
 from train.tasks.classify.objective import SoftCrossEntropy
 from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
-from train.tasks.classify.start import start_of_classifier
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source

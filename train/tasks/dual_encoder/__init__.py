@@ -1,1 +1,1 @@
-""""""
+"""CLIP-style dual encoders of clips and captions."""

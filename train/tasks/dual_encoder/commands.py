@@ -10,10 +10,8 @@ from train.config.training import DualEncoderSettings
 from train.data.decoding.clip import Views
 from train.distributed.world import World
 from train.engine.trained_run import open_trained_run, read_settings
-from train.evaluation.clip_in_words import clip_in_words
 from train.evaluation.embeddings import Embeddings, distinct_texts, embed_all, gathered
-from train.evaluation.examples import retrieval_examples
-from train.evaluation.shown import ShownSet
+from train.evaluation.examples import ShownSet, clip_in_words, retrieval_examples
 from train.report.results import write_page
 from train.run.folder import RunFolder, open_run
 from train.tasks.dual_encoder.evaluation import open_scorer, score

@@ -11,7 +11,7 @@ from train.config.evaluation import DualEncoderEvaluation
 from train.config.training import DualEncoderSettings
 from train.data.loader import TrainingSet
 from train.data.remote.folder import open_data_folder
-from train.data.streams.data_streams_tars import names_tars
+from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.evaluation.embeddings import TakesBatches, embed_all, embed_texts, gathered
 from train.evaluation.scoring import Scorer, make_scorer

@@ -4,9 +4,10 @@ A video tower is written as the image tower that it is for one frame. What an im
 it, in video_extras.safetensors: `--init.weights FOLDER` reads both and gets the run's weights bit by bit.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,15 +15,14 @@ from manifests.errors import UserError
 from train.config.files import load_settings
 from train.config.training import DualEncoderSettings
 from train.models.dual_encoder import DualEncoderSize, size_of
+from train.models.transformer import NORM_EPS
 from train.run.folder import RunFolder
-from train.tasks.dual_encoder.tokenizer_files import write_tokenizer
-from train.tasks.dual_encoder.written_configs import hf_config, hf_preprocessor_config, open_clip_config
-from train.weights.converted import LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
+from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from train.weights.exported import Exported, require_format, save_json
 from train.weights.extras import EXTRAS_FILE, save_extras, save_tensors
 from train.weights.hf_format import to_hf
 from train.weights.open_clip_format import to_open_clip
-from train.weights.run_weights import read_log_scale
+from train.weights.runs import read_log_scale
 
 FrameEmbedding = Literal["mean", "zero"]
 
@@ -135,3 +135,128 @@ def _write(
         save_json(folder / "preprocessor_config.json", hf_preprocessor_config(settings))
         write_tokenizer(folder, context_length=size.text.context_length)
     save_extras(extras, folder, beside=file)
+
+
+# The configuration files that are written beside exported weights: pure functions of sizes and settings.
+
+
+_START_TOKEN = 49406
+_BICUBIC = 3  # as PIL numbers it
+
+
+def open_clip_config(size: DualEncoderSize, settings: DualEncoderSettings) -> dict[str, Any]:
+    """open_clip_config.json of the towers for pictures."""
+    video, text = size.video.trunk, size.text.trunk
+    norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
+    return {
+        "model_cfg": {
+            "embed_dim": size.embedding_width,
+            "quick_gelu": video.activation == "quick_gelu",
+            "vision_cfg": {
+                "image_size": settings.size_px,
+                "layers": video.depth,
+                "width": video.width,
+                "head_width": video.width // video.num_heads,
+                "patch_size": size.video.patch_px,
+                **norm,
+            },
+            "text_cfg": {
+                "context_length": size.text.context_length,
+                "vocab_size": size.text.vocabulary_size,
+                "width": text.width,
+                "heads": text.num_heads,
+                "layers": text.depth,
+            },
+        },
+        "preprocess_cfg": {
+            "mean": list(settings.init.pixel_mean or CLIP_MEAN),
+            "std": list(settings.init.pixel_std or CLIP_STD),
+        },
+    }
+
+
+def hf_config(size: DualEncoderSize, settings: DualEncoderSettings, *, log_scale: float) -> dict[str, Any]:
+    """config.json of a CLIPModel."""
+    towers = {}
+    for name, trunk in (("vision", size.video.trunk), ("text", size.text.trunk)):
+        towers[name] = {
+            "model_type": f"clip_{name}_model",
+            "hidden_act": trunk.activation,
+            "hidden_size": trunk.width,
+            "intermediate_size": 4 * trunk.width,
+            "layer_norm_eps": trunk.norm_eps,
+            "num_attention_heads": trunk.num_heads,
+            "num_hidden_layers": trunk.depth,
+            "projection_dim": size.embedding_width,
+        }
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": size.embedding_width,
+        "logit_scale_init_value": log_scale,
+        "vision_config": {
+            **towers["vision"],
+            "image_size": settings.size_px,
+            "num_channels": size.video.num_channels,
+            "patch_size": size.video.patch_px,
+        },
+        "text_config": {
+            **towers["text"],
+            "bos_token_id": _START_TOKEN,
+            # The largest id, at whose first place both read the embedding.
+            "eos_token_id": size.text.vocabulary_size - 1,
+            "max_position_embeddings": size.text.context_length,
+            "vocab_size": size.text.vocabulary_size,
+        },
+    }
+
+
+def hf_preprocessor_config(settings: DualEncoderSettings) -> dict[str, Any]:
+    """preprocessor_config.json: the short side to size, the centre square, normalised."""
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": settings.size_px},
+        "resample": _BICUBIC,
+        "do_center_crop": True,
+        "crop_size": {"height": settings.size_px, "width": settings.size_px},
+        "do_rescale": True,
+        "do_normalize": True,
+        "image_mean": list(settings.init.pixel_mean or CLIP_MEAN),
+        "image_std": list(settings.init.pixel_std or CLIP_STD),
+    }
+
+
+# CLIP's byte-pair tokenizer as the files that transformers reads, from the vocabulary that open_clip ships.
+
+
+# The same tokens under the names that OpenAI and transformers give them.
+_NAMES = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+
+
+def write_tokenizer(folder: Path, *, context_length: int) -> None:
+    """Writes vocab.json, merges.txt and their configuration."""
+    from open_clip.tokenizer import SimpleTokenizer
+
+    tokenizer = SimpleTokenizer()
+    vocabulary = {_NAMES.get(token, token): number for token, number in tokenizer.encoder.items()}
+    merges = [" ".join(pair) for pair in tokenizer.bpe_ranks]
+    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": _END}
+    config = {
+        **special,
+        "add_prefix_space": False,
+        "do_lower_case": True,
+        "errors": "replace",
+        "model_max_length": context_length,
+        "tokenizer_class": "CLIPTokenizer",
+    }
+    _write_json(folder / "vocab.json", vocabulary)
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    _write_json(folder / "special_tokens_map.json", special)
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

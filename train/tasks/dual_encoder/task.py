@@ -18,14 +18,13 @@ from train.augment.pictures import to_model_input
 from train.config.data import CaptionSettings
 from train.config.training import DualEncoderSettings
 from train.data.batch import Batch
-from train.data.clips import clip_shape, loader_settings
 from train.data.decoding.clip import Views
-from train.data.inputs import open_latents, size_on_latents, spread
+from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents, spread
 from train.data.latents.captioned import CaptionedLatents
-from train.data.remote.address import is_remote
+from train.data.remote.files import is_remote
 from train.data.remote.folder import open_data_folder
-from train.data.streams.data_streams_tars import names_tars
 from train.data.streams.stream import VideoStream
+from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.device.random import uniform
 from train.distributed.world import World

@@ -19,20 +19,20 @@ from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import decoder_size
 from train.models.transformer import TransformerSize
 from train.run.folder import RunFolder
-from train.tasks.classify.run_classes import read_run_classes
+from train.tasks.classify.commands import read_run_classes
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.mae.settings import MaeSettings
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD, Tensors, kind_of_tensors
 from train.weights.exported import Exported, require_format, save_json
 from train.weights.extras import save_tensors
-from train.weights.hf_videomae_format import to_hf_videomae
-from train.weights.videomae_format import CONV, VIDEOMAE_FACTS, as_videomae, to_videomae
-from train.weights.written_videomae_configs import (
+from train.weights.hf_videomae_format import (
     classifier_config,
     encoder_config,
     pretraining_config,
+    to_hf_videomae,
     videomae_preprocessor_config,
 )
+from train.weights.videomae_format import CONV, VIDEOMAE_FACTS, as_videomae, to_videomae
 
 CHECKPOINT_FILE = "checkpoint.pth"
 _RGB = 3

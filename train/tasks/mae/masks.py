@@ -7,14 +7,15 @@ Shape suffixes: B batch, S steps of time, P patches of a step, R and C rows and 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 
-from train.device.device_chance import device_uniform
-from train.device.sending import constant
-from train.models.cubes import CubeGrid
-from train.tasks.mae.settings import DecoderMask, num_masked_places
+from train.device.random import device_uniform
+from train.device.transfer import constant, sent
+from train.models.videomae import CubeGrid
+from train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
 
 # Places of a cell of 2 x 2 patches, numbered round the cell, so that what is kept moves to a neighbour.
 _CELL = ((0, 1), (3, 2))
@@ -99,3 +100,51 @@ def _lowest(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
     """Where the lowest values of each row are, bool [B, N]; `count` of them, an int or int64 [B, 1]."""
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count
+
+
+# The masks of a run: those of its settings, for clips of one grid.
+#
+# Shape suffixes: B clips, N cubes of a clip.
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What is hidden of clips, bool [B, N], and what of it is predicted: all where `decoded_BN` is None."""
+
+    masked_BN: torch.Tensor
+    decoded_BN: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Draws masks as `settings` say, for clips of `grid`."""
+
+    settings: MaeSettings
+    grid: CubeGrid
+
+    @cached_property
+    def counts(self) -> MaskCounts:
+        """How many cubes of a clip are hidden, and how many of those predicted."""
+        settings = self.settings
+        return mask_counts(
+            self.grid,
+            mask_ratio=settings.mask_ratio,
+            decoder_mask=settings.decoder_mask,
+            decoder_mask_ratio=settings.decoder_mask_ratio,
+        )
+
+    def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
+        """The masks of the samples at some positions; outside of training everything hidden is predicted."""
+        settings, grid, positions_B = self.settings, self.grid, sent(positions_B, device)
+        masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
+        if settings.decoder_mask == "none" or not is_training:
+            return Masks(masked_BN, None)
+        decoded_BN = decoded_cubes(
+            masked_BN,
+            positions_B,
+            grid,
+            kind=settings.decoder_mask,
+            ratio=settings.decoder_mask_ratio,
+            seed=settings.seed,
+        )
+        return Masks(masked_BN, decoded_BN)

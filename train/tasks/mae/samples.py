@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from shards.tars import TarBytes
 from train.data.batch import Sample
-from train.data.chunk_set import ChunkSet
-from train.data.clip_captions import Spans
-from train.data.clip_samples import VideoClips
-from train.data.data_clip_samples import ClipSamples
+from train.data.chunks import ChunkSet
+from train.data.clip_samples import ClipSamples, VideoClips
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.failures import FailedSample
 from train.data.loader import LoaderSettings, Visit
+from train.data.outcomes import FailedSample
+from train.data.usable_captions import Spans
 
 
 class ChunkClips(ClipSamples):

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config.evaluation import ProbeEvaluation, number_names
 from train.config.model import PATCH_PX, Kind, Towers, check_picture, refuse_of_clip
 from train.config.optim import OptimizerSettings
-from train.config.probe_settings import ProbeEvaluation, number_names
 from train.config.training import ClipSettings, check_best
 
 DecoderMask = Literal["none", "random", "running-cell"]

@@ -13,12 +13,19 @@ from torch import nn
 
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
-from train.config.probe_settings import ProbeEvaluation
+from train.config.evaluation import ProbeEvaluation
 from train.data.batch import Batch
-from train.data.chunk_set import videos_of_split
-from train.data.clips import clip_shape, loader_settings, open_folder
+from train.data.chunks import videos_of_split
 from train.data.decoding.clip import Views
-from train.data.inputs import LATENT_PATCH, open_latents, size_on_latents, window
+from train.data.inputs import (
+    LATENT_PATCH,
+    clip_shape,
+    loader_settings,
+    open_folder,
+    open_latents,
+    size_on_latents,
+    window,
+)
 from train.data.latents.loader import LatentLoader
 from train.data.remote.folder import open_data_folder
 from train.device.random import uniform
@@ -26,12 +33,12 @@ from train.distributed.world import World
 from train.evaluation.probe.in_loop import LoopProbe
 from train.losses.objective import Objective
 from train.models.attention import AttentionDoor
-from train.models.cubes import CubeGrid
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.transformer import blocks_of, compile_blocks
 from train.models.video_vit import VideoViTSize
-from train.tasks.mae.masking import Masking
+from train.models.videomae import CubeGrid
+from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import MaskedReconstruction
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, check_mask

@@ -12,8 +12,8 @@ import torch
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
 from train.models.captioner import Captioner
 from train.models.gpt2_block import TextCache
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
-from train.tasks.caption.decode import write_captions
+from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.settings import DecodingSettings
 from train.tasks.caption.stages import CaptionerPart, all_stages
 
 NUM_CLIPS, MAX_TOKENS = 6, 12

@@ -7,9 +7,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from manifests.errors import UserError
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
 from train.models.captioner import Captioner
-from train.tasks.caption.caption_decoding_settings import DecodingSettings, max_tokens_of, within
-from train.tasks.caption.decode import write_captions
-from train.tasks.caption.filters import among_likeliest, drawn, in_nucleus, warmed
+from train.tasks.caption.decoding import among_likeliest, drawn, in_nucleus, warmed, write_captions
+from train.tasks.caption.settings import DecodingSettings, max_tokens_of, within
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
 

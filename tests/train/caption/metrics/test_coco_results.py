@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.tasks.caption.coco_results import read_coco_results, write_coco_results
+from train.tasks.caption.commands import read_coco_results, write_coco_results
 
 
 def test_captions_are_read_as_they_were_written(tmp_path: Path) -> None:

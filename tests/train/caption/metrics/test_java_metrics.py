@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.tasks.caption.metrics.java import Absent, Dialogue, java
-from train.tasks.caption.metrics.meteor import Meteor
+from train.tasks.caption.metrics.java import Absent, Dialogue, Meteor, java
 from train.tasks.caption.metrics.scores import score_captions
 
 CANDIDATES = {"a": "a man is playing the guitar", "b": "", "c": "cooking a woman ||| x", "d": "日本"}
@@ -44,7 +43,7 @@ def test_meteor_is_that_of_pycocoevalcap_and_starts_once(monkeypatch: pytest.Mon
         started.append(1)
         return java()
 
-    monkeypatch.setattr("train.tasks.caption.metrics.meteor.java", counted)
+    monkeypatch.setattr("train.tasks.caption.metrics.java.java", counted)
     with Meteor() as meteor:
         worse = score_captions(dict.fromkeys(CANDIDATES, "a man"), REFERENCES, meteor=meteor)
         scores = score_captions(CANDIDATES, REFERENCES, meteor=meteor)

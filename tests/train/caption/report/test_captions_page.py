@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.tasks.caption.page import CaptionedVideo, write_captions_page
-from train.tasks.caption.sheet import sheet_uri
+from train.tasks.caption.page import CaptionedVideo, sheet_uri, write_captions_page
 
 HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title = 'ran'\"> & 'x' {{ 7 * 7 }}"
 VIDEOS = [

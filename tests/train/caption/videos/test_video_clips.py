@@ -17,8 +17,8 @@ from tests.prep.running import chunk, manifest
 from train.data.decoding.chunks import ChunkDecoder
 from train.data.decoding.clip import ClipShape, frame_places, make_clip
 from train.data.decoding.crop import Rectangle, centre_square
+from train.data.decoding.pictures import rgb_pictures
 from train.data.decoding.reading import read_chunk
-from train.data.decoding.rgb import rgb_pictures
 from train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, moments_of
 from train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips
 from train.tasks.caption.videos.source import read_facts

@@ -7,9 +7,8 @@ import pytest
 
 from manifests.errors import FailedWork, UserError
 from train.tasks.caption.videos.captioning import CaptionedWindow
-from train.tasks.caption.videos.formats import Format
-from train.tasks.caption.videos.outputs import WRITERS, format_of, srt_time, subtitle_names
-from train.tasks.caption.videos.sinks import open_sink
+from train.tasks.caption.videos.files import Format
+from train.tasks.caption.videos.outputs import WRITERS, format_of, open_sink, srt_time, subtitle_names
 
 CAPTIONS = [
     'a cat, a "dog"; and a bird\'s nest',

@@ -1,14 +1,19 @@
 """The one door of Java: whether it is there, and a program of it that answers line by line."""
 
+import json
+import os
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import Self
+
+from manifests.errors import UserError
 
 
 class Absent(Exception):
@@ -133,3 +138,106 @@ def scratch_folder() -> Iterator[Path]:
     """A folder that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="train-caption-") as folder:
         yield Path(folder)
+
+
+# METEOR 1.5 (Denkowski and Lavie 2014), the Java program that pycocoevalcap brings, with its options.
+
+
+_METEOR_JAR = "meteor/meteor-1.5.jar"
+_METEOR_TIMEOUT_S = 2 * 3600.0
+_BETWEEN = " ||| "
+
+
+class Meteor:
+    """METEOR as often as it is asked for within a `with` block, by one program: it takes seconds to start."""
+
+    def __init__(self) -> None:
+        self._dialogue: Dialogue | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._dialogue is not None:
+            self._dialogue.__exit__(kind, error, trace)
+            self._dialogue = None
+
+    def __call__(
+        self, candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]
+    ) -> tuple[float, dict[str, float]]:
+        """METEOR of the corpus and of each video, of tokenized captions.
+
+        Raises:
+            Absent: Java or the package is missing, or the program failed.
+        """
+        if self._dialogue is None:
+            self._dialogue = _program()
+        dialogue, statistics = self._dialogue, []
+        for video_id, candidate in candidates.items():
+            # It would take this for the border between two captions.
+            ours = candidate.replace("|||", "").replace("  ", " ")
+            dialogue.say(_BETWEEN.join(("SCORE", *references[video_id], ours)))
+            statistics.append(dialogue.hear())
+        dialogue.say(_BETWEEN.join(("EVAL", *statistics)))
+        per_video = {video_id: float(dialogue.hear()) for video_id in candidates}
+        return float(dialogue.hear()), per_video
+
+
+def _program() -> Dialogue:
+    program, jar = java(), jar_of_pycocoevalcap(_METEOR_JAR)
+    command = [program, "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
+    return Dialogue(command, folder=jar.parent, timeout_s=_METEOR_TIMEOUT_S)
+
+
+# SPICE (Anderson et al. 2016), the Java program that pycocoevalcap brings, with two jars that it does not.
+#
+# Stanford's CoreNLP 3.6.0 and its models are half a gigabyte and on no package index, so the user says where they
+# lie.
+
+
+_SPICE_JAR = "spice/spice-1.0.jar"
+_WANTED = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
+_MAIN = "edu.anu.spice.SpiceScorer"
+_SPICE_TIMEOUT_S = 4 * 3600.0
+
+
+def check_jars(folder: Path) -> None:
+    """Raises a UserError when the two jars are not in the folder."""
+    missing = [name for name in _WANTED if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{folder} has no {' and no '.join(missing)}, which SPICE needs",
+            hint="take both from stanford-corenlp-full-2015-12-09.zip (CoreNLP 3.6.0), or leave SPICE out",
+        )
+
+
+def spice(
+    candidates: Mapping[str, str], references: Mapping[str, Sequence[str]], *, jars: Path
+) -> tuple[float, dict[str, float]]:
+    """The mean F-score and that of each video, of tokenized captions.
+
+    Raises:
+        Absent: Java or pycocoevalcap is missing, or the program failed.
+    """
+    program, jar = java(), jar_of_pycocoevalcap(_SPICE_JAR)
+    classes = os.pathsep.join(
+        (str(jar), *(str(jars.resolve() / name) for name in _WANTED), str(jar.parent / "lib" / "*"))
+    )
+    with scratch_folder() as folder:
+        given, scored = folder / "given.json", folder / "scored.json"
+        # The program is told numbers, not names: it makes names of files of them.
+        asked = [
+            {"image_id": number, "test": candidate, "refs": list(references[video_id])}
+            for number, (video_id, candidate) in enumerate(candidates.items())
+        ]
+        given.write_text(json.dumps(asked), encoding="utf-8")
+        options = [str(given), "-out", str(scored), "-subset", "-silent"]
+        run([program, "-Xmx8G", "-cp", classes, _MAIN, *options], folder=folder, timeout_s=_SPICE_TIMEOUT_S)
+        try:
+            answers = {item["image_id"]: item["scores"]["All"]["f"] for item in json.loads(scored.read_bytes())}
+            per_video = {video_id: float(answers[number]) for number, video_id in enumerate(candidates)}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise Absent(f"SPICE's answer cannot be read: {error}") from error
+    return sum(per_video.values()) / len(per_video), per_video

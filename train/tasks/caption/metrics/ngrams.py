@@ -86,3 +86,157 @@ def looked_up(wanted: Ints, keys: Ints, values: Ints) -> Ints:
         return np.zeros_like(wanted)
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[place] == wanted, values[place], 0)
+
+
+# BLEU-1 to BLEU-4 (Papineni et al. 2002) as pycocoevalcap computes them.
+#
+# Precisions are those of the whole corpus, not means over videos. The brevity penalty takes the reference whose
+# length is closest to the candidate's, the shorter of two. Orders have equal weights.
+
+
+# They keep a precision of 0 / 0 at zero, and are part of the published numbers.
+_TINY = 1e-15
+_SMALL = 1e-9
+
+
+def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
+    """BLEU of the orders 1 to 4 for the corpus [4] and for each of its V videos [4, V]."""
+    lengths, num_videos = corpus.candidate_lengths, len(corpus.candidate_lengths)
+    closest = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
+    matches = np.zeros((MAX_ORDER, num_videos))
+    possible = np.zeros((MAX_ORDER, num_videos))
+    for order, (ours, theirs) in enumerate(zip(corpus.candidates, corpus.references, strict=True)):
+        matches[order] = _clipped_matches(ours, theirs, corpus.video_of_reference, num_videos)
+        possible[order] = np.maximum(lengths - order, 0)
+    whole = _scores(matches.sum(1)[:, None], possible.sum(1)[:, None], lengths.sum()[None], closest.sum()[None])
+    return whole[:, 0], _scores(matches, possible, lengths, closest)
+
+
+def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
+    """Of each video the reference length that is closest to the candidate's."""
+    distance = np.abs(reference_lengths - candidate_lengths[video_of_reference])
+    order = np.lexsort((reference_lengths, distance, video_of_reference))
+    first = np.searchsorted(video_of_reference, np.arange(len(candidate_lengths)))
+    return reference_lengths[order][first]
+
+
+def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
+    """How many n-grams of each candidate are in its references, each at most as often as in one of them."""
+    keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
+    order = np.argsort(keys, kind="stable")
+    distinct, first = np.unique(keys[order], return_index=True)
+    most = np.maximum.reduceat(theirs.count[order], first) if len(first) else first
+    found = np.minimum(ours.count, looked_up(ours.caption * ours.num_grams + ours.gram, distinct, most))
+    return np.asarray(np.bincount(ours.caption, weights=found, minlength=num_videos), dtype=np.float64)
+
+
+def _scores(matches: Floats, possible: Floats, length: Ints, reference_length: Ints) -> Floats:
+    """BLEU [4, V] of counts [4, V] and lengths [V]."""
+    precisions = np.cumprod((matches + _TINY) / (possible + _SMALL), axis=0)
+    scores = precisions ** (1 / np.arange(1, MAX_ORDER + 1))[:, None]
+    ratio = (length + _TINY) / (reference_length + _SMALL)
+    return scores * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
+
+
+# CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015).
+#
+# Both compare n-gram vectors whose entries are the count of an n-gram times its idf, log(V) - log(max(1, df)), where
+# df is the number of the V videos that have the n-gram in any reference (equation 1; a caption's length cancels).
+# Both are means over the orders 1 to 4 and over references, times 10; words are not stemmed, as in all public code.
+#
+# - CIDEr (equations 2 and 3): the cosine of the candidate's and the reference's vectors.
+# - CIDEr-D (equation 4): a candidate's entries count at most as much as the reference's, and a Gaussian of the
+# difference in length, sigma 6, multiplies the cosine. It is what pycocoevalcap and with it most papers call "CIDEr".
+# As there, a length is the number of bigrams.
+#
+# With a single video every idf is log(1) = 0, and so is either score.
+
+
+_SIGMA = 6.0
+_SCALE = 10.0
+
+
+def cider(corpus: Corpus) -> tuple[Floats, Floats]:
+    """CIDEr-D and CIDEr of each video, [V] each."""
+    num_videos, num_references = len(corpus.candidate_lengths), len(corpus.reference_lengths)
+    video_of_reference = corpus.video_of_reference
+    bigrams = np.maximum(corpus.candidate_lengths - 1, 0)[video_of_reference]
+    bigrams -= np.maximum(corpus.reference_lengths - 1, 0)
+    penalty = np.exp(-(bigrams.astype(np.float64) ** 2) / (2 * _SIGMA**2))
+    clipped, plain = np.zeros(num_references), np.zeros(num_references)
+    for ours, theirs in zip(corpus.candidates, corpus.references, strict=True):
+        for_clipped, for_plain = _cosines(ours, theirs, video_of_reference, num_videos)
+        clipped += penalty * for_clipped
+        plain += for_plain
+    scale = _SCALE / (len(corpus.candidates) * np.bincount(video_of_reference, minlength=num_videos))
+    clipped_sum = np.bincount(video_of_reference, weights=clipped, minlength=num_videos)
+    plain_sum = np.bincount(video_of_reference, weights=plain, minlength=num_videos)
+    return scale * clipped_sum, scale * plain_sum
+
+
+def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
+    """Of each reference and its candidate, for one order: the cosine with clipped entries, and as it is; [R] each."""
+    num_references = len(video_of_reference)
+    wanted = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
+    ascending = np.sort(wanted)  # np.unique hashes, which takes ten times as long for such keys
+    first_of_video = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
+    num_with = np.bincount(first_of_video % theirs.num_grams, minlength=theirs.num_grams)
+    idf = np.log(num_videos) - np.log(np.maximum(num_with, 1))
+
+    our_norm = np.sqrt(np.bincount(ours.caption, weights=(ours.count * idf[ours.gram]) ** 2, minlength=num_videos))
+    their_entry = theirs.count * idf[theirs.gram]
+    their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
+
+    # Each n-gram of a reference beside the same one of its candidate.
+    our_entry = looked_up(wanted, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
+    clipped = np.bincount(
+        theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
+    )
+    plain = np.bincount(theirs.caption, weights=our_entry * their_entry, minlength=num_references)
+    norms = our_norm[video_of_reference] * their_norm
+    norms = np.where(norms == 0, 1.0, norms)
+    return clipped / norms, plain / norms
+
+
+# ROUGE-L (Lin 2004) as pycocoevalcap computes it: beta 1.2, the best precision and the best recall of all references.
+#
+# The two need not come from the same reference. There a caption without words is one word that is empty, and equals a
+# reference without words: 1. Here it has nothing in common with any: 0, as by Lin's definition.
+
+
+_BETA = 1.2
+
+
+def rouge_l(candidate: str, references: Sequence[str]) -> float:
+    """ROUGE-L of a tokenized caption beside its tokenized references; at least one."""
+    if not candidate:
+        return 0.0
+    words = candidate.split(" ")
+    places = _places(words)
+    precision = recall = 0.0
+    for reference in references:
+        others = reference.split(" ")
+        common = _common_length(places, len(words), others)
+        precision = max(precision, common / len(words))
+        recall = max(recall, common / len(others))
+    if precision == 0 or recall == 0:
+        return 0.0
+    return (1 + _BETA**2) * precision * recall / (recall + _BETA**2 * precision)
+
+
+def _places(words: Sequence[str]) -> dict[str, int]:
+    """Of each word the set of its places, as bits."""
+    places: dict[str, int] = {}
+    for place, word in enumerate(words):
+        places[word] = places.get(word, 0) | 1 << place
+    return places
+
+
+def _common_length(places: dict[str, int], num_words: int, others: Sequence[str]) -> int:
+    """The length of the longest common subsequence, a row of the usual table at a time (Hyyrö 2004)."""
+    all_places = (1 << num_words) - 1
+    row = all_places
+    for word in others:
+        there = row & places.get(word, 0)
+        row = (row + there | row - there) & all_places
+    return num_words - row.bit_count()

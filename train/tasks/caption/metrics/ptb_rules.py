@@ -8,9 +8,10 @@ original (Stanford's PTBTokenizer of CoreNLP 3.4.1) about some millions of strin
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
-from train.tasks.caption.metrics import ptb_words
-from train.tasks.caption.metrics.ptb_characters import character_classes
+from train.tasks.caption.metrics import ptb_rules as ptb_words
 
 Rewrite = Callable[[str], str]
 
@@ -190,3 +191,65 @@ def rules() -> tuple[Rule, ...]:
     rule(r"[()\[\]{}]", rewrite=_BRACKETS.__getitem__)
     rule(rf"[!#$%&*+,./:;<=>?@\\^_|~\-{inside['symbol']}]")
     return tuple(found)
+
+
+# Words that the tokenizer of the Penn Treebank knows by name: abbreviations, and words that are two.
+#
+# A string of words with a space between two stands for the list of them.
+
+
+# These keep their full stop. A sentence may end with those of the first group, but not with those of the second,
+# which matters where a letter follows at once: "etc.x" is two tokens, "mr.x" one.
+ABBREVIATIONS_AT_ENDS = (
+    "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
+    "fla fri ga inc ind intl jan jr jul jun kan kans ky ltd mar md mich minn mo mon mont neb nev nov oct okla penn "
+    "plc rd rt sep sept seq sq sr sys tel tenn thu thurs tue tues univ va vt wed wis wisc wyo"
+)
+ABBREVIATIONS_BEFORE_NAMES = (
+    "adj adm adv alex assoc asst atty attys ave brig capt cf cie cmdr col comdr cpl dept det dr drs elec ens ft gen "
+    "gov govs hon insp invt jos lieut lt maj messrs mlle mme mr mrs ms msgr mt natl pfc ph pres prof profs pvt rep "
+    "reps rev sen sens sfc sgt spc st ste supt treas vs wm"
+)
+# Abbreviations only with a capital, because they are words without: "Mass." and "mass".
+ABBREVIATIONS_WITH_CAPITALS = "ark az del ill la mass miss ore pa tex wash"
+# Abbreviations only before a number: "no. 5", but "no."
+ABBREVIATIONS_BEFORE_NUMBERS = "art ca fig figs no nos op pp prop"
+
+# Two tokens each.
+DOUBLE_WORDS = (("can", "not"), ("gim", "me"), ("gon", "na"), ("got", "ta"), ("lem", "me"), ("wan", "na"))
+
+# One token each, in spite of their apostrophe.
+WORDS_WITH_APOSTROPHES = "nor'easter c'mon c'est e'er s'mores ev'ry li'l nat'l cap'n"
+
+# With a capital and after a letter with a full stop, they begin a sentence: "the U.S. The man", "option a. He".
+SENTENCE_STARTERS = (
+    "A About According Additionally After An As At But Earlier He Her Here However If In It Last Many More Mr. Ms. "
+    "Now Once One Other Our She Since So Some Such That The Their Then There These They This We When While What Yet You"
+)
+
+FILE_ENDINGS = (
+    "bat bmp c cgi cpp dll doc docx exe gif gz h htm html jar java jpeg jpg mov mp3 pdf php pl png ppt ps py sql tar "
+    "txt wav x xml zip"
+)
+
+
+# Which characters are letters to the tokenizer of the Penn Treebank, and which it throws away.
+#
+# The tokenizer that caption metrics are defined by is of 2014 and knows the characters of that year's Unicode, of the
+# first plane only. What it does with each of the 63,000 was measured, one by one; `ptb_characters.tsv` has the
+# outcome for those beyond ASCII, as ranges of three kinds: a `letter` (digits of any script among them), a `mark`,
+# which may stand in a word but not in a number, and a `symbol`, a token of its own. All others but those that a rule
+# names, emoji among them, leave no trace.
+
+
+_TABLE = Path(__file__).parent / "ptb_characters.tsv"
+
+
+@lru_cache(maxsize=1)
+def character_classes() -> dict[str, str]:
+    """The insides of a regular expression's brackets for `letter`, `mark` and `symbol`, ASCII not among them."""
+    inside = {"letter": "", "mark": "", "symbol": ""}
+    for line in _TABLE.read_text(encoding="ascii").splitlines()[1:]:
+        first, last, kind = line.split("\t")
+        inside[kind] += rf"\u{first}-\u{last}"
+    return inside

@@ -7,7 +7,7 @@ The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokeniz
 import re
 from functools import lru_cache
 
-from train.tasks.caption.metrics import ptb_words
+from train.tasks.caption.metrics import ptb_rules as ptb_words
 from train.tasks.caption.metrics.ptb_rules import Rule, rules
 
 # Brackets come out of the tokenizer in small letters ("-lrb-") and so are never dropped, which the list did not mean.

@@ -9,14 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from manifests.errors import UserError
-from train.tasks.caption.metrics.bleu import bleu
-from train.tasks.caption.metrics.cider import cider
-from train.tasks.caption.metrics.java import Absent
-from train.tasks.caption.metrics.meteor import Meteor
-from train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, count_grams
+from train.tasks.caption.metrics.java import Absent, Meteor, check_jars, spice
+from train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
 from train.tasks.caption.metrics.ptb_tokenizer import tokenize
-from train.tasks.caption.metrics.rouge import rouge_l
-from train.tasks.caption.metrics.spice import check_jars, spice
 
 # In the order of tables, with the names that people know them by.
 LABELS = {

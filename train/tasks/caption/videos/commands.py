@@ -9,15 +9,12 @@ import torch
 from manifests.errors import FailedWork, UserError
 from train.data.batch import Batch
 from train.data.frame_sampling import Sampling
-from train.tasks.caption.caption_decoding_settings import DecodingSettings
+from train.tasks.caption.settings import DecodingSettings
 from train.tasks.caption.trained import TrainedCaptioner, open_captioner
-from train.tasks.caption.videos.captioning import CaptionClips, VideoEnd, caption_videos
-from train.tasks.caption.videos.clips import WindowClip
-from train.tasks.caption.videos.files import find_videos, shown_name
-from train.tasks.caption.videos.formats import Format
-from train.tasks.caption.videos.progress import VideoProgress
-from train.tasks.caption.videos.sinks import Printed, open_sink
-from train.tasks.caption.videos.windows import length_us
+from train.tasks.caption.videos.captioning import CaptionClips, VideoEnd, VideoProgress, caption_videos
+from train.tasks.caption.videos.clips import WindowClip, length_us
+from train.tasks.caption.videos.files import Format, find_videos, shown_name
+from train.tasks.caption.videos.outputs import Printed, open_sink
 
 _MAX_NAMED = 5
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from manifests.errors import UserError
 
@@ -52,3 +53,10 @@ def _in_folder(folder: Path) -> list[Path]:
         kept = (name for name in sorted(names) if not name.startswith("."))
         videos += [Path(place, name) for name in kept if Path(name).suffix.lower() in SUFFIXES]
     return videos
+
+
+# The formats that captions are written in, by name; loads nothing, for the command line.
+
+
+Format = Literal["csv", "json", "srt"]
+FORMATS: tuple[Format, ...] = ("csv", "json", "srt")
