@@ -10,11 +10,10 @@ from manifests.errors import FailedWork, UserError
 from train.bench.clips import ClipLinks
 from train.bench.rates import Rate, advice, judge
 from train.bench.steps import BatchLinks
-from train.commands.training import choose_device
 from train.config.training import DualEncoderSettings
 from train.data.outcomes import TooManyFailures
 from train.data.video_captions import VideoCaptions
-from train.device.precision import open_precision
+from train.device.precision import choose_device, open_precision
 from train.distributed.world import World
 from train.engine.attention_choice import choose_attention
 from train.engine.loop import check_batch

@@ -7,14 +7,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from manifests.errors import UserError
 from manifests.publish import publish_bytes, publish_json
 from train.commands.effective import effective_caption_settings, effective_clip_settings, effective_settings
 from train.config.machine import ParallelSettings
 from train.config.model import Init
 from train.config.training import ClipSettings, DualEncoderSettings
 from train.data.latents.records import FrameShape
-from train.device.precision import open_precision
+from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.doctor.commands import doctor_facts
@@ -273,16 +272,3 @@ def _weights_facts(start: Loaded | None, old: dict[str, Any]) -> dict[str, Any]:
     """What the run began with: also of one that is resumed, which does not read it again."""
     kept: dict[str, Any] = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
     return kept if start is None else {**kept, "weights": start.as_json()}
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of `--device`.
-
-    Raises:
-        UserError: cuda was asked for and there is none.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("torch finds no CUDA device (asked for by --device cuda)", hint="use --device cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from train.tasks.caption.runs import has_captioner
+from train.tasks.caption.settings import has_captioner
 
 # A flag, the one that it goes with, and the values of that one with which it has no effect.
 _GOES_WITH: dict[str, tuple[str, tuple[object, ...]]] = {

@@ -124,3 +124,16 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
     return Precision(name, reason, device_type, loss_scale=_FIRST_SCALE if name == "fp16" else 1.0)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`.
+
+    Raises:
+        UserError: cuda was asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("torch finds no CUDA device (asked for by --device cuda)", hint="use --device cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

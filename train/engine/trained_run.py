@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.commands.training import choose_device
 from train.config.files import load_settings
 from train.config.training import ClipSettings, require_same, shaping
-from train.device.precision import Precision, open_precision
+from train.device.precision import Precision, choose_device, open_precision
 from train.engine.attention_choice import as_before
 from train.models.attention import AttentionDoor, open_attention
 from train.run.checkpoint import read_facts, read_table, read_weights

@@ -12,8 +12,8 @@ import pytest
 from manifests.keys import split_key
 from shards.reader import Variant
 from tests.train.latents.written import Caption, Chunk, Written, write_all
-from train.data.latents.captioned import CaptionedLatents
 from train.data.latents.loader import LatentLoader
+from train.data.latents.sets import CaptionedLatents
 from train.data.outcomes import LoadedBatch, TooManyFailures
 
 

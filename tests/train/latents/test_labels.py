@@ -10,7 +10,7 @@ from manifests.store import read_captions
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.tiny_data import Caption, write_captions
 from train.data.classes import ClassList, read_classes
-from train.data.latents.labelled import LabelledLatents
+from train.data.latents.sets import LabelledLatents
 
 MOTION = ClassList("motion", ("falls", "rests", "rises"))
 

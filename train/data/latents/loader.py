@@ -44,7 +44,7 @@ class LatentLoader:
         text: whether samples have captions; segments without one are then left out.
         tokenize: captions come as its tokens; without it as stored embeddings, and those without one are left out.
         sources: weights of captions' sources (train.config.data).
-        classes: of labels, with `text=False`; segments without any of them are left out (train.data.latents.labelled).
+        classes: of labels, with `text=False`; segments without any of them are left out (train.data.latents.labels).
         tails: what becomes of the frames after the last full segment of a chunk: "drop", or "pad" with zeros
             (batches then say `num_frames`).
         depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.

@@ -21,7 +21,7 @@ from train.data.chunks import videos_of_split
 from train.data.classes import ClassList
 from train.data.cursor import set_fingerprint
 from train.data.latents.captions import SegmentCaptions, pair_captions
-from train.data.latents.labelled import SegmentLabels, label_segments
+from train.data.latents.labels import SegmentLabels, label_segments
 from train.data.latents.mapped_tars import MappedTars
 from train.data.latents.records import LatentRecords, key_of, read_records
 from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of

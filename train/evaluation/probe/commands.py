@@ -12,7 +12,8 @@ from train.evaluation.examples import clip_in_words
 from train.evaluation.probe.features import tower_of
 from train.evaluation.probe.probing import probe
 from train.evaluation.probe.runs import FEATURES, open_probed_run, read_clip_settings, shows_row
-from train.evaluation.probe.samples import labels_there, open_sets
+from train.evaluation.probe.samples import labels_there
+from train.evaluation.probe.sets import open_sets
 from train.report.results import write_page
 from train.run.folder import RunFolder, open_run
 

@@ -11,7 +11,7 @@ from train.data.batch import Batch
 from train.distributed.world import World
 from train.evaluation.probe.features import tower_of
 from train.evaluation.probe.probing import probe
-from train.evaluation.probe.samples import open_sets
+from train.evaluation.probe.sets import open_sets
 
 
 class LoopProbe:

@@ -1,18 +1,16 @@
 """What a run of `train caption` keeps beside its weights."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from manifests.errors import UserError
-from manifests.json_text import parse_json
 from train.data.tokenizer import read_tokenizer
 from train.models.gpt2 import Gpt2Size
 from train.models.transformer import NORM_EPS, TransformerSize
 from train.run.folder import RunFolder
-from train.tasks.caption.start import DecoderParts
+from train.tasks.caption.building import DecoderParts
 from train.weights.fitting import Change
 
 
@@ -99,21 +97,3 @@ def decoder_size_of(run: RunFolder) -> Gpt2Size:
             f"{run.facts} names no decoder: {run.path} is no run of train caption",
             hint="other runs are scored by other commands: train eval --help",
         ) from error
-
-
-# Whether a folder has a captioner, by its small files alone. Nothing heavy is imported: flags are checked by it.
-
-
-def has_captioner(folder: Path) -> bool:
-    """Whether it is a run of `train caption`, or what transformers know as a model of an encoder and a decoder."""
-    is_run = _value(folder / "run.json", "task") == "caption"
-    return is_run or _value(folder / "config.json", "model_type") == "vision-encoder-decoder"
-
-
-def _value(path: Path, name: str) -> object:
-    """Nothing where the file is not there or damaged: whoever needs it says so."""
-    try:
-        found = parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found.get(name) if isinstance(found, dict) else None

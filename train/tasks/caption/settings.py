@@ -1,11 +1,13 @@
 """Settings of `train caption`."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.json_text import parse_json
 from train.config.data import CaptionSettings
 from train.config.evaluation import EvaluationSettings
 from train.config.model import PATCH_PX, Towers
@@ -282,3 +284,21 @@ class CaptionerSettings(ClipSettings):
         if "decoder" in self.freeze and "encoder" in self.freeze:
             raise UserError("--freeze encoder decoder leaves nothing to train", hint="leave one of them out")
         check_best(self.best, split=self.evaluate.split, names=NUMBERS)
+
+
+# Whether a folder has a captioner, by its small files alone. Nothing heavy is imported: flags are checked by it.
+
+
+def has_captioner(folder: Path) -> bool:
+    """Whether it is a run of `train caption`, or what transformers know as a model of an encoder and a decoder."""
+    is_run = _value(folder / "run.json", "task") == "caption"
+    return is_run or _value(folder / "config.json", "model_type") == "vision-encoder-decoder"
+
+
+def _value(path: Path, name: str) -> object:
+    """Nothing where the file is not there or damaged: whoever needs it says so."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found.get(name) if isinstance(found, dict) else None

@@ -24,14 +24,14 @@ from train.losses.objective import Objective
 from train.models.attention import AttentionDoor
 from train.models.captioner import Captioner
 from train.models.transformer import blocks_of, compile_blocks
-from train.tasks.caption.building import build_captioner, copy_decoder, freeze, tower_size
+from train.tasks.caption.building import DecoderParts, build_captioner, copy_decoder, freeze, open_decoder, tower_size
 from train.tasks.caption.evaluating import captions_of, numbers_of
 from train.tasks.caption.objective import CaptionLoss
 from train.tasks.caption.runs import decoder_facts, start_facts
 from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from train.tasks.caption.stages import layers_of, part_of, whole_captioner
-from train.tasks.caption.start import DecoderParts, decoder_of_start, open_decoder, start_of_captioner
+from train.tasks.caption.start import decoder_of_start, start_of_captioner
 from train.tasks.dual_encoder.evaluation import every_for
 from train.weights.converted import MEANS, STDS
 from train.weights.loading import Loaded, copy_into

@@ -28,7 +28,7 @@ from train.data.inputs import (
     window,
 )
 from train.data.labelled_clips import LabelledClips
-from train.data.latents.labelled import LabelledLatents
+from train.data.latents.sets import LabelledLatents
 from train.data.order import Positions
 from train.device.random import uniform
 from train.distributed.world import World

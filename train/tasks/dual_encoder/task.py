@@ -20,7 +20,7 @@ from train.config.training import DualEncoderSettings
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents, spread
-from train.data.latents.captioned import CaptionedLatents
+from train.data.latents.sets import CaptionedLatents
 from train.data.remote.files import is_remote
 from train.data.remote.folder import open_data_folder
 from train.data.streams.stream import VideoStream

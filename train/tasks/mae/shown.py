@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from train.data.latents.captioned import SPREAD
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import times_us
+from train.data.latents.sets import SPREAD
 from train.data.loader import Visit
 from train.evaluation.examples import from_end_to_end, from_middles, jpeg_uri, png_uri
 from train.tasks.mae.evaluating import Look, Pictures, ShownClip
