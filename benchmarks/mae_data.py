@@ -76,8 +76,8 @@ class DataSteps:
 
     def __init__(self, settings: MaeSettings, *, device: torch.device) -> None:
         self._settings, self._device = settings, device
-        door = open_attention(settings.attention, device_type=device.type)
-        task = MaeTask(settings, door=door, device=device)
+        attention = open_attention(settings.attention, device_type=device.type)
+        task = MaeTask(settings, attention=attention, device=device)
         self._samples = task.training_set(World())
         self._precision = open_precision(settings.precision, device_type=device.type)
         torch.manual_seed(0)

@@ -105,12 +105,12 @@ def _pictures(scene: Scene, *, seed: int) -> torch.Tensor:
 def train(clips: Clips, loss: Loss, *, lr: float, steps: int, seed: int) -> DualEncoder:
     """A tiny model after `steps` steps."""
     torch.manual_seed(seed)
-    door = open_attention("sdpa", device_type="cpu")
+    attention = open_attention("sdpa", device_type="cpu")
     model = DualEncoder(
         SIZE,
         image_px=SIZE_PX,
         num_frames=NUM_FRAMES,
-        attend=door.attend,
+        attend=attention.attend,
         towers=Towers(temporal="random", packed_text=False),
     )
     settings = DualEncoderSettings(

@@ -46,8 +46,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     num_captions = arguments.captions or (16 if device.type == "cpu" else 256)
-    door = open_attention("auto", device_type=device.type)
-    towers = text_towers(arguments.model, attend=door.attend, device=device)
+    attention = open_attention("auto", device_type=device.type)
+    towers = text_towers(arguments.model, attend=attention.attend, device=device)
     rows = []
     for name, lengths_of in SETS.items():
         tokens = captions(lengths_of(num_captions)).to(device)
@@ -58,7 +58,7 @@ def main() -> None:
         f"text tower of {arguments.model}, {num_captions} captions, on {device.type} ({threads})",
         rows,
         notes=[
-            f"torch {torch.__version__}, {'float32' if device.type == 'cpu' else 'bfloat16'}, attention: {door.name}.",
+            f"torch {torch.__version__}, {'float32' if device.type == 'cpu' else 'bfloat16'}, attention: {attention.name}.",
             "target: at 12 tokens, padded / packed of at least 3",
         ],
         json_path=arguments.json,

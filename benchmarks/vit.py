@@ -6,7 +6,7 @@ On a GPU: ViT-B/16, clips of 4 frames of 224 px, bfloat16 autocast, forward and 
 clips that are on the GPU already. A way is an attention, and what is kept for the backward pass:
 
     naive                   every score of attention in memory, all activations kept
-    fused                   attention through the one door (xformers), all activations kept
+    fused                   attention through the one interface (xformers), all activations kept
     fused, checkpointed     the same, each block computed twice (--towers.activation-checkpointing)
     fused, compiled         --compile: attention by SDPA, blocks by torch.compile
     fused, half dropped     half of the cubes left out (--towers.patch-dropout 0.5)
@@ -201,9 +201,9 @@ def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
             f"torch {torch.__version__}, float32, {shared} clips a step.",
             "a tiny tower on a CPU: these figures are none of the targets', which are about ViT-B/16 on a GPU",
         ]
-    door = open_attention("auto", device_type="cuda")
+    attention = open_attention("auto", device_type="cuda")
     return [
-        f"torch {torch.__version__}, bfloat16, fused attention: {door.name}; {shared} clips a step, {memory_gb:g} GB.",
+        f"torch {torch.__version__}, bfloat16, fused attention: {attention.name}; {shared} clips a step, {memory_gb:g} GB.",
         "targets: fused 1.7 times naive's frames/s and 3 times its batch; checkpointed 13.8 times naive's batch;",
         "fused at least 1.0 times open_clip's frames/s",
     ]

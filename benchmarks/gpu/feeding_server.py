@@ -178,8 +178,8 @@ class _Loading:
                 seed=_SEED,
                 device="cpu",
             )
-            door = open_attention("sdpa", device_type="cpu")
-            samples = DualEncoderTask(settings, door=door, device=torch.device("cpu")).training_set(World())
+            attention = open_attention("sdpa", device_type="cpu")
+            samples = DualEncoderTask(settings, attention=attention, device=torch.device("cpu")).training_set(World())
             assert isinstance(samples, VideoCaptions)
             self._opened[shown] = samples
         return self._opened[shown]

@@ -212,9 +212,9 @@ def _augmentation_row(training: Trained, name: str, augment: Augment, setup: Set
     batch_size = _batch(training, setup)
     settings = replace(training.settings, augment=augment, batch=batch_size)
     device = setup.device
-    door = open_attention("auto", device_type=device.type, compiles=False)
+    attention = open_attention("auto", device_type=device.type, compiles=False)
     precision = open_precision("auto", device_type=device.type)
-    task = training.make_task(settings, door=door, device=device)
+    task = training.make_task(settings, attention=attention, device=device)
     samples = task.training_set(World())
     torch.manual_seed(0)
     model: nn.Module = task.build_model(samples).to(device)

@@ -84,12 +84,12 @@ def measure_attention(setup: Setup) -> Result:
             for text in failed:
                 failures.setdefault(text, []).append(f"{shape.name} {precision}")
             release()
-    door = open_attention("auto", device_type=setup.device.type)
+    attention = open_attention("auto", device_type=setup.device.type)
     slowdowns = [row["auto / fastest"] for row in rows if row["auto / fastest"] is not None]
     return Result(
         rows=rows,
         notes=[
-            f"ms of a forward and a backward pass; auto opened {door.name}: {door.reason}.",
+            f"ms of a forward and a backward pass; auto opened {attention.name}: {attention.reason}.",
             "`auto ran` and `xformers ran` are the operators that were called, with the longest kernel of a forward "
             "pass where CUPTI tells it.",
             f"fp32 products are not rounded to TF32 ({torch.get_float32_matmul_precision()} precision). MFU and peak "

@@ -87,8 +87,8 @@ def measure_text(setup: Setup) -> Result:
     """The text tower on captions of different lengths: packed, padded, open_clip's."""
     device = setup.device
     num_captions = 4 if setup.is_dry_run else _CAPTIONS
-    door = open_attention("auto", device_type=device.type)
-    towers = text_towers("tiny" if setup.is_dry_run else "b16", attend=door.attend, device=device)
+    attention = open_attention("auto", device_type=device.type)
+    towers = text_towers("tiny" if setup.is_dry_run else "b16", attend=attention.attend, device=device)
     rows, targets = [], []
     for name, lengths_of in SETS.items():
         if setup.is_dry_run and name != SHORT:
@@ -102,7 +102,7 @@ def measure_text(setup: Setup) -> Result:
             figure = faster_than(taken, PACKED, PADDED)
             targets.append(Target(what="packed over padded, captions of 12 tokens, speed", figure=figure, goal=3.0))
     notes = [
-        f"{num_captions} captions a pass, no optimizer; attention: {door.name}. FLOPs are those of the tokens that a "
+        f"{num_captions} captions a pass, no optimizer; attention: {attention.name}. FLOPs are those of the tokens that a "
         "way computes, padding among them.",
     ]
     if setup.is_dry_run:

@@ -188,8 +188,8 @@ def _waits(make_task: MakesTask[Any], settings: ClipSettings, setup: Setup) -> W
     device, waits = setup.device, Waits()
     with tempfile.TemporaryDirectory(dir=setup.scratch) as folder, counted(waits, device):
         settings = replace(settings, out=Path(folder) / "run")
-        door = open_attention(settings.attention, device_type=device.type)
-        task = make_task(settings, door=door, device=device)
+        attention = open_attention(settings.attention, device_type=device.type)
+        task = make_task(settings, attention=attention, device=device)
         samples = task.training_set(World())
         build = task.build_objective
 

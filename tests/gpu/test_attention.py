@@ -172,8 +172,8 @@ def test_what_attention_auto_chooses_works_on_this_machine(
     device: torch.device,
     record_property: Callable[[str, object], None],
 ) -> None:
-    door = open_attention("auto", device_type=device.type, compiles=compiles)
-    record_property("auto", f"{door.name}: {door.reason}")
+    attention = open_attention("auto", device_type=device.type, compiles=compiles)
+    record_property("auto", f"{attention.name}: {attention.reason}")
     qkv, packing = drawn(SHAPES[0], dtype, kind, device)
-    found = both_passes(partial(door.attend, causal=kind != "all", packing=packing), qkv, dtype=dtype)
+    found = both_passes(partial(attention.attend, causal=kind != "all", packing=packing), qkv, dtype=dtype)
     assert all(bool(one.isfinite().all()) for one in found)

@@ -34,7 +34,7 @@ def open_on(run_path: Path, device: torch.device) -> TrainedCaptioner:
     settings = replace(read_settings(run, CaptionerSettings), device="cuda" if device.type == "cuda" else "cpu")
     trained = open_trained_run(run, settings)
     assert trained.device.type == device.type and trained.precision.name == "fp32"
-    make = partial(CaptionTask, door=trained.door, device=trained.device, decoder=read_decoder_parts(run))
+    make = partial(CaptionTask, attention=trained.attention, device=trained.device, decoder=read_decoder_parts(run))
     task = make(settings)
     return TrainedCaptioner(trained, task, trained.fill(task.build_model()))
 

@@ -10,7 +10,7 @@ import torch
 
 from train.data import prefetch as prefetch_module
 from train.data.batch import Batch, BatchRing, Sample, to_device
-from train.data.cursor import Place
+from train.data.cursor import Cursor
 from train.data.latents.loader import LatentLoader
 from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
@@ -33,7 +33,7 @@ def ringed(is_dry_run: bool) -> Iterator[LoadedBatch]:
             Sample(position=BATCH * number + row, key=f"{number}/{row}", caption_id=row, video=video)
             for row in range(BATCH)
         ]
-        yield LoadedBatch(ring.collate(samples), (), Place(number + 1))
+        yield LoadedBatch(ring.collate(samples), (), Cursor(number + 1))
 
 
 def consumed(batches: Iterator[LoadedBatch], device: torch.device, *, pause_cycles: int) -> list[list[int]]:

@@ -83,16 +83,18 @@ def test_only_auto_on_a_gpu_is_measured(
     settings: DualEncoderSettings, device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_choice, "_measure", None)  # whoever calls it fails
-    door, kept = choose_attention(settings, device=device, products=None, facts={"attention_choice": asdict(MEASURED)})
-    assert door.name == name
+    attention, kept = choose_attention(
+        settings, device=device, products=None, facts={"attention_choice": asdict(MEASURED)}
+    )
+    assert attention.name == name
     assert kept == {"attention_choice": asdict(MEASURED)}  # a run that goes on elsewhere for a while does not forget
 
 
 def test_a_run_begins_with_what_was_measured_and_goes_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "_measure", lambda *_, **__: MEASURED)
-    door, kept = choose_attention(DualEncoderSettings(), device=CUDA, products=torch.bfloat16)
-    assert door.name == "cudnn"
-    assert door.reason == "the fastest here: xformers 4.00 ms, cudnn 2.50 ms; not flash: no kernel"
+    attention, kept = choose_attention(DualEncoderSettings(), device=CUDA, products=torch.bfloat16)
+    assert attention.name == "cudnn"
+    assert attention.reason == "the fastest here: xformers 4.00 ms, cudnn 2.50 ms; not flash: no kernel"
     monkeypatch.setattr(attention_choice, "_measure", None)
     again, kept_again = choose_attention(DualEncoderSettings(), device=CUDA, products=torch.bfloat16, facts=kept)
     assert (again.name, again.reason, kept_again) == ("cudnn", "as when the run began", kept)
@@ -100,8 +102,8 @@ def test_a_run_begins_with_what_was_measured_and_goes_on_with_it(monkeypatch: py
 
 def test_a_run_of_before_there_was_a_measurement_goes_on_with_xformers() -> None:
     pytest.importorskip("xformers.ops")
-    door = as_before({"attention": "xformers (the device is a cuda one)"}, device_type="cuda")
-    assert door is not None and door.name == "xformers"
+    attention = as_before({"attention": "xformers (the device is a cuda one)"}, device_type="cuda")
+    assert attention is not None and attention.name == "xformers"
     for facts in ({}, {"attention": "sdpa (xformers has no attention for a CPU)"}, {"attention_choice": {"name": "?"}}):
         assert as_before(facts, device_type="cuda") is None
 

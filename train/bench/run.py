@@ -36,8 +36,8 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         )
     device = choose_device(settings.device)
     products = open_precision(settings.precision, device_type=device.type).products
-    door, _ = choose_attention(settings, device=device, products=products)
-    task = DualEncoderTask(settings, door=door, device=device)
+    attention, _ = choose_attention(settings, device=device, products=products)
+    task = DualEncoderTask(settings, attention=attention, device=device)
     samples = task.training_set(World())
     if not isinstance(samples, VideoCaptions):
         raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")

@@ -21,7 +21,7 @@ from train.engine.attention_choice import choose_attention, kernels_fact
 from train.engine.common_start import SAME_START, NamedSamples, open_alike, start_of
 from train.engine.loop import check_batch, train
 from train.engine.task import Task, check_stages
-from train.models.attention import AttentionDoor
+from train.models.attention import AttentionBackend
 from train.report.results import write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
@@ -68,7 +68,9 @@ class StartableTask(Task, Protocol):
 class MakesTask(Protocol[Settings_contra]):
     """The class of a task."""
 
-    def __call__(self, settings: Settings_contra, /, *, door: AttentionDoor, device: torch.device) -> StartableTask: ...
+    def __call__(
+        self, settings: Settings_contra, /, *, attention: AttentionBackend, device: torch.device
+    ) -> StartableTask: ...
 
 
 class MakesEffective(Protocol[Settings]):
@@ -182,11 +184,11 @@ def _train(
     share = world.replicas.share(settings.batch)
     precision = open_precision(settings.precision, device_type=device.type)
     old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
-    door, how_chosen = choose_attention(
+    attention, how_chosen = choose_attention(
         settings, device=device, products=precision.products, world=world, facts=old_facts
     )
     progress = Progress(is_quiet=not world.is_first)
-    progress.say(f"attention: {door.name} ({door.reason}); precision: {precision.name} ({precision.reason})")
+    progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         progress.say(
             f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
@@ -202,7 +204,7 @@ def _train(
     settings = effective(settings, source, say=progress.say)
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
-    task = make_task(settings, door=door, device=device)
+    task = make_task(settings, attention=attention, device=device)
     samples = open_alike(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
@@ -216,8 +218,8 @@ def _train(
     facts = {
         "task": task.name,
         "processes": _processes(settings.parallel, world),
-        "attention": f"{door.name} ({door.reason})",
-        "attention_kernels": kernels_fact(door, settings, device=device, products=precision.products),
+        "attention": f"{attention.name} ({attention.reason})",
+        "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),
         "precision": f"{precision.name} ({precision.reason})",
         "data": samples.describe(),
         "variant": samples.variant_name,

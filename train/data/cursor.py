@@ -28,7 +28,7 @@ class LoaderState(TypedDict):
 
 
 @dataclass(frozen=True)
-class Place:
+class Cursor:
     """All positions before `position` are taken, and those in `ahead` (ascending, none before `position`)."""
 
     position: int
@@ -45,12 +45,12 @@ class Place:
         """
         return self._nth_free(positions_of_rank(begin, count, rank=rank, num_ranks=num_ranks, group=group))
 
-    def after(self, num_common: int, num_own: int, *, rank: int, num_ranks: int, group: int = 1) -> "Place":
+    def after(self, num_common: int, num_own: int, *, rank: int, num_ranks: int, group: int = 1) -> "Cursor":
         """The place when every rank has taken `num_common` positions, and this one `num_own`, at least as many."""
         whole = num_common // group * group  # of a group that is begun, the ranks have taken parts that lie apart
         position = int(self._nth_free(np.array([whole * num_ranks]))[0])
         early = self.positions(whole, num_own - whole, rank=rank, num_ranks=num_ranks, group=group).tolist()
-        place = Place(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
+        place = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
         # Ranks that met different failures must still name the same position, so that `together` knows them by it.
         return place if num_ranks > 1 else together([place])
 
@@ -71,7 +71,7 @@ def set_fingerprint(order: str, content: str) -> str:
     return f"{order}{_SEPARATOR}{content}"
 
 
-def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str) -> Place:
+def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str) -> Cursor:
     """The place that the states of all ranks describe.
 
     Args:
@@ -98,14 +98,14 @@ def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str
                 hint="go on with the data, split, segment and seed that the run began with",
             )
     try:
-        return together([Place(state["position"], tuple(state["ahead"])) for state in states])
+        return together([Cursor(state["position"], tuple(state["ahead"])) for state in states])
     except ValueError as error:
         raise UserError(
             f"the loader's states do not belong together: {error}", hint="give those of one step"
         ) from error
 
 
-def together(places: Iterable[Place]) -> Place:
+def together(places: Iterable[Cursor]) -> Cursor:
     """One place for the places of all ranks, which have taken the same number of batches.
 
     Raises:
@@ -122,4 +122,4 @@ def together(places: Iterable[Place]) -> Place:
     while position in ahead:
         ahead.remove(position)
         position += 1
-    return Place(position, tuple(sorted(ahead)))
+    return Cursor(position, tuple(sorted(ahead)))

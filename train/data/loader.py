@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from train.data.batch import Sample
-from train.data.cursor import LoaderState, Place, resumed
+from train.data.cursor import Cursor, LoaderState, resumed
 from train.data.order import SampleOrder
 from train.data.outcomes import BatchFilling, FailedSample, LoadedBatch
 from train.data.workers import Stuck, in_order
@@ -128,7 +128,7 @@ class Loader:
         self._samples = samples
         self._settings = settings
         self._order = SampleOrder(len(samples), settings.seed, settings.group)
-        self.place = Place(0)
+        self.place = Cursor(0)
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
         """Endless batches in training order, from `position` on, or from where the loader stands.
@@ -137,7 +137,7 @@ class Loader:
             TooManyFailures: more than `max_failures` samples failed.
         """
         settings = self._settings
-        begin = self.place if position is None else Place(position)
+        begin = self.place if position is None else Cursor(position)
         filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=max_failures)
         where = {"rank": settings.rank, "num_ranks": settings.num_ranks, "group": settings.group}
         for num_own, outcome in enumerate(self._outcomes(self._training_visits(begin)), start=1):
@@ -154,9 +154,9 @@ class Loader:
         visits: Iterator[list[Visit | None]] = ([Visit(number, number, None)] for number in numbers)
         for number, outcome in zip(numbers, self._outcomes(visits), strict=True):
             if filling.add(outcome):
-                yield filling.take(Place(number + 1))
+                yield filling.take(Cursor(number + 1))
         if filling.has_any:
-            yield filling.take(Place(len(self._samples)))
+            yield filling.take(Cursor(len(self._samples)))
 
     def state_dict(self) -> LoaderState:
         """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""
@@ -178,7 +178,7 @@ class Loader:
             states, samples=self._samples.fingerprint, seed=self._settings.seed, what=self._samples.describe()
         )
 
-    def _training_visits(self, place: Place) -> Iterator[list[Visit | None]]:
+    def _training_visits(self, place: Cursor) -> Iterator[list[Visit | None]]:
         """This rank's visits in groups; None for an empty place of the order."""
         settings, taken = self._settings, 0
         count = -(-_BLOCK // settings.group) * settings.group

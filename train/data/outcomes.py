@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from manifests.errors import ClipmillError
 from train.data.batch import Batch, BatchRing, Sample
-from train.data.cursor import Place
+from train.data.cursor import Cursor
 
 # A sample that cannot be had: named, counted and never replaced by another one in its place.
 
@@ -61,7 +61,7 @@ class LoadedBatch:
 
     batch: Batch
     failed: tuple[FailedSample, ...]
-    place: Place
+    place: Cursor
 
     @property
     def next_position(self) -> int:
@@ -97,7 +97,7 @@ class BatchFilling:
         """Whether there is anything to hand over yet."""
         return bool(self._good or self._failed)
 
-    def take(self, place: Place) -> LoadedBatch:
+    def take(self, place: Cursor) -> LoadedBatch:
         """The batch as it is now; the next one begins."""
         batch = self._ring.collate(self._good) if self._good else Batch()
         loaded = LoadedBatch(batch, tuple(self._failed), place)

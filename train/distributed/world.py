@@ -1,4 +1,4 @@
-"""The ranks of a run, and what they tell one another: the one door of torch.distributed's collectives.
+"""The ranks of a run, and what they tell one another: the one interface to torch.distributed's collectives.
 
 One process without a launcher is a world of size 1, in which every exchange gives back what it got. Tensors travel by
 the backend of their device: gloo on CPUs, NCCL on GPUs.

@@ -15,7 +15,7 @@ import torch
 
 from manifests.errors import ClipmillError, FailedWork
 from manifests.publish import publish_json
-from train.data.cursor import Place
+from train.data.cursor import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
 from train.data.prefetch import on_all_stages
 from train.distributed.sharded import local_part
@@ -46,7 +46,7 @@ class FailureLog:
         num_failed: so far.
     """
 
-    def __init__(self, run: RunFolder, *, world: World, max_failures: int, place: Place) -> None:
+    def __init__(self, run: RunFolder, *, world: World, max_failures: int, place: Cursor) -> None:
         """Keeps what the file has of the places before `place`; the others are visited once more."""
         self._path, self._world, self._max_failures = run.failures, world, max_failures
 

@@ -15,7 +15,7 @@ from manifests.errors import UserError
 from train.config.model import kind_of, tubelet_of
 from train.config.training import ClipSettings, DualEncoderSettings
 from train.distributed.world import World
-from train.models.attention import Attend, AttentionChoice, AttentionDoor, open_attention
+from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention
 from train.models.attention_kernels import Workload, fastest, kernels_of, measure
 from train.models.dual_encoder import size_of
 from train.models.packing import pack
@@ -54,7 +54,7 @@ def choose_attention(
     products: torch.dtype | None,
     world: World = World(),  # noqa: B008 - frozen
     facts: dict[str, Any] | None = None,
-) -> tuple[AttentionDoor, dict[str, Any]]:
+) -> tuple[AttentionBackend, dict[str, Any]]:
     """Opens the attention of a run; all ranks call it, and all get the same.
 
     Args:
@@ -71,14 +71,14 @@ def choose_attention(
     is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
     if not is_measured:
         return open_attention(settings.attention, device_type=device.type, compiles=settings.compile), kept
-    if (door := as_before(facts or {}, device_type=device.type)) is not None:
-        return door, kept
+    if (attention := as_before(facts or {}, device_type=device.type)) is not None:
+        return attention, kept
     choice = world.first(lambda: _measure(settings, num_items=_share(settings, world), device=device, dtype=products))
-    door = world.each(lambda: open_attention(cast(AttentionChoice, choice.name), device_type=device.type))
-    return replace(door, reason=choice.reason), {_FACT: asdict(choice)}
+    attention = world.each(lambda: open_attention(cast(AttentionChoice, choice.name), device_type=device.type))
+    return replace(attention, reason=choice.reason), {_FACT: asdict(choice)}
 
 
-def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionDoor | None:
+def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
     """What `auto` was on a GPU when a run began, by its run.json; None where that says nothing, or it is not here."""
     name = facts.get(_FACT, {}).get("name")
     if name is None and str(facts.get("attention", "")).startswith("xformers ("):
@@ -92,7 +92,7 @@ def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionDoor | Non
 
 
 def kernels_fact(
-    door: AttentionDoor, settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
+    attention: AttentionBackend, settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
 ) -> str:
     """Which kernels of which library a run's attention is computed by, in words, for each kind of tower."""
     found = []
@@ -101,7 +101,7 @@ def kernels_fact(
         qkv = torch.zeros(shape, dtype=products or torch.float32, device=device, requires_grad=True)
         packing = pack(workload.lengths, device=device) if workload.lengths else None
         try:
-            kernels = str(kernels_of(door.name, *qkv.unbind(2), causal=packing is not None, packing=packing))
+            kernels = str(kernels_of(attention.name, *qkv.unbind(2), causal=packing is not None, packing=packing))
         except NotImplementedError as error:
             kernels = f"none ({str(error).strip().splitlines()[0]})"
         found.append(f"{kernels} ({'captions' if packing else f'{workload.num_tokens} tokens'})")

@@ -11,7 +11,7 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.training import TrainingSettings, require_same, shaping
-from train.data.cursor import LoaderState, Place, together
+from train.data.cursor import Cursor, LoaderState, together
 from train.data.loader import TrainingSet
 from train.device.precision import Precision, open_precision
 from train.distributed.parallel import ZeroOptimizer, spread, whole
@@ -48,7 +48,7 @@ class State:
     precision: Precision
     ema: Ema | None
     step: int = 0
-    place: Place = field(default_factory=lambda: Place(0))
+    place: Cursor = field(default_factory=lambda: Cursor(0))
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, the objective's last."""
@@ -128,7 +128,7 @@ class State:
             )
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
-        self.place = together([Place(one["position"], tuple(one["ahead"])) for one in facts.loader])
+        self.place = together([Cursor(one["position"], tuple(one["ahead"])) for one in facts.loader])
         return facts
 
     @contextmanager

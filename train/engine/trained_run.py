@@ -12,7 +12,7 @@ from train.config.files import load_settings
 from train.config.training import ClipSettings, require_same, shaping
 from train.device.precision import Precision, choose_device, open_precision
 from train.engine.attention_choice import as_before
-from train.models.attention import AttentionDoor, open_attention
+from train.models.attention import AttentionBackend, open_attention
 from train.run.checkpoint import read_facts, read_table, read_weights
 from train.run.folder import RunFolder
 
@@ -36,7 +36,7 @@ class TrainedRun(Generic[Settings]):
     step: int
     weights: str
     device: torch.device
-    door: AttentionDoor
+    attention: AttentionBackend
     precision: Precision
 
     def fill(self, model: Model) -> Model:
@@ -89,7 +89,7 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
     # What the run was trained with, where it was trained on a GPU too.
     is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
     before = as_before(run.read_facts(), device_type=device.type) if is_measured else None
-    door = before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
+    attention = before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile)
     precision = open_precision(settings.precision, device_type=device.type)
     has_averages = any(name.startswith("ema.") for name in read_table(checkpoint))
     which = "moving average of the weights" if has_averages else "the weights themselves"
@@ -100,6 +100,6 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
         step=facts.step,
         weights=f"{which}, {precision.name}",
         device=device,
-        door=door,
+        attention=attention,
         precision=precision,
     )

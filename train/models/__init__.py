@@ -1,1 +1,1 @@
-"""The networks, and the one door of attention."""
+"""The networks, and the one interface to attention."""

@@ -1,4 +1,4 @@
-"""The one door of attention: xformers or torch's own kernels on CUDA, torch's elsewhere.
+"""The one interface to attention: xformers or torch's own kernels on CUDA, torch's elsewhere.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of the same length L.
 """
@@ -43,7 +43,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True)
-class AttentionDoor:
+class AttentionBackend:
     """The implementation that was chosen, and why."""
 
     name: str
@@ -51,7 +51,7 @@ class AttentionDoor:
     attend: Attend
 
 
-def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionDoor:
+def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool = False) -> AttentionBackend:
     """Chooses an implementation for a device (`cpu`, `cuda`), without measuring (see train.engine.attention_choice).
 
     Args:
@@ -61,20 +61,20 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
         UserError: xformers, or a kernel of a GPU, was asked for and cannot be used.
     """
     if choice == "naive":
-        return AttentionDoor("naive", "asked for by --attention naive, to compare", attend_naively)
+        return AttentionBackend("naive", "asked for by --attention naive, to compare", attend_naively)
     if choice == "sdpa":
-        return AttentionDoor("sdpa", "asked for by --attention sdpa", attend_with_sdpa)
+        return AttentionBackend("sdpa", "asked for by --attention sdpa", attend_with_sdpa)
     if choice in ("xformers", *PREFERRED) and device_type != "cuda":
         raise UserError(
             f"{choice} has no attention for a {device_type.upper()} (asked for by --attention {choice})",
             hint="use --attention sdpa, or --device cuda",
         )
     if choice in PREFERRED:
-        return AttentionDoor(choice, f"asked for by --attention {choice}", attend_preferring(choice))
+        return AttentionBackend(choice, f"asked for by --attention {choice}", attend_preferring(choice))
     if device_type != "cuda":
-        return AttentionDoor("sdpa", f"xformers has no attention for a {device_type.upper()}", attend_with_sdpa)
+        return AttentionBackend("sdpa", f"xformers has no attention for a {device_type.upper()}", attend_with_sdpa)
     if choice == "auto" and compiles:
-        return AttentionDoor("sdpa", "--compile sees into it, and not into xformers", attend_with_sdpa)
+        return AttentionBackend("sdpa", "--compile sees into it, and not into xformers", attend_with_sdpa)
     try:
         load_xformers()
     except ImportError as error:
@@ -83,9 +83,9 @@ def open_attention(choice: AttentionChoice, *, device_type: str, compiles: bool 
                 f"xformers cannot be imported: {error} (asked for by --attention xformers)",
                 hint="install it, or use --attention sdpa",
             ) from error
-        return AttentionDoor("sdpa", f"xformers cannot be imported: {error}", attend_with_sdpa)
+        return AttentionBackend("sdpa", f"xformers cannot be imported: {error}", attend_with_sdpa)
     reason = "asked for by --attention xformers" if choice == "xformers" else "the device is a cuda one"
-    return AttentionDoor("xformers", reason, attend_with_xformers)
+    return AttentionBackend("xformers", reason, attend_with_xformers)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""All who get the numbers of a run, behind one door: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
+"""All who get the numbers of a run, behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
 
 import math
 import secrets

@@ -172,9 +172,9 @@ def test_one_class_for_all_is_nothing_to_learn_from(tmp_path: Path) -> None:
         tmp_path, {"a": "train", "b": "val"}, [*captions, Caption("b", 0, 1, "x", labels={"label_class": "q"})]
     )
     settings = ClassifySettings(shards=str(tmp_path), model="tiny", size_px=32)
-    door = open_attention("sdpa", device_type="cpu")
+    attention = open_attention("sdpa", device_type="cpu")
     with pytest.raises(UserError, match="all clips of split 'train' are of the class 'p'"):
-        ClassifyTask(settings, door=door, device=torch.device("cpu")).training_set(World())
+        ClassifyTask(settings, attention=attention, device=torch.device("cpu")).training_set(World())
 
 
 def test_a_resumed_run_keeps_its_classes_whatever_labels_the_data_has_by_then(

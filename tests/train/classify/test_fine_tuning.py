@@ -167,7 +167,7 @@ def test_latents_are_classified_as_their_masked_autoencoder_saw_them(
 
 def test_learning_rates_fall_by_layer_and_only_matrices_decay() -> None:
     towers = Towers(kind="videomae")
-    door = open_attention("sdpa", device_type="cpu")
+    attention = open_attention("sdpa", device_type="cpu")
     model = VideoClassifier(
         size_of("tiny", towers).video,
         towers=towers,
@@ -175,7 +175,7 @@ def test_learning_rates_fall_by_layer_and_only_matrices_decay() -> None:
         num_frames=4,
         num_classes=3,
         dropout=0.0,
-        attend=door.attend,
+        attend=attention.attend,
     )
     groups = parameter_groups(model, Objective(), weight_decay=0.05, layer_decay=0.75, adapts_all=False)
     group_of = {id(parameter): group for group in groups for parameter in group["params"]}

@@ -9,7 +9,7 @@ import torch
 
 from train.data import prefetch as prefetch_module
 from train.data.batch import Batch
-from train.data.cursor import Place
+from train.data.cursor import Cursor
 from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def numbered(count: int, made: list[int]) -> Iterator[LoadedBatch]:
     for number in range(count):
         made.append(number)
-        yield LoadedBatch(Batch(key=[str(number)]), (), Place(number + 1))
+        yield LoadedBatch(Batch(key=[str(number)]), (), Cursor(number + 1))
 
 
 def test_all_batches_come_in_their_order() -> None:
@@ -69,7 +69,7 @@ def test_closing_ends_the_thread_and_the_source() -> None:
 def test_what_stays_on_the_cpu_is_told_of_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of the CPU has no `record_stream`; every batch has some."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    loaded = LoadedBatch(Batch(key=["a"], position=torch.tensor([3]), caption_id=torch.tensor([5])), (), Place(1))
+    loaded = LoadedBatch(Batch(key=["a"], position=torch.tensor([3]), caption_id=torch.tensor([5])), (), Cursor(1))
     assert prefetch_module._at_hand(loaded, torch.device("cuda", 0)) is loaded
 
 
@@ -84,6 +84,6 @@ def test_the_lengths_of_captions_are_known_where_they_came_from() -> None:
         Batch(key=[""], targets=targets),
         Batch(key=[""], text=torch.zeros(1, 4)),
     ]
-    loaded = prefetch((LoadedBatch(one, (), Place(0)) for one in batches), CPU)
+    loaded = prefetch((LoadedBatch(one, (), Cursor(0)) for one in batches), CPU)
     lengths = [one.batch.get("length") for one in loaded]
     assert [None if one is None else one.tolist() for one in lengths] == [[2, 77, 9], [5, 1], None]

@@ -78,7 +78,7 @@ def towers(out: Path, data_dir: Path, **changes: Any) -> DualEncoderSettings:
 
 def train_towers(chosen: DualEncoderSettings, world: World) -> nn.Module:
     """A run of the dual encoder, from its latest checkpoint if it has one."""
-    task = ExactTask(chosen, door=open_attention("sdpa", device_type="cpu"), device=CPU)
+    task = ExactTask(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
     samples = task.training_set(world)
     return train(
         task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)
@@ -120,7 +120,7 @@ def masked(out: Path, data_dir: Path, **changes: Any) -> MaeSettings:
 
 def train_masked(chosen: MaeSettings, world: World) -> nn.Module:
     """A run of the masked autoencoder, from its latest checkpoint if it has one."""
-    task = ExactMae(chosen, door=open_attention("sdpa", device_type="cpu"), device=CPU)
+    task = ExactMae(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
     samples = task.training_set(world)
     return train(
         task, samples, chosen, run=_run(chosen, world), world=world, device=CPU, progress=Progress(is_quiet=True)

@@ -11,7 +11,7 @@ from torch import nn
 from manifests.errors import FailedWork
 from tests.train.evaluation.threads import on_two_ranks
 from train.data.batch import Batch
-from train.data.cursor import Place
+from train.data.cursor import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
 from train.evaluation.embeddings import Embeddings, embed_all, gathered, text_keys
@@ -37,7 +37,7 @@ def loaded(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> Loaded
     """A batch in which sample i points somewhere else at each look."""
     failures = tuple(FailedSample(1000 + number, "k", "undecodable", "broken") for number in range(failed))
     if not samples:
-        return LoadedBatch(Batch(), failures, Place(0))
+        return LoadedBatch(Batch(), failures, Cursor(0))
     angle = torch.tensor([[0.3 * sample + 0.1 * look for look in range(num_looks)] for sample in samples])
     video = torch.stack([angle.cos(), angle.sin()], 1)[:, :, :, None, None].repeat_interleave(3, dim=2)  # T = 3
     batch = Batch(
@@ -47,7 +47,7 @@ def loaded(samples: list[int], *, num_looks: int = 1, failed: int = 0) -> Loaded
         video=video,
         tokens=torch.tensor([[sample % 4, 7, 9] for sample in samples]),
     )
-    return LoadedBatch(batch, failures, Place(0))
+    return LoadedBatch(batch, failures, Cursor(0))
 
 
 def embedded(batches: list[LoadedBatch], **options: Any) -> Embeddings:

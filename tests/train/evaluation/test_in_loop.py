@@ -30,7 +30,7 @@ def settings(data_dir: Path, **evaluate: Any) -> DualEncoderSettings:
 
 
 def task_of(chosen: DualEncoderSettings) -> DualEncoderTask:
-    return DualEncoderTask(chosen, door=open_attention("sdpa", device_type="cpu"), device=CPU)
+    return DualEncoderTask(chosen, attention=open_attention("sdpa", device_type="cpu"), device=CPU)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from tests.train.latents.written import Written
-from train.data.cursor import Place, together
+from train.data.cursor import Cursor, together
 from train.data.latents.loader import LatentLoader
 
 SEED = 11
@@ -132,7 +132,7 @@ def test_states_of_different_steps_do_not_belong_together(written: Written) -> N
 def test_ranks_that_took_more_than_others_leave_exactly_the_rest(
     begin: int, ahead: set[int], batch: int, num_batches: int, num_failed: list[int]
 ) -> None:
-    place = Place(begin, tuple(sorted(begin + further for further in ahead)))
+    place = Cursor(begin, tuple(sorted(begin + further for further in ahead)))
     num_ranks = len(num_failed)
     taken = Counter(place.ahead)
     places = []

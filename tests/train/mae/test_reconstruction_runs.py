@@ -24,7 +24,7 @@ from tests.train.test_report import HOSTILE, Tags
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.config.files import save_settings
 from train.data.batch import Batch
-from train.data.cursor import Place
+from train.data.cursor import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.transformer import TransformerSize
@@ -64,10 +64,10 @@ def evaluated(model: nn.Module, num_clips: int = 40, **changes: Any) -> Reconstr
     parts = torch.arange(num_clips).split(max(num_clips - 5, 1)) if num_clips else ()
     failure = FailedSample(99, "broken", "undecodable", "no picture in it")
     batches = [
-        LoadedBatch(Batch(input="pixels", position=part, key=[f"clip {n}" for n in part.tolist()]), (), Place(0))
+        LoadedBatch(Batch(input="pixels", position=part, key=[f"clip {n}" for n in part.tolist()]), (), Cursor(0))
         for part in parts
     ]
-    batches.insert(0, LoadedBatch(Batch(), (failure,), Place(0)))
+    batches.insert(0, LoadedBatch(Batch(), (failure,), Cursor(0)))
     given: dict[str, Any] = {
         "inputs": lambda batch, rows: video[batch["position"][rows]],
         "masking": MASKING,

@@ -90,15 +90,15 @@ def test_a_packing_knows_where_each_token_stands() -> None:
 
 
 def test_a_cpu_gets_sdpa_and_is_told_why() -> None:
-    door = open_attention("auto", device_type="cpu")
-    assert (door.name, door.attend) == ("sdpa", attend_with_sdpa)
-    assert "CPU" in door.reason
+    attention = open_attention("auto", device_type="cpu")
+    assert (attention.name, attention.attend) == ("sdpa", attend_with_sdpa)
+    assert "CPU" in attention.reason
     assert open_attention("sdpa", device_type="cuda").name == "sdpa"
 
 
 def test_a_compiled_model_gets_what_the_compiler_sees_into() -> None:
-    door = open_attention("auto", device_type="cuda", compiles=True)
-    assert door.name == "sdpa" and "--compile" in door.reason
+    attention = open_attention("auto", device_type="cuda", compiles=True)
+    assert attention.name == "sdpa" and "--compile" in attention.reason
 
 
 def test_naive_attention_is_there_to_compare() -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from manifests.errors import FailedWork
 from tests.train.evaluation.threads import on_two_ranks
 from train.data.batch import Batch
-from train.data.cursor import Place
+from train.data.cursor import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
 from train.evaluation.probe.features import Features, extract, gathered, tower_of
@@ -28,9 +28,9 @@ class Colours:
 def loaded(samples: list[int], *, num_failed: int = 0) -> LoadedBatch:
     failed = tuple(FailedSample(1000 + number, "k", "undecodable", "broken") for number in range(num_failed))
     if not samples:
-        return LoadedBatch(Batch(), failed, Place(0))
+        return LoadedBatch(Batch(), failed, Cursor(0))
     video = torch.tensor(samples, dtype=torch.float32)[:, None, None, None, None].repeat(1, 2, 1, 1, 1)
-    return LoadedBatch(Batch(input="pixels", position=torch.tensor(samples), video=video), failed, Place(0))
+    return LoadedBatch(Batch(input="pixels", position=torch.tensor(samples), video=video), failed, Cursor(0))
 
 
 def found(batches: list[LoadedBatch], world: World) -> Features:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionTexts
 from train.data.classes import ClassList
-from train.data.cursor import LoaderState, Place, resumed
+from train.data.cursor import Cursor, LoaderState, resumed
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
 from train.data.latents.gather import Gather, VisitBlock, Words
@@ -99,7 +99,7 @@ class LatentLoader:
         self._order = SampleOrder(len(self.samples), seed)
         self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth, words=words)
         self._verify, self._checksums = verify, Checksums(self.samples)
-        self.place = Place(0)
+        self.place = Cursor(0)
 
     def __len__(self) -> int:
         """Samples of an epoch, of all ranks together."""
@@ -154,14 +154,14 @@ class LatentLoader:
         Raises:
             TooManyFailures: more than `max_failures` samples failed.
         """
-        begin = self.place if position is None else Place(position)
+        begin = self.place if position is None else Cursor(position)
         filled = self._filled(self._training_blocks(begin), max_failures=max_failures)
         for num_batches, (batch, failed, num_own) in enumerate(filled, start=1):
             num_common = num_batches * self._batch
             if begin.ahead or num_own != num_common:
                 place = begin.after(num_common, num_own, rank=self._rank, num_ranks=self._num_ranks)
             else:
-                place = Place(begin.position + num_common * self._num_ranks)
+                place = Cursor(begin.position + num_common * self._num_ranks)
             self.place = place
             yield LoadedBatch(batch, failed, place)
 
@@ -171,7 +171,7 @@ class LatentLoader:
         The last batch may be smaller, or empty where all that was left has failed.
         """
         for batch, failed, num_taken in self._filled(self._evaluation_blocks(every), max_failures=None):
-            yield LoadedBatch(batch, failed, Place(min(num_taken * self._num_ranks * every, len(self))))
+            yield LoadedBatch(batch, failed, Cursor(min(num_taken * self._num_ranks * every, len(self))))
 
     def state_dict(self) -> LoaderState:
         """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""
@@ -194,7 +194,7 @@ class LatentLoader:
             return fill(blocks, self._gather, batch=self._batch)
         return fill_checked(blocks, self._gather, self._checksums, batch=self._batch, max_failures=max_failures)
 
-    def _training_blocks(self, place: Place) -> Iterator[VisitBlock]:
+    def _training_blocks(self, place: Cursor) -> Iterator[VisitBlock]:
         """This rank's visits from `place` on, in blocks of whole batches."""
         largest = max(_BLOCK // self._batch, 1)
         begin, num_batches = 0, 1

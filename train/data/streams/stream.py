@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from train.data.batch import Sample
-from train.data.cursor import LoaderState, Place, resumed
+from train.data.cursor import Cursor, LoaderState, resumed
 from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.plain import PlainVideo
 from train.data.frame_sampling import US_PER_S
@@ -68,7 +68,7 @@ class VideoStream:
         self._tars = expand(pattern)
         self._shape, self._tokenize, self._loading, self._cache = shape, tokenize, loading, cache
         self._shown: dict[int, StreamedClip] = {}
-        self.place = Place(0)
+        self.place = Cursor(0)
         self.num_shortened = 0
         self.num_without_video = 0
         self._first_unreadable: Unreadable | None = None
@@ -106,7 +106,7 @@ class VideoStream:
             UserError: the tars hold fewer clips than a batch.
         """
         loading = self._loading
-        begin = self.place if position is None else Place(position)
+        begin = self.place if position is None else Cursor(position)
         filling = BatchFilling(loading.batch, pin=loading.pin, max_failures=max_failures)
         outcomes = self._outcomes(self._training_work(begin))
         for num_own, (_, outcome) in enumerate(outcomes, start=1):
@@ -130,9 +130,9 @@ class VideoStream:
                 # Without the file: what an evaluation shows of a clip is its caption.
                 self._shown[work.position] = _without_content(work.item)
             if filling.add(outcome):
-                yield filling.take(Place(position))
+                yield filling.take(Cursor(position))
         if filling.has_any:
-            yield filling.take(Place(position))
+            yield filling.take(Cursor(position))
 
     def state_dict(self) -> LoaderState:
         """Where the batches taken so far end."""
@@ -166,7 +166,7 @@ class VideoStream:
         """None: a stream does not go back."""
         return []
 
-    def _training_work(self, place: Place) -> Iterator[_Work]:
+    def _training_work(self, place: Cursor) -> Iterator[_Work]:
         """This rank's part of the endless stream, from `place` on."""
         loading = self._loading
         wanted = self._positions(place)
@@ -212,7 +212,7 @@ class VideoStream:
             raise UserError(f"{message}; what cannot be read: {key}: {why}", hint="mend or leave out that tar")
         raise UserError(message, hint="name more tars, or use a smaller --batch")
 
-    def _positions(self, place: Place) -> Iterator[int]:
+    def _positions(self, place: Cursor) -> Iterator[int]:
         loading = self._loading
         for begin in count(0, _BLOCK):
             yield from place.positions(begin, _BLOCK, rank=loading.rank, num_ranks=loading.num_ranks).tolist()

@@ -83,15 +83,15 @@ def open_probed_run(trained: TrainedRun[ClipSettings], *, split: str) -> ProbedR
 
 
 def _open_task(trained: TrainedRun[ClipSettings]) -> tuple[Any, Callable[[Batch], torch.Tensor]]:
-    settings, door, device = trained.settings, trained.door, trained.device
+    settings, attention, device = trained.settings, trained.attention, trained.device
     if isinstance(settings, MaeSettings):
-        autoencoder = MaeTask(settings, door=door, device=device)
+        autoencoder = MaeTask(settings, attention=attention, device=device)
         return autoencoder, autoencoder.inputs
     if isinstance(settings, ClassifySettings):
-        classifier = ClassifyTask(settings, door=door, device=device, classes=read_run_classes(trained.run))
+        classifier = ClassifyTask(settings, attention=attention, device=device, classes=read_run_classes(trained.run))
         return classifier, classifier.inputs
     assert isinstance(settings, DualEncoderSettings)
-    towers = DualEncoderTask(settings, door=door, device=device)
+    towers = DualEncoderTask(settings, attention=attention, device=device)
     return towers, towers.clips
 
 

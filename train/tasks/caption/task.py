@@ -21,7 +21,7 @@ from train.data.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.distributed.partition import LayerCost
 from train.distributed.world import World
 from train.losses.objective import Objective
-from train.models.attention import AttentionDoor
+from train.models.attention import AttentionBackend
 from train.models.captioner import Captioner
 from train.models.transformer import blocks_of, compile_blocks
 from train.tasks.caption.building import DecoderParts, build_captioner, copy_decoder, freeze, open_decoder, tower_size
@@ -52,13 +52,13 @@ class CaptionTask:
         self,
         settings: CaptionerSettings,
         *,
-        door: AttentionDoor,
+        attention: AttentionBackend,
         device: torch.device,
         decoder: DecoderParts | None = None,
         say: Say = print,
     ) -> None:
         tower_size(settings)  # a mistake in it ends the run before it begins
-        self._settings, self._door, self._device, self._say = settings, door, device, say
+        self._settings, self._attention, self._device, self._say = settings, attention, device, say
         self._decoder, self._is_of_run = decoder, decoder is not None
         self._start: Loaded | None = None
         self._held_out: CaptionedClips | None = None
@@ -203,4 +203,4 @@ class CaptionTask:
             return self._captioner()
 
     def _captioner(self) -> Captioner:
-        return build_captioner(self._settings, self.decoder.size, attend=self._door.attend)
+        return build_captioner(self._settings, self.decoder.size, attend=self._attention.attend)

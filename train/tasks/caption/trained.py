@@ -66,5 +66,5 @@ def open_captioner(run_path: Path, *, shards: str | None = None) -> TrainedCapti
     run.require_task(CaptionTask.name)
     settings = read_settings(run, CaptionerSettings, shards=shards)
     trained = open_trained_run(run, settings)
-    task = CaptionTask(settings, door=trained.door, device=trained.device, decoder=read_decoder_parts(run))
+    task = CaptionTask(settings, attention=trained.attention, device=trained.device, decoder=read_decoder_parts(run))
     return TrainedCaptioner(trained, task, trained.fill(task.build_model()))

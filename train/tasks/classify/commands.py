@@ -31,7 +31,7 @@ def evaluate_classifier(run_path: Path, wanted: ClassEvaluation, *, shards: str 
     classes = read_run_classes(run)
     settings = read_settings(run, ClassifySettings, shards=shards)
     trained = open_trained_run(run, settings)
-    task = ClassifyTask(settings, door=trained.door, device=trained.device, classes=classes)
+    task = ClassifyTask(settings, attention=trained.attention, device=trained.device, classes=classes)
     views = Views(num_clips=wanted.clips, num_crops=wanted.crops)
     samples = task.samples(wanted.split, World(), views=views)
     model = trained.fill(task.build_model(samples))

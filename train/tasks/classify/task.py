@@ -33,7 +33,7 @@ from train.data.order import Positions
 from train.device.random import uniform
 from train.distributed.world import World
 from train.losses.objective import Objective
-from train.models.attention import AttentionDoor
+from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of, compile_blocks
 from train.tasks.classify.evaluating import ClassResult, score_classifier
@@ -60,11 +60,11 @@ class ClassifyTask:
         self,
         settings: ClassifySettings,
         *,
-        door: AttentionDoor,
+        attention: AttentionBackend,
         device: torch.device,
         classes: ClassList | None = None,
     ) -> None:
-        self._settings, self._door, self._device = settings, door, device
+        self._settings, self._attention, self._device = settings, attention, device
         self._classes = classes
         self._start: Loaded | None = None
         self._held_out: Samples | None = None
@@ -235,7 +235,7 @@ class ClassifyTask:
             num_frames=settings.num_frames,
             num_classes=len(self.classes),
             dropout=settings.dropout,
-            attend=self._door.attend,
+            attend=self._attention.attend,
         )
 
 

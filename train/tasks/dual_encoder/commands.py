@@ -43,7 +43,7 @@ def evaluate_run(
     scorer = open_scorer(wanted, settings)
     trained = open_trained_run(run, settings)
     device = trained.device
-    task = DualEncoderTask(settings, door=trained.door, device=device)
+    task = DualEncoderTask(settings, attention=trained.attention, device=device)
     # Two narrations of one span are two queries of multi-instance retrieval.
     samples = task.samples(wanted.split, World(), num_clips=num_clips, each_caption=wanted.protocol == "mir")
     model = trained.fill(task.build_model(samples))

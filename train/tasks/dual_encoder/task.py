@@ -32,7 +32,7 @@ from train.losses.build import build_contrast
 from train.losses.global_contrast import GlobalSet
 from train.losses.objective import Objective
 from train.losses.settings import GLOBAL
-from train.models.attention import AttentionDoor
+from train.models.attention import AttentionBackend
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import blocks_of, compile_blocks
@@ -49,9 +49,9 @@ class DualEncoderTask:
 
     name = "dual-encoder"
 
-    def __init__(self, settings: DualEncoderSettings, *, door: AttentionDoor, device: torch.device) -> None:
+    def __init__(self, settings: DualEncoderSettings, *, attention: AttentionBackend, device: torch.device) -> None:
         self._settings = settings
-        self._door = door
+        self._attention = attention
         self._device = device
         self._evaluation: LoopEvaluation | None = None
         self._start: Loaded | None = None
@@ -157,7 +157,7 @@ class DualEncoderTask:
             size,
             image_px=image_px,
             num_frames=settings.num_frames,
-            attend=self._door.attend,
+            attend=self._attention.attend,
             towers=settings.towers,
             has_text_tower=settings.text_tower == "trained",
         )

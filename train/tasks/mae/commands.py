@@ -53,7 +53,7 @@ def evaluate_reconstructions(
     run.require_task(MaeTask.name)
     settings = read_settings(run, MaeSettings, shards=shards)
     trained = open_trained_run(run, settings)
-    task = MaeTask(settings, door=trained.door, device=trained.device)
+    task = MaeTask(settings, attention=trained.attention, device=trained.device)
     samples = task.samples(split, World())
     model = trained.fill(task.build_model(samples))
     every = every_for(len(samples), at_most=max_samples)

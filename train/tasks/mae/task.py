@@ -32,7 +32,7 @@ from train.device.random import uniform
 from train.distributed.world import World
 from train.evaluation.probe.in_loop import LoopProbe
 from train.losses.objective import Objective
-from train.models.attention import AttentionDoor
+from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.transformer import blocks_of, compile_blocks
@@ -54,8 +54,8 @@ class MaeTask:
 
     name = "mae"
 
-    def __init__(self, settings: MaeSettings, *, door: AttentionDoor, device: torch.device) -> None:
-        self._settings, self._door, self._device = settings, door, device
+    def __init__(self, settings: MaeSettings, *, attention: AttentionBackend, device: torch.device) -> None:
+        self._settings, self._attention, self._device = settings, attention, device
         self._start: Loaded | None = None
         self._probe: LoopProbe | None = None
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
@@ -189,7 +189,7 @@ class MaeTask:
             decoder_depth=settings.decoder_depth,
             image_px=_side(settings, samples),
             num_frames=settings.num_frames,
-            attend=self._door.attend,
+            attend=self._attention.attend,
             towers=settings.towers,
         )
 

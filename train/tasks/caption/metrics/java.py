@@ -1,4 +1,4 @@
-"""The one door of Java: whether it is there, and a program of it that answers line by line."""
+"""The one interface to Java: whether it is there, and a program of it that answers line by line."""
 
 import json
 import os
