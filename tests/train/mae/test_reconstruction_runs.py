@@ -32,9 +32,9 @@ from train.models.video_vit import VideoViTSize
 from train.models.videomae import CubeGrid
 from train.report.results import write_page
 from train.run.folder import RunFolder
-from train.tasks.mae.evaluating import Pictures, ReconstructionResult, evaluate_reconstruction
 from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import normalised_cubes
+from train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
 from train.tasks.mae.settings import MaeSettings
 from train.tasks.mae.shown import picture_uri
 
