@@ -11,7 +11,7 @@ from cyclopts import App, CycloptsError, Parameter
 from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
 from train.commands.arguments import add_files, hint_with_files, refuse_idle_flags
-from train.registry import COMMANDS, summary_of, task_names
+from train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0
 
@@ -24,12 +24,13 @@ app = App(
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
     config=[add_files, refuse_fractions, refuse_idle_flags],
 )
+# By import path: a command is loaded when it is called, or when the help lists them all.
 for _name in task_names():
-    app.command(f"train.commands.training:{_name.replace('-', '_')}", name=_name, help=summary_of(_name))
-app.command("train.commands.evaluation:evaluate", name="eval", help="Evaluate a run, and add the result to its page.")
-app.command("train.commands.bench:bench", name="bench", help="Profile the input pipeline and the training step.")
-for _name, _row in COMMANDS.items():
-    app.command(_row.module, name=_name, help=_row.summary)
+    app.command(f"train.commands.training:{_name.replace('-', '_')}", name=_name)
+app.command("train.commands.evaluation:evaluate", name="eval")
+app.command("train.commands.bench:bench", name="bench")
+for _name, _path in COMMANDS.items():
+    app.command(_path, name=_name)
 
 
 @app.command
@@ -125,6 +126,9 @@ def main() -> None:
 
 
 def _call() -> None:
+    if {*sys.argv[1:]} <= {"--help", "-h"}:
+        for name in app:
+            app[name]  # loads it
     try:
         app(sys.argv[1:])
     except UserError as error:

@@ -14,27 +14,18 @@ A task from outside of clipmill is a row too: a program of its own registers the
 
 import importlib
 import re
-from dataclasses import dataclass
 
 from train.spec import EvaluationSpec, TaskSpec
 
-
-@dataclass(frozen=True)
-class _Row:
-    """Where a spec is, which is loaded when it is asked for (a run loads no other task), and the command's summary."""
-
-    module: str
-    summary: str
-
-
-_TASKS: dict[str, _Row | TaskSpec] = {
-    "dual-encoder": _Row("train.tasks.dual_encoder.spec", "Train a CLIP-style dual encoder with a contrastive loss."),
-    "classify": _Row("train.tasks.classify.spec", "Fine-tune a video tower to classify clips."),
-    "mae": _Row("train.tasks.mae.spec", "Pre-train a video tower as a masked autoencoder (VideoMAE)."),
-    "caption": _Row("train.tasks.caption.spec", "Train a captioner: a video tower and a GPT-2 that attends to it."),
+# The module of each task's spec, which is loaded when it is asked for: a run loads no other task.
+_TASKS: dict[str, str | TaskSpec] = {
+    "dual-encoder": "train.tasks.dual_encoder.spec",
+    "classify": "train.tasks.classify.spec",
+    "mae": "train.tasks.mae.spec",
+    "caption": "train.tasks.caption.spec",
 }
-# Commands of tasks besides training, evaluations and export.
-COMMANDS = {"caption-video": _Row("train.tasks.caption.videos.flags:caption_video", "Caption video files.")}
+# Commands of tasks besides training, evaluations and export, by their import paths.
+COMMANDS = {"caption-video": "train.tasks.caption.videos.flags:caption_video"}
 DEFAULT = "dual-encoder"  # the task of runs that do not name theirs
 
 
@@ -57,16 +48,10 @@ def task_names() -> tuple[str, ...]:
 def task_named(name: str) -> TaskSpec:
     """The task of a name that `task_names` has."""
     found = _TASKS[name]
-    if isinstance(found, _Row):
-        task: TaskSpec = importlib.import_module(found.module).TASK
+    if isinstance(found, str):
+        task: TaskSpec = importlib.import_module(found).TASK
         found = _TASKS[name] = task
     return found
-
-
-def summary_of(name: str) -> str:
-    """One line about a task; it is not loaded for that."""
-    found = _TASKS[name]
-    return found.summary if isinstance(found, _Row) else found.help.partition("\n")[0]
 
 
 def evaluations() -> dict[str, EvaluationSpec]:

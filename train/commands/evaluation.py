@@ -36,7 +36,7 @@ def _task_of(run: RunFolder, evaluation: EvaluationSpec) -> TaskSpec:
     found = str(run.read_facts().get("task", having[0]))
     if found not in having:
         raise UserError(
-            f"{run.path} is a run of train {found}, not of train {' or '.join(having)}", hint="name another run"
+            f"{run.path} is a run of train {found}, not of train {', '.join(having)}", hint="name another run"
         )
     return task_named(found)
 
