@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
-from manifests.whole_numbers import refuse_fractions
-from train.commands.arguments import add_files, hint_with_files, refuse_idle_flags
+from train.commands.arguments import name_files, parse
+from train.commands.help import help_text, wants_help
 from train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0
@@ -22,7 +22,6 @@ app = App(
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
-    config=[add_files, refuse_fractions, refuse_idle_flags],
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.
 for _name in task_names():
@@ -126,13 +125,14 @@ def main() -> None:
 
 
 def _call() -> None:
-    if {*sys.argv[1:]} <= {"--help", "-h"}:
-        for name in app:
-            app[name]  # loads it
+    words = sys.argv[1:]
     try:
-        app(sys.argv[1:])
+        if wants_help(app, words):
+            print(help_text(app, words))
+        else:
+            parse(app, words)()
     except UserError as error:
-        error.hint = hint_with_files(error, sys.argv[1:])
+        name_files(error, words)
         _let_first_speak()
         raise
     except CycloptsError as error:

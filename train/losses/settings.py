@@ -4,12 +4,14 @@ Numbers that are left out have the values that the loss was published with (`PUB
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config.fields import FIRST_RUN, Checked, caught
 
 Kind = Literal[
     "infonce",
@@ -52,10 +54,12 @@ _CONSTANT_GAMMA = frozenset({"sogclr", "isogclr"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(Checked):
     """Which contrastive loss, and its numbers."""
 
-    kind: Kind = "infonce"
+    prefix = "loss"
+
+    kind: Annotated[Kind, FIRST_RUN] = "infonce"
     """infonce: CLIP's; siglip; max-margin: EPIC-Kitchens'; mbcl, sogclr, isogclr, fastclip-v0 to v3: FastCLIP's."""
     convention: Convention = "fast_clip"
     """Where FastCLIP's paper and public code differ: whose gradients (the published numbers are the code's)."""
@@ -82,7 +86,11 @@ class Loss:
     use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """The margin is that times the pair's relevancy, as LaViLa's (max-margin)."""
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """The mistakes that `_check` raises."""
+        yield from caught(self._check)
+
+    def _check(self) -> None:
         _require("kind", self.kind in PUBLISHED, self.kind, f"one of: {', '.join(PUBLISHED)}")
         own = PUBLISHED[self.kind]
         for name in ("temperature", "temperature_lr", "rho", "gamma", "margin"):
