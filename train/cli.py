@@ -17,7 +17,7 @@ _FIRST_SPEAKS_S = 5.0
 
 app = App(
     name="train",
-    help="Trains video-language models from the shards that prep made.",
+    help="Train video-language models on the shards made by prep.",
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
@@ -28,6 +28,7 @@ for _name in task_names():
     app.command(f"train.commands.training:{_name.replace('-', '_')}", name=_name)
 app.command("train.commands.evaluation:evaluate", name="eval")
 app.command("train.commands.bench:bench", name="bench")
+app.command("train.commands.export:export", name="export")
 for _name, _path in COMMANDS.items():
     app.command(_path, name=_name)
 
@@ -39,9 +40,9 @@ def doctor(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Reports what this machine has, what training will use of it, and what is wrong.
+    """Report the hardware and software of this machine, what training will use, and what is wrong.
 
-    Exit codes: 0, also with warnings; 1 if something would stop training; 2 for invalid usage.
+    Exit codes: 0 if training can run, even with warnings; 1 if something would stop it; 2 for invalid usage.
 
     Examples:
 
@@ -51,9 +52,9 @@ def doctor(
     Parameters
     ----------
     shards
-        Data folder whose disk to measure; it is only read. The current folder when left out, with a temporary file.
+        Data folder whose disk to measure; it is only read. Default: the current folder, with a temporary file.
     device
-        Device that training is to run on, as in a training command.
+        Device that training is to run on.
     as_json
         Print one JSON object.
     """
@@ -63,44 +64,8 @@ def doctor(
 
 
 @app.command
-def export(
-    run: Path,
-    *,
-    form: Annotated[str, Parameter(name="--format")],
-    out: Path,
-    frame_embedding: Literal["mean", "zero"] = "mean",
-    checkpoint: Path | None = None,
-) -> None:
-    """Export a run's weights as a folder for open_clip, transformers or VideoMAE, which --init.weights reads too.
-
-    Example:
-
-        train export runs/first --format open_clip --out exported
-
-    Parameters
-    ----------
-    run
-        Folder that train dual-encoder, train mae, train classify with a videomae tower, or train caption with a
-        TimeSformer tower made.
-    form
-        open_clip: for create_model('local-dir:OUT'); hf: for from_pretrained('OUT') of CLIPModel,
-        VideoMAEForPreTraining, VideoMAEForVideoClassification or, of captioners, VisionEncoderDecoderModel;
-        videomae: a checkpoint as VideoMAE's own.
-    out
-        Folder to make.
-    frame_embedding
-        What a picture of a dual encoder gets for a temporal embedding: the mean of all frames', or none.
-    checkpoint
-        Checkpoint of the run; its latest when left out.
-    """
-    from train.commands.export import export_run
-
-    export_run(run, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, say=print)
-
-
-@app.command
 def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")], /, *, out: Path) -> None:
-    """Writes one page about several runs: their numbers, a few of their pictures, links to their pages.
+    """Write a web page that compares several runs: metrics, sample images, links to their results pages.
 
     Example:
 
@@ -109,9 +74,9 @@ def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negati
     Parameters
     ----------
     runs
-        Folders that training commands made.
+        Run folders.
     out
-        Page to write.
+        HTML file to write.
     """
     from train.report.overview import write_overview
 

@@ -6,17 +6,18 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from train.config.fields import FIRST_RUN, WHERE
+from train.config import groups
+from train.config.groups import FIRST_RUN
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def bench(
     settings: DualEncoderSettings = DualEncoderSettings(),  # noqa: B008 - frozen
     *,
-    preset: Annotated[str | None, WHERE, FIRST_RUN] = None,
-    config: Annotated[list[Path] | None, WHERE, FIRST_RUN, Parameter(negative="")] = None,
-    seconds: Annotated[float, WHERE, FIRST_RUN] = 3.0,
-    as_json: Annotated[bool, WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
+    preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
+    config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
+    seconds: Annotated[float, groups.WHERE, FIRST_RUN] = 3.0,
+    as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Profile the input pipeline and training step of a dual encoder, and report the bottleneck.
 

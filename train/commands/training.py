@@ -7,7 +7,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from train.commands.arguments import docstring
-from train.config.fields import FIRST_RUN, WHERE
+from train.config import groups
+from train.config.groups import FIRST_RUN
 from train.registry import task_named, task_names
 from train.run.folder import Resume
 
@@ -21,10 +22,13 @@ def training_command(name: str) -> Callable[..., None]:
     def command(
         settings: kind = default,  # type: ignore[valid-type]
         *,
-        preset: Annotated[str | None, WHERE, FIRST_RUN] = None,
-        config: Annotated[list[Path] | None, WHERE, FIRST_RUN, Parameter(negative="")] = None,
+        preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
+        config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
         resume: Annotated[
-            Resume, WHERE, FIRST_RUN, Parameter(negative="", metavar="[auto]", show_choices=False, show_default=False)
+            Resume,
+            groups.WHERE,
+            FIRST_RUN,
+            Parameter(negative="", metavar="[auto]", show_choices=False, show_default=False),
         ] = False,
     ) -> None:
         from train.commands.launch import launch

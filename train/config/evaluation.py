@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from manifests.errors import UserError
-from train.config.fields import FIRST_RUN, Checked, GoesWith, Range
+from train.config.fields import Checked, GoesWith, Range
+from train.config.groups import FIRST_RUN
 
 EVERY = GoesWith("every", use="STEPS")
 

@@ -1,8 +1,8 @@
 """What a field of the settings says of itself beside its type and its meaning, and the one pass that checks them all.
 
-    batch: Annotated[int, TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
-    \"\"\"Batch size: samples per step, over all processes.\"\"\"
-    stride: Annotated[int, CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
+    batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
+    \"\"\"Batch size, over all processes.\"\"\"
+    stride: Annotated[int, groups.CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
 
 A class of settings is a frozen dataclass with `Checked` as its base. Rules about several fields are in its generator
 `rules`. Constructing invalid settings raises a UserError with all mistakes. The command line builds groups before the
@@ -14,45 +14,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
-
-from cyclopts import Group, Parameter
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from manifests.errors import UserError, UserErrors
 
 FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
 _checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", default=False)
-
-
-class FirstRun:
-    """Marks a flag that a first run needs: `--help` shows those, `--help-all` every one."""
-
-
-FIRST_RUN = FirstRun()
-
-
-def help_group(title: str, position: int) -> Parameter:
-    """A group of flags in the help; those with a lower position come first."""
-    return Parameter(group=Group(title, sort_key=position))
-
-
-WHERE = help_group("Where", 1)
-TRAINING = help_group("Training", 2)
-CLIPS = help_group("Clips", 3)
-MODEL = help_group("Model", 4)
-TOWERS = help_group("Towers", 5)
-EVALUATION = help_group("Evaluation", 10)
-CAPTIONS = help_group("Captions", 11)
-OPTIMIZER = help_group("Optimizer", 12)
-AUGMENTATION = help_group("Augmentation", 13)
-CHECKPOINTS = help_group("Checkpoints", 14)
-PARALLEL = help_group("Parallelism", 15)
-TRACKING = help_group("Tracking", 16)
-MACHINE = help_group("Machine", 17)
-HIDDEN = Parameter(show=False)
-SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # values of one flag, one after another
 
 
 @dataclass(frozen=True)
@@ -71,37 +40,23 @@ class Range:
     below: float = math.inf
     hint: str = ""
 
-    def holds(self, value: object) -> bool:
-        """Whether `value` is in the range."""
-        if isinstance(value, tuple):
-            return all(map(self.holds, value))
-        return value is None or (
-            isinstance(value, int | float) and self.least <= value <= self.most and self.above < value < self.below
-        )
-
-    @property
-    def least_of_all(self) -> float:
-        """The lower bound, whether it belongs to the range or not."""
-        return max(self.least, self.above)
-
-    @property
-    def most_of_all(self) -> float:
-        """The upper bound, whether it belongs to the range or not."""
-        return min(self.most, self.below)
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is in the range; NaN and infinity never are."""
+        if value is None or isinstance(value, tuple):
+            return all(map(self.holds, value or ()))
+        return bool(self.least <= value <= self.most and self.above < value < self.below)
 
     def __str__(self) -> str:
         """The range in words: `from 1 to 1,024`."""
-        words = []
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"from {_number(self.least)} to {_number(self.most)}"
-        if math.isfinite(self.least):
-            words.append(f"{_number(self.least)} or more")
-        if math.isfinite(self.above):
-            words.append(f"more than {_number(self.above)}")
-        if math.isfinite(self.most):
-            words.append(f"at most {_number(self.most)}")
-        if math.isfinite(self.below):
-            words.append(f"less than {_number(self.below)}")
+        bounds = {
+            "{} or more": self.least,
+            "more than {}": self.above,
+            "at most {}": self.most,
+            "less than {}": self.below,
+        }
+        words = [text.format(_number(bound)) for text, bound in bounds.items() if math.isfinite(bound)]
         return " and ".join(words) or "a finite number"
 
 
@@ -128,14 +83,6 @@ class GoesWith:
         return value in self.values if self.values else bool(value)
 
 
-class CheckedField(NamedTuple):
-    """One field: what its annotation says."""
-
-    default: Any
-    range: Range | None
-    goes_with: GoesWith | None
-
-
 class Checked:
     """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several."""
 
@@ -150,11 +97,7 @@ class Checked:
         return iter(())
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """Yields the flags that were typed and have no effect, beside those that `GoesWith` finds.
-
-        Args:
-            typed: flags of the command line with their values.
-        """
+        """Yields the flags that were typed and have no effect, besides those that `GoesWith` finds."""
         return iter(())
 
     @classmethod
@@ -163,24 +106,21 @@ class Checked:
         return "--" + f"{cls.prefix}.{name}".lstrip(".").replace("_", "-")
 
 
+class _Said(NamedTuple):
+    default: Any
+    range: Range | None
+    goes_with: GoesWith | None
+
+
 @cache
-def checked_fields(kind: type[Any]) -> dict[str, CheckedField]:
-    """The fields of a class of settings by name."""
-    annotations = get_type_hints(kind, include_extras=True)
-    found = {}
+def _said_of(kind: Any) -> dict[str, _Said]:
+    """What the fields of a class of settings say, by name; of an annotation within another, the outer one counts."""
+    hints, found = get_type_hints(kind, include_extras=True), {}
     for field in fields(kind):
-        said = get_args(annotations[field.name])[1:] if get_origin(annotations[field.name]) is Annotated else ()
-        found[field.name] = CheckedField(
-            default=_default(field),
-            # Of an annotation within an annotation, the outer one comes last.
-            range=next((one for one in reversed(said) if isinstance(one, Range)), None),
-            goes_with=next((one for one in reversed(said) if isinstance(one, GoesWith)), None),
-        )
+        said = {type(one): one for one in getattr(hints[field.name], "__metadata__", ())}
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        found[field.name] = _Said(default, said.get(Range), said.get(GoesWith))
     return found
-
-
-def _fields_of(settings: Checked) -> dict[str, CheckedField]:
-    return checked_fields(type(settings))  # type: ignore[arg-type] # mypy looks for the hash of the instance
 
 
 def mistakes(settings: Checked) -> list[UserError]:
@@ -192,22 +132,20 @@ def _examined(settings: Checked) -> tuple[list[UserError], Any]:
     """The mistakes, and the settings with defaults in place of values out of range, which rules need not expect."""
     found: list[UserError] = []
     sound: dict[str, object] = {}
-    for name, field in _fields_of(settings).items():
+    for name, said in _said_of(type(settings)).items():
         value = getattr(settings, name)
         if isinstance(value, Checked):
-            inner, sound_value = _examined(value)
+            inner, sound[name] = _examined(value)
             found += inner
-            if sound_value is not value:
-                sound[name] = sound_value
-        elif field.range is not None and not field.range.holds(value):
-            hint = field.range.hint or f"it must be {field.range}"
+        elif said.range is not None and not said.range.holds(value):
+            hint = said.range.hint or f"it must be {said.range}"
             found.append(UserError(f"{settings.flag(name)} is {value}", hint=hint))
-            sound[name] = field.default
-    with deferred_checks():
-        checked = replace(settings, **sound) if sound else settings  # type: ignore[type-var]
+            sound[name] = said.default
+    if found:
+        with deferred_checks():
+            settings = replace(settings, **sound)  # type: ignore[type-var]
     named = {flag for one in found for flag in FLAG.findall(str(one))}
-    found += [one for one in checked.rules() if named.isdisjoint(FLAG.findall(str(one)))]
-    return found, checked
+    return found + [one for one in settings.rules() if named.isdisjoint(FLAG.findall(str(one)))], settings
 
 
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
@@ -215,18 +153,21 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
 
     Those of files are let pass: a preset or the settings of a run may well say more than what the flags beside them
     leave in effect. So are flags that say the default.
+
+    Args:
+        typed: flags of the command line with their values.
     """
-    for name, field in _fields_of(settings).items():
-        value, goes_with = getattr(settings, name), field.goes_with
+    for name, said in _said_of(type(settings)).items():
+        value, flag, goes_with = getattr(settings, name), settings.flag(name), said.goes_with
         if isinstance(value, Checked):
             yield from flags_without_effect(value, typed)
-        if goes_with is None or settings.flag(name) not in typed or value == field.default:
+        if goes_with is None or flag not in typed or value == said.default:
             continue
         other, beside = settings.flag(goes_with.name), getattr(settings, goes_with.name)
         if not goes_with.holds(beside):
             use = goes_with.use or " or ".join(map(str, goes_with.values))
             yield UserError(
-                f"{settings.flag(name)} is {typed[settings.flag(name)]}, which has no effect: {other} is {beside}",
+                f"{flag} is {typed[flag]}, which has no effect: {other} is {beside}",
                 hint=f"leave it out, or use {other} {use}",
             )
     yield from settings.without_effect(typed)
@@ -234,7 +175,7 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Settings that are constructed meanwhile are not checked; whoever defers checks makes them."""
+    """Settings that are constructed meanwhile are not checked; whoever defers the checks makes them."""
     token = _checks_are_deferred.set(True)
     try:
         yield
@@ -251,16 +192,12 @@ def caught(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterat
 
 
 def refuse(found: Iterable[UserError]) -> None:
-    """Raises all mistakes at once, if there are any; the first one about each flag, where several begin with it."""
+    """Raises all mistakes at once, if there are any: of each flag that they begin with, the first one."""
     by_flag: dict[str, UserError] = {}
     for one in found:
         by_flag.setdefault(next(iter(FLAG.findall(str(one))), str(one)), one)
     if by_flag:
         raise UserErrors(by_flag.values()) if len(by_flag) > 1 else next(iter(by_flag.values()))
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _number(value: float) -> str:

@@ -8,28 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.data import Augment
 from train.config.evaluation import EvaluationSettings
-from train.config.fields import (
-    AUGMENTATION,
-    CHECKPOINTS,
-    CLIPS,
-    EVALUATION,
-    FIRST_RUN,
-    MACHINE,
-    MODEL,
-    OPTIMIZER,
-    PARALLEL,
-    SEVERAL,
-    TOWERS,
-    TRACKING,
-    TRAINING,
-    WHERE,
-    Checked,
-    GoesWith,
-    Range,
-    caught,
-)
+from train.config.fields import Checked, GoesWith, Range, caught
+from train.config.groups import FIRST_RUN
 from train.config.machine import ParallelSettings, TrackSettings
 from train.config.model import Init, Kind, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
@@ -37,6 +20,12 @@ from train.config.optim import OptimizerSettings
 # What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
 STEPS = Range(1, 10**10)
 COUNT = Range(1, 10**6)
+# Fields of which tasks have defaults of their own; their meaning is inherited.
+LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
+WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
+NumFrames = Annotated[int, groups.CLIPS, FIRST_RUN, Range(1, 1024)]
+Sampling = Annotated[Literal["uniform", "stride", "lavila"], groups.CLIPS, FIRST_RUN]
+Crop = Annotated[Literal["random", "multi-scale", "centre"], groups.CLIPS]
 
 
 @Parameter(name="*")
@@ -49,68 +38,68 @@ class TrainingSettings(Checked):
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Settings of the task that may differ when a run is resumed, besides FREE_ON_RESUME."""
 
-    shards: Annotated[str, WHERE, FIRST_RUN] = "data"
+    shards: Annotated[str, groups.WHERE, FIRST_RUN] = "data"
     """Data folder made by prep. A path, an address (s3://bucket/data), or tar files: 'DIR/{000000..000099}.tar'."""
-    cache: Annotated[Path | None, WHERE] = None
+    cache: Annotated[Path | None, groups.WHERE] = None
     """Folder for local copies of remote --shards. Default: the user's cache folder."""
-    out: Annotated[Path, WHERE, FIRST_RUN] = Path("run")
+    out: Annotated[Path, groups.WHERE, FIRST_RUN] = Path("run")
     """Run folder. It holds settings, metrics, checkpoints and the results page."""
-    split: Annotated[str, WHERE, FIRST_RUN] = "train"
+    split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
 
-    steps: Annotated[int, TRAINING, FIRST_RUN, STEPS] = 10_000
+    steps: Annotated[int, groups.TRAINING, FIRST_RUN, STEPS] = 10_000
     """Number of optimizer steps."""
-    batch: Annotated[int, TRAINING, FIRST_RUN, COUNT] = 64
+    batch: Annotated[int, groups.TRAINING, FIRST_RUN, COUNT] = 64
     """Batch size, over all processes."""
-    lr: Annotated[float, TRAINING, FIRST_RUN, Range(1e-12, 1e3)] = 3e-4
+    lr: LearningRate = 3e-4
     """Peak learning rate. It is reached after warmup; --optimizer.schedule takes over from there."""
-    warmup_steps: Annotated[int, TRAINING, FIRST_RUN, Range(0, 10**10)] = 500
+    warmup_steps: Annotated[int, groups.TRAINING, FIRST_RUN, Range(0, 10**10)] = 500
     """Number of linear warmup steps."""
-    weight_decay: Annotated[float, TRAINING, FIRST_RUN, Range(0, 1e3)] = 0.1
+    weight_decay: WeightDecay = 0.1
     """Weight decay. Gains, biases and embeddings are not decayed."""
-    max_grad_norm: Annotated[float, TRAINING, Range(1e-12, 1e12)] = 1.0
+    max_grad_norm: Annotated[float, groups.TRAINING, Range(1e-12, 1e12)] = 1.0
     """Maximum gradient norm (gradient clipping)."""
-    seed: Annotated[int, TRAINING, FIRST_RUN, Range(0, 2**63 - 1)] = 0
+    seed: Annotated[int, groups.TRAINING, FIRST_RUN, Range(0, 2**63 - 1)] = 0
     """Random seed for weight initialisation, sample order and augmentation."""
-    optimizer: Annotated[OptimizerSettings, OPTIMIZER] = field(default_factory=OptimizerSettings)
+    optimizer: Annotated[OptimizerSettings, groups.OPTIMIZER] = field(default_factory=OptimizerSettings)
     """Optimizer, schedule and weight averaging."""
-    microbatch: Annotated[int | None, TRAINING, FIRST_RUN, Range(least=1)] = None
+    microbatch: Annotated[int | None, groups.TRAINING, FIRST_RUN, Range(least=1)] = None
     """Samples per forward pass of a process. A smaller number saves memory; gradients are those of the whole batch.
     Default: the process's share of the batch."""
 
-    checkpoint_every: Annotated[int, CHECKPOINTS, STEPS] = 500
+    checkpoint_every: Annotated[int, groups.CHECKPOINTS, STEPS] = 500
     """Number of steps between checkpoints. The last step always writes one."""
-    keep_checkpoints: Annotated[int, CHECKPOINTS, COUNT] = 3
+    keep_checkpoints: Annotated[int, groups.CHECKPOINTS, COUNT] = 3
     """Number of most recent checkpoints to keep."""
-    best: Annotated[str | None, CHECKPOINTS] = None
+    best: Annotated[str | None, groups.CHECKPOINTS] = None
     """Metric of the evaluation whose best checkpoint is also kept. The best is the highest, except for losses and
     ranks."""
-    parallel: Annotated[ParallelSettings, PARALLEL] = field(default_factory=ParallelSettings)
+    parallel: Annotated[ParallelSettings, groups.PARALLEL] = field(default_factory=ParallelSettings)
     """Distribution over processes."""
 
-    track: Annotated[TrackSettings, TRACKING] = field(default_factory=TrackSettings)
+    track: Annotated[TrackSettings, groups.TRACKING] = field(default_factory=TrackSettings)
     """Experiment tracking."""
 
-    evaluate: Annotated[EvaluationSettings, EVALUATION] = field(default_factory=EvaluationSettings)
+    evaluate: Annotated[EvaluationSettings, groups.EVALUATION] = field(default_factory=EvaluationSettings)
     """Evaluation during training."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], MACHINE, FIRST_RUN] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], groups.MACHINE, FIRST_RUN] = "auto"
     """Device to train on."""
-    precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], MACHINE, FIRST_RUN] = "auto"
+    precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
     """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
-    attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], MACHINE] = "auto"
+    attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], groups.MACHINE] = "auto"
     """Attention backend. auto: the fastest, as measured at the start on a GPU; flash, cudnn: PyTorch's kernel of that
     name, where it supports the shape; naive: materialises all scores, for comparison."""
-    compile: Annotated[bool, MACHINE] = False
+    compile: Annotated[bool, groups.MACHINE] = False
     """Compile each block with torch.compile: slower start, faster steps."""
-    workers: Annotated[int, MACHINE, FIRST_RUN, Range(1, 1024)] = 4
+    workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4
     """Number of decoding threads."""
-    decode: Annotated[Literal["packets", "filter", "plain"], MACHINE] = "packets"
+    decode: Annotated[Literal["packets", "filter", "plain"], groups.MACHINE] = "packets"
     """Decoding path. packets: only the packets that the frames need, by the packet table; plain, filter: through the
     container, for comparison."""
-    batches_ahead: Annotated[int, MACHINE, Range(1, 1000)] = 2
+    batches_ahead: Annotated[int, groups.MACHINE, Range(1, 1000)] = 2
     """Number of batches to prefetch."""
-    max_failures: Annotated[int, MACHINE, Range(0, 10**12)] = 100
+    max_failures: Annotated[int, groups.MACHINE, Range(0, 10**12)] = 100
     """Number of failed samples that a run tolerates before it stops."""
 
     def rules(self) -> Iterator[UserError]:
@@ -131,28 +120,28 @@ class ClipSettings(TrainingSettings):
     only_kind: ClassVar[Kind | None] = None
     """The kind of tower that the task has, where it has but one."""
 
-    num_frames: Annotated[int, CLIPS, FIRST_RUN, Range(1, 1024)] = 4
+    num_frames: NumFrames = 4
     """Number of frames per clip."""
-    sampling: Annotated[Literal["uniform", "stride", "lavila"], CLIPS, FIRST_RUN] = "uniform"
+    sampling: Sampling = "uniform"
     """Frame sampling. uniform: one frame from each of equal segments; stride: every --stride-th frame; lavila: LaViLa's
     rule."""
-    stride: Annotated[int, CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
+    stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
     """Step of --sampling stride, in frames. It is reduced for clips that are too short."""
-    size_px: Annotated[int, CLIPS, FIRST_RUN, Range(2, 4096)] = 224
+    size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
     """Frame size in pixels. Frames are resized to squares; latents have their own size."""
-    crop: Annotated[Literal["random", "multi-scale", "centre"], CLIPS] = "random"
+    crop: Crop = "random"
     """Crop in training. random: torchvision's RandomResizedCrop; multi-scale: VideoMAE's; centre: the centre square."""
-    min_crop_area: Annotated[float, CLIPS, Range(above=0, most=1), GoesWith("crop", ("random",))] = 0.5
+    min_crop_area: Annotated[float, groups.CLIPS, Range(above=0, most=1), GoesWith("crop", ("random",))] = 0.5
     """Minimum area of a random crop, as a share of the frame's."""
-    samples_per_chunk: Annotated[int, CLIPS, COUNT] = 1
+    samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of consecutive samples drawn from the same chunk, so that it is decoded only once."""
-    augment: Annotated[Augment, AUGMENTATION] = field(default_factory=Augment)
+    augment: Annotated[Augment, groups.AUGMENTATION] = field(default_factory=Augment)
     """Augmentation in training."""
-    model: Annotated[ModelName, MODEL, FIRST_RUN] = "b16"
+    model: Annotated[ModelName, groups.MODEL, FIRST_RUN] = "b16"
     """Model size."""
-    towers: Annotated[Towers, TOWERS] = field(default_factory=Towers)
+    towers: Annotated[Towers, groups.TOWERS] = field(default_factory=Towers)
     """Architecture of the towers beyond their size."""
-    init: Annotated[Init, MODEL, SEVERAL] = field(default_factory=Init)
+    init: Annotated[Init, groups.MODEL, groups.SEVERAL] = field(default_factory=Init)
     """Weights to start from."""
 
     def rules(self) -> Iterator[UserError]:

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config.fields import FIRST_RUN, Checked, caught
+from train.config.fields import Checked, caught
+from train.config.groups import FIRST_RUN
 
 Kind = Literal[
     "infonce",

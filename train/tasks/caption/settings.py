@@ -9,24 +9,13 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
+from train.config import groups
 from train.config.data import CaptionSettings
 from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import (
-    CAPTIONS,
-    CLIPS,
-    EVALUATION,
-    FIRST_RUN,
-    SEVERAL,
-    SHARE,
-    TOWERS,
-    TRAINING,
-    Checked,
-    Range,
-    caught,
-    help_group,
-)
+from train.config.fields import SHARE, Checked, Range, caught
+from train.config.groups import FIRST_RUN, help_group
 from train.config.model import PATCH_PX, SIZE, Towers
-from train.config.training import ClipSettings, check_best
+from train.config.training import ClipSettings, NumFrames, check_best
 
 Method = Literal["greedy", "sample", "beam"]
 
@@ -226,24 +215,21 @@ class CaptionerSettings(ClipSettings):
     command = "caption"
     free_on_resume = frozenset({"decoding"})
 
-    num_frames: Annotated[int, CLIPS, FIRST_RUN, Range(1, 1024)] = 8
-    """Number of frames per clip."""
-    towers: Annotated[CaptionTowers, TOWERS] = field(default_factory=CaptionTowers)
-    """Architecture of the encoder beyond its size."""
+    num_frames: NumFrames = 8
+    towers: Annotated[CaptionTowers, groups.TOWERS] = field(default_factory=CaptionTowers)
     decoder: Annotated[DecoderSettings, DECODER] = field(default_factory=DecoderSettings)
     """Decoder and tokenizer."""
-    captions: Annotated[CaptionSettings, CAPTIONS] = field(default_factory=CaptionSettings)
+    captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Captions to train on, and their sampling weights."""
-    captions_per_visit: Annotated[int, CAPTIONS, Range(1, 1000)] = 1
+    captions_per_visit: Annotated[int, groups.CAPTIONS, Range(1, 1000)] = 1
     """Number of captions of a clip to train on per sample, drawn without replacement; all if it has fewer."""
-    label_smoothing: Annotated[float, TRAINING, SHARE] = 0.0
+    label_smoothing: Annotated[float, groups.TRAINING, SHARE] = 0.0
     """Label smoothing. Share of the target that is spread over the vocabulary."""
-    freeze: Annotated[tuple[Frozen, ...], TRAINING, FIRST_RUN, SEVERAL] = ()
+    freeze: Annotated[tuple[Frozen, ...], groups.TRAINING, FIRST_RUN, groups.SEVERAL] = ()
     """Parts to freeze."""
     decoding: Annotated[DecodingSettings, DECODING] = field(default_factory=DecodingSettings)
     """Decoding during training, and the default afterwards."""
-    evaluate: Annotated[CaptionEvaluation, EVALUATION] = field(default_factory=CaptionEvaluation)
-    """Evaluation during training."""
+    evaluate: Annotated[CaptionEvaluation, groups.EVALUATION] = field(default_factory=CaptionEvaluation)
 
     def rules(self) -> Iterator[UserError]:
         """Captions are the clip's own, patches fill a frame, and something is trained."""

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.data import Augment
 from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import CLIPS, EVALUATION, FIRST_RUN, SHARE, Range, caught, help_group
+from train.config.fields import SHARE, Range, caught
+from train.config.groups import FIRST_RUN, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings
 
@@ -24,7 +26,6 @@ class ClassEvaluation(EvaluationSettings):
 
     # The split is read in any case: for its classes.
     split: str = "val"
-    """Split to evaluate on."""
     clips: Annotated[int, VIEWS, EVERY] = 1
     """Number of temporal views per clip. Probabilities are averaged over all views."""
     crops: Annotated[int, VIEWS, EVERY] = 1
@@ -38,11 +39,11 @@ class ClassifySettings(ClipSettings):
 
     command = "classify"
 
-    input: Annotated[Literal["pixels", "latents"], CLIPS, FIRST_RUN] = "pixels"
+    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips of captions; latents: segments of the column made by prep latents."""
-    segment: Annotated[str, CLIPS] = "5s"
+    segment: Annotated[str, groups.CLIPS] = "5s"
     """Length of a segment of latents. Its label is that of the caption which covers most of it."""
-    repeats: Annotated[int, CLIPS, Range(1, 1000)] = 1
+    repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
     """Label to classify. A label of the captions: class (Kinetics), action (EPIC-KITCHENS: verb, noun), or another."""
@@ -54,8 +55,7 @@ class ClassifySettings(ClipSettings):
     """Mixup alpha; 0: no mixup. Of the Beta distribution. With --cutmix, one of the two is drawn for each batch."""
     cutmix: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
     """CutMix alpha; 0: no CutMix. Of the Beta distribution."""
-    evaluate: Annotated[ClassEvaluation, EVALUATION] = field(default_factory=ClassEvaluation)
-    """Evaluation during training."""
+    evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
     def rules(self) -> Iterator[UserError]:
         """The input suits the tower, and what is done to clips suits the input."""

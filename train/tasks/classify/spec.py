@@ -84,7 +84,7 @@ CLASSIFICATION = EvaluationSpec(
 TASK = TaskSpec(
     name="classify",
     help="Fine-tune a video tower for clip classification.",
-    example="train classify --shards data --init.weights runs/first --label class --out runs/classes",
+    example="train classify --shards data --init.weights runs/first --out runs/classes",
     settings=ClassifySettings,
     make=_make,
     effective=_effective,
@@ -92,7 +92,7 @@ TASK = TaskSpec(
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",
-        "videomae": "a checkpoint as VideoMAE's own",
+        "videomae": "VideoMAE's code, as a checkpoint",
     },
     export=_export,
     features=Features(

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.data import CaptionSettings
 from train.config.evaluation import NUMBERS, DualEncoderEvaluation
-from train.config.fields import CAPTIONS, CLIPS, EVALUATION, FIRST_RUN, MODEL, caught, help_group
+from train.config.fields import caught
+from train.config.groups import FIRST_RUN, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings, check_best
 from train.losses.settings import Loss
@@ -25,19 +27,18 @@ class DualEncoderSettings(ClipSettings):
     command = "dual-encoder"
     only_kind = "clip"
 
-    input: Annotated[Literal["pixels", "latents"], CLIPS, FIRST_RUN] = "pixels"
+    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the video tower. pixels: decoded clips of captions; latents: segments of the column made by prep
     latents."""
-    text_tower: Annotated[Literal["trained", "frozen"], MODEL, FIRST_RUN] = "trained"
+    text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
     """Text tower. frozen: the embeddings made by prep text take its place."""
-    segment: Annotated[str, CLIPS] = "5s"
+    segment: Annotated[str, groups.CLIPS] = "5s"
     """Length of a segment of latents."""
-    captions: Annotated[CaptionSettings, CAPTIONS] = field(default_factory=CaptionSettings)
+    captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Which caption of a clip a sample shows."""
     loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
     """Contrastive loss."""
-    evaluate: Annotated[DualEncoderEvaluation, EVALUATION] = field(default_factory=DualEncoderEvaluation)
-    """Evaluation during training."""
+    evaluate: Annotated[DualEncoderEvaluation, groups.EVALUATION] = field(default_factory=DualEncoderEvaluation)
 
     def rules(self) -> Iterator[UserError]:
         """There are negatives, and what is chosen suits the input and the text tower."""

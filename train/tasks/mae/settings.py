@@ -8,24 +8,13 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.evaluation import ProbeEvaluation, number_names
-from train.config.fields import (
-    CLIPS,
-    EVALUATION,
-    FIRST_RUN,
-    HIDDEN,
-    OPTIMIZER,
-    SEVERAL,
-    TOWERS,
-    TRAINING,
-    GoesWith,
-    Range,
-    caught,
-    help_group,
-)
+from train.config.fields import GoesWith, Range, caught
+from train.config.groups import FIRST_RUN, help_group
 from train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from train.config.optim import OptimizerSettings
-from train.config.training import COUNT, ClipSettings, check_best
+from train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay, check_best
 
 DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]
@@ -61,11 +50,11 @@ class MaeOptimizer(OptimizerSettings):
 class MaeTowers(Towers):
     """An encoder of the kind videomae. The help leaves out what it does not have; runs have it in their settings."""
 
-    kind: Annotated[Kind | None, HIDDEN] = "videomae"
-    temporal: Annotated[Literal["zero", "random"], HIDDEN] = "zero"
-    embedding_width: Annotated[int | None, HIDDEN] = None
-    packed_text: Annotated[bool, HIDDEN] = True
-    patch_dropout: Annotated[float, HIDDEN] = 0.0
+    kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
+    temporal: Annotated[Literal["zero", "random"], groups.HIDDEN] = "zero"
+    embedding_width: Annotated[int | None, groups.HIDDEN] = None
+    packed_text: Annotated[bool, groups.HIDDEN] = True
+    patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
     def rules(self) -> Iterator[UserError]:
         """What the help leaves out is as it is."""
@@ -87,30 +76,23 @@ class MaeSettings(ClipSettings):
     command = "mae"
     only_kind = "videomae"
 
-    input: Annotated[Literal["pixels", "latents"], CLIPS, FIRST_RUN] = "pixels"
+    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the encoder. pixels: decoded chunks; latents: segments of the column made by prep latents."""
-    segment: Annotated[str, CLIPS] = "5s"
+    segment: Annotated[str, groups.CLIPS] = "5s"
     """Length of a segment of latents, of which --num-frames consecutive frames are shown."""
-    num_frames: Annotated[int, CLIPS, FIRST_RUN, Range(1, 1024)] = 16
-    """Number of frames per clip."""
-    sampling: Annotated[Literal["uniform", "stride", "lavila"], CLIPS, FIRST_RUN] = "stride"
-    """Frame sampling. stride: every --stride-th frame; uniform: one frame from each of equal segments; lavila: LaViLa's
-    rule."""
-    crop: Annotated[Literal["random", "multi-scale", "centre"], CLIPS] = "multi-scale"
-    """Crop in training. multi-scale: VideoMAE's; random: torchvision's RandomResizedCrop; centre: the centre square."""
-    samples_per_chunk: Annotated[int, CLIPS, COUNT] = 1
+    num_frames: NumFrames = 16
+    sampling: Sampling = "stride"
+    crop: Crop = "multi-scale"
+    samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
     """Number of samples drawn from each chunk per epoch. They are consecutive, and the chunk is decoded once."""
-    repeat: Annotated[Repeat, CLIPS] = "clips"
+    repeat: Annotated[Repeat, groups.CLIPS] = "clips"
     """What differs between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
 
-    lr: Annotated[float, TRAINING, FIRST_RUN, Range(1e-12, 1e3)] = 1.5e-4
+    lr: LearningRate = 1.5e-4
     """Peak learning rate. It is for batches of --optimizer.lr-batch, and reached after warmup."""
-    weight_decay: Annotated[float, TRAINING, FIRST_RUN, Range(0, 1e3)] = 0.05
-    """Weight decay. Gains, biases and embeddings are not decayed."""
-    optimizer: Annotated[MaeOptimizer, OPTIMIZER] = field(default_factory=MaeOptimizer)
-    """Optimizer, schedule and weight averaging."""
-    towers: Annotated[MaeTowers, TOWERS] = field(default_factory=MaeTowers)
-    """Architecture of the encoder beyond its size."""
+    weight_decay: WeightDecay = 0.05
+    optimizer: Annotated[MaeOptimizer, groups.OPTIMIZER] = field(default_factory=MaeOptimizer)
+    towers: Annotated[MaeTowers, groups.TOWERS] = field(default_factory=MaeTowers)
 
     mask_ratio: Annotated[float, MASKS, FIRST_RUN, _RATIO] = 0.9
     """Share of patches to mask. Tube masking: the same positions in all frames, drawn per clip."""
@@ -120,8 +102,7 @@ class MaeSettings(ClipSettings):
     """Share of patches that --decoder-mask skips."""
     decoder_depth: Annotated[int, MASKS, FIRST_RUN, Range(1, 1000)] = 4
     """Number of decoder blocks."""
-    evaluate: Annotated[ProbeEvaluation, EVALUATION, SEVERAL] = field(default_factory=ProbeEvaluation)
-    """Probes of frozen features during training."""
+    evaluate: Annotated[ProbeEvaluation, groups.EVALUATION, groups.SEVERAL] = field(default_factory=ProbeEvaluation)
 
     def rules(self) -> Iterator[UserError]:
         """Something is masked and something is left, and what is chosen goes together."""
