@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
-from train.commands.arguments import name_files, parse
+from train.commands.arguments import SOURCES, name_files, parse
 from train.commands.help import help_text, wants_help
 from train.registry import COMMANDS, task_names
 
@@ -22,6 +22,7 @@ app = App(
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
+    config=SOURCES,
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.
 for _name in task_names():

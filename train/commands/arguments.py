@@ -31,7 +31,7 @@ def parse(app: "App", words: Sequence[str]) -> Callable[[], object]:
             if argument.tokens and argument.tokens[-1].source == "cli":
                 typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
 
-    app.config = (add_files, refuse_fractions, note_typed)
+    app.config = (*SOURCES, note_typed)
     with deferred_checks():
         command, bound, _ = app.parse_args(words)
     found: list[UserError] = []
@@ -76,6 +76,9 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
             fill(saved)
+
+
+SOURCES = (add_files, refuse_fractions)
 
 
 def name_files(error: UserError, words: Sequence[str]) -> None:

@@ -83,6 +83,10 @@ class GoesWith:
         return value in self.values if self.values else bool(value)
 
 
+class Needs(GoesWith):
+    """The setting of the same group without which this one is a mistake, wherever it was given."""
+
+
 class Checked:
     """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several."""
 
@@ -110,6 +114,7 @@ class _Said(NamedTuple):
     default: Any
     range: Range | None
     goes_with: GoesWith | None
+    needs: Needs | None
 
 
 @cache
@@ -119,7 +124,7 @@ def _said_of(kind: Any) -> dict[str, _Said]:
     for field in fields(kind):
         said = {type(one): one for one in getattr(hints[field.name], "__metadata__", ())}
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        found[field.name] = _Said(default, said.get(Range), said.get(GoesWith))
+        found[field.name] = _Said(default, said.get(Range), said.get(GoesWith), said.get(Needs))
     return found
 
 
@@ -141,11 +146,23 @@ def _examined(settings: Checked) -> tuple[list[UserError], Any]:
             hint = said.range.hint or f"it must be {said.range}"
             found.append(UserError(f"{settings.flag(name)} is {value}", hint=hint))
             sound[name] = said.default
+        elif said.needs is not None and value != said.default:
+            found += _unmet(settings, name, said.needs)
     if found:
         with deferred_checks():
             settings = replace(settings, **sound)  # type: ignore[type-var]
     named = {flag for one in found for flag in FLAG.findall(str(one))}
     return found + [one for one in settings.rules() if named.isdisjoint(FLAG.findall(str(one)))], settings
+
+
+def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
+    other, beside = settings.flag(needs.name), getattr(settings, needs.name)
+    if not needs.holds(beside):
+        use = " or ".join(map(str, needs.values))
+        yield UserError(
+            f"{settings.flag(name)} {getattr(settings, name)} does nothing with {other} {beside}",
+            hint=f"use {other} {use}, or leave it out",
+        )
 
 
 def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:

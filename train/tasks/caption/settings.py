@@ -12,7 +12,7 @@ from manifests.json_text import parse_json
 from train.config import groups
 from train.config.data import CaptionSettings
 from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import SHARE, Checked, Range, caught
+from train.config.fields import SHARE, Checked, Needs, Range, caught
 from train.config.groups import FIRST_RUN, help_group
 from train.config.model import PATCH_PX, SIZE, Towers
 from train.config.training import ClipSettings, NumFrames, check_best
@@ -20,11 +20,7 @@ from train.config.training import ClipSettings, NumFrames, check_best
 Method = Literal["greedy", "sample", "beam"]
 
 _TEMPERATURE, _NUM_BEAMS, _LENGTH_PENALTY, _MAX_TOKENS = 1.0, 4, 1.0, 30
-_OF_METHOD: dict[Method, tuple[str, ...]] = {
-    "greedy": (),
-    "sample": ("temperature", "top_k", "top_p"),
-    "beam": ("num_beams", "length_penalty", "early_stopping"),
-}
+_SAMPLE, _BEAM = Needs("method", ("sample",)), Needs("method", ("beam",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +34,18 @@ class DecodingSettings(Checked):
     temperature: Annotated[
         float | None,
         Range(above=0, hint="it must be a finite number more than 0; --decoding.method greedy is the limit"),
+        _SAMPLE,
     ] = None
     """sample: temperature. Default: 1."""
-    top_k: Annotated[int | None, Range(least=1)] = None
+    top_k: Annotated[int | None, Range(least=1), _SAMPLE] = None
     """sample: number of most likely tokens to sample from. Default: all."""
-    top_p: Annotated[float | None, Range(above=0, most=1)] = None
+    top_p: Annotated[float | None, Range(above=0, most=1), _SAMPLE] = None
     """sample: nucleus sampling, from the most likely tokens whose probabilities add up to this. Default: 1."""
-    num_beams: Annotated[int | None, Range(1, 1000)] = None
+    num_beams: Annotated[int | None, Range(1, 1000), _BEAM] = None
     """beam: number of beams. Default: 4."""
-    length_penalty: Annotated[float | None, Range()] = None
+    length_penalty: Annotated[float | None, Range(), _BEAM] = None
     """beam: exponent of the length by which log probabilities are divided; more favours longer captions. Default: 1."""
-    early_stopping: bool | None = None
+    early_stopping: Annotated[bool | None, _BEAM] = None
     """beam: stop at as many finished captions as beams. Otherwise, once no better ones can follow."""
     min_tokens: Annotated[int, Range(least=0)] = 0
     """Minimum number of tokens before a caption ends."""
@@ -58,14 +55,7 @@ class DecodingSettings(Checked):
     """sample: random seed, combined with the index of the clip."""
 
     def rules(self) -> Iterator[UserError]:
-        """The method has what is set, and a caption may have some length."""
-        for method, names in _OF_METHOD.items():
-            for name in names:
-                if method != self.method and getattr(self, name) is not None:
-                    yield UserError(
-                        f"{self.flag(name)} {getattr(self, name)} does nothing with --decoding.method {self.method}",
-                        hint=f"use --decoding.method {method}, or leave it out",
-                    )
+        """A caption may have some length."""
         # How long captions may be if nothing is said depends on the decoder: see `within`.
         if self.max_tokens is not None and self.min_tokens >= self.max_tokens:
             yield UserError(
