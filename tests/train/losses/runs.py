@@ -11,11 +11,11 @@ from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.contrastive import ContrastiveObjective
-from train.losses.settings import Convention, Kind, Loss
+from train.losses.settings import Convention, Loss
 
 Results = dict[str, torch.Tensor]
 # What a checkpoint must bring to another number of ranks: averages, and temperatures with their optimizer.
-SAVED: tuple[tuple[Kind, Convention], ...] = (("fastclip-v2", "paper"), ("fastclip-v3", "fast_clip"))
+SAVED: tuple[tuple[str, Convention], ...] = (("fastclip-v2", "paper"), ("fastclip-v3", "fast_clip"))
 
 
 def run_all(world: World) -> tuple[Results, dict[str, ContrastiveObjective]]:
