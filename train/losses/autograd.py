@@ -59,7 +59,21 @@ class AutogradObjective(ContrastiveObjective):
         own = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
         with torch.enable_grad(), exact_products(similarities.pair_b.device):
             video_bE, text_bE = (one.detach().requires_grad_() for one in (similarities.video_bE, similarities.text_bE))
-            loss = self.value(self._pairs(video_bE, text_bE, similarities, batch, step.world))
+            video_BE, text_BE = video_bE, text_bE
+            if step.world.size > 1:
+                both_b2E = torch.cat([video_bE, text_bE], dim=1)
+                both_B2E = _AllRanks.apply(both_b2E, similarities.both_B2E, step.world, similarities.own)
+                video_BE, text_BE = cast(torch.Tensor, both_B2E).split(video_bE.shape[1], dim=1)
+            pairs = Pairs(
+                video_bE=video_bE,
+                text_bE=text_bE,
+                video_BE=video_BE,
+                text_BE=text_BE,
+                target_b=torch.arange(similarities.own.start, similarities.own.stop, device=video_bE.device),
+                scale=video_bE.new_ones(()) if self.logit_scale is None else self.logit_scale.to(video_bE.dtype).exp(),
+                batch=batch,
+            )
+            loss = self.value(pairs)
             video_grad_bE, text_grad_bE, *own_grads = torch.autograd.grad(
                 loss, [video_bE, text_bE, *own.values()], allow_unused=True, materialize_grads=True
             )
@@ -68,26 +82,6 @@ class AutogradObjective(ContrastiveObjective):
             video_grad_bE=video_grad_bE,
             text_grad_bE=text_grad_bE,
             own_grads=dict(zip(own, own_grads, strict=True)),
-        )
-
-    def _pairs(
-        self, video_bE: torch.Tensor, text_bE: torch.Tensor, similarities: Similarities, batch: Batch, world: World
-    ) -> Pairs:
-        own = similarities.own
-        video_BE, text_BE = video_bE, text_bE
-        if world.size > 1:
-            both_b2E = torch.cat([video_bE, text_bE], dim=1)
-            both_B2E = cast(torch.Tensor, _AllRanks.apply(both_b2E, similarities.both_B2E, world, own))
-            video_BE, text_BE = both_B2E.split(video_bE.shape[1], dim=1)
-        scale = video_bE.new_ones(()) if self.logit_scale is None else self.logit_scale.to(video_bE.dtype).exp()
-        return Pairs(
-            video_bE=video_bE,
-            text_bE=text_bE,
-            video_BE=video_BE,
-            text_BE=text_BE,
-            target_b=torch.arange(own.start, own.stop, device=video_bE.device),
-            scale=scale,
-            batch=batch,
         )
 
 

@@ -72,7 +72,8 @@ class ContrastiveObjective(Objective):
         dataset, world: for losses with state per sample.
 
     Attributes:
-        logit_scale: log of 1 / temperature, as CLIP stores it; None in a loss without it.
+        logit_scale: log of 1 / temperature, as CLIP stores it. Each loss that takes `temperature` has it, except for
+            global losses with another parameter; None in others.
     """
 
     logit_scale: nn.Parameter | None
@@ -82,7 +83,7 @@ class ContrastiveObjective(Objective):
         self._inputs = inputs
         self._settings = settings
         self.register_parameter("logit_scale", None)
-        if "freeze_temperature" in settings.spec.settings:
+        if "temperature" in settings.spec.settings and not settings.spec.is_global:
             self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
@@ -90,7 +91,7 @@ class ContrastiveObjective(Objective):
         raise NotImplementedError
 
     def add_logit_scale(self, *, is_trained: bool) -> None:
-        """Add the parameter, at the temperature of the settings; a loss that takes `freeze_temperature` has it."""
+        """Add `logit_scale`, at the temperature of the settings."""
         start = torch.tensor(-math.log(self._settings.number("temperature")))
         self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
@@ -153,25 +154,29 @@ def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step,
     Args:
         gradients: returns those with respect to the embeddings [b, E] of this rank's clips and captions; called once.
     """
+
+    def embed(part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        with step.autocast():
+            video_RE, text_RE = model(*inputs(part))
+        return video_RE, text_RE
+
     parts = split(batch, step.microbatch)
     if len(parts) == 1:
         with step.synced(True), step.random(0):
-            embedded = _embed(model, inputs, batch, step)
+            embedded = embed(batch)
             _push(embedded, gradients(*(one.detach() for one in embedded)), step)
         return
     first = []
     with torch.no_grad():
         for number, part in enumerate(parts):
             with step.random(number):
-                first.append(_embed(model, inputs, part, step))
+                first.append(embed(part))
         video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
-        video_grad_bE, text_grad_bE = gradients(video_bE, text_bE)
-    begin = 0
-    for number, (part, (video_RE, _)) in enumerate(zip(parts, first, strict=True)):
-        rows = slice(begin, begin + len(video_RE))
-        begin = rows.stop
+        grads_bE = gradients(video_bE, text_bE)
+    grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)
+    for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
         with step.synced(number == len(parts) - 1), step.random(number):
-            _push(_embed(model, inputs, part, step), (video_grad_bE[rows], text_grad_bE[rows]), step)
+            _push(embed(part), grads, step)
 
 
 def split(batch: Batch, size: int | None) -> list[Batch]:
@@ -186,12 +191,6 @@ def _part(batch: Batch, rows: slice) -> Batch:
     # Strings apply to the whole batch; everything else has one entry per sample.
     part = {name: value if isinstance(value, str) else value[rows] for name, value in batch.items()}  # type: ignore[index]
     return part  # type: ignore[return-value]
-
-
-def _embed(model: nn.Module, inputs: Inputs, batch: Batch, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    with step.autocast():
-        video_bE, text_bE = model(*inputs(batch))
-    return video_bE, text_bE
 
 
 def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:

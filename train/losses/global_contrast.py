@@ -87,6 +87,7 @@ class GlobalContrast(ContrastiveObjective):
         self._is_code = settings.convention == "fast_clip"
         self._gamma_epochs = settings.gamma_epochs or max(1, round(dataset.num_epochs / 2))
         self._log_epsilon = math.log(settings.epsilon) if settings.epsilon else -math.inf
+        self.rho = settings.number("rho") if "rho" in settings.spec.settings else 0.0
         # The public code averages the losses of clips and captions, which halves the gradient of the paper's sum.
         self.side_weight = 0.5 if self._is_code else 1.0
         self._dataset = dataset
@@ -97,12 +98,8 @@ class GlobalContrast(ContrastiveObjective):
         """Temperature of each of B rows of a table."""
         raise NotImplementedError
 
-    def outer(self, temperature_B: torch.Tensor) -> torch.Tensor:
-        """Factor of the gradient of each log(epsilon + g)."""
-        raise NotImplementedError
-
-    def value(self, side: Side, log_inner_B: torch.Tensor) -> torch.Tensor:
-        """The published loss of each clip or caption."""
+    def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors of each log(epsilon + g) in the published loss and in its gradient."""
         raise NotImplementedError
 
     def further_values(
@@ -138,13 +135,14 @@ class GlobalContrast(ContrastiveObjective):
             values_b += [log_sum_b, *self.further_values(rows_bB, scale_b, log_sum_b)]
         pair_B, *gathered_B = similarities.gather(*values_b)
         num_each, num_terms = len(gathered_B) // 2, similarities.num_pairs * (similarities.num_pairs - 1)
-        estimates, values_B, exponents_3B = [], [], []
+        estimates, losses_B, exponents_3B = [], [], []
         for side, (log_sum_B, *further_B) in zip(sides, (gathered_B[:num_each], gathered_B[num_each:]), strict=True):
             estimate = self._estimate(side, pair_B, log_sum_B, further_B, gamma=gamma)
             side.table.write(side.ids_B, self.moved_state(side, estimate, step))
             estimates.append(estimate)
-            values_B.append(self.value(side, estimate.log_inner_B))
-            factor_B = self.side_weight * self.outer(side.temperature_B) / side.temperature_B
+            loss_factor_B, gradient_factor_B = self.factors(side.temperature_B)
+            losses_B.append(loss_factor_B * (estimate.log_inner_B + self.rho))
+            factor_B = self.side_weight * gradient_factor_B / side.temperature_B
             log_factor_B = (factor_B / num_terms).log() - pair_B / side.temperature_B - estimate.log_inner_B
             exponents_3B.append(torch.stack([1 / side.temperature_B, log_factor_B, log_sum_B]))
         video_grad_bE, text_grad_bE = exponential_gradients(
@@ -152,7 +150,7 @@ class GlobalContrast(ContrastiveObjective):
         )
         scale_gradient = similarities.scale_gradient(video_grad_bE)
         return Contrast(
-            loss=self.side_weight * (values_B[0] + values_B[1]).mean(),
+            loss=self.side_weight * (losses_B[0] + losses_B[1]).mean(),
             video_grad_bE=video_grad_bE,
             text_grad_bE=text_grad_bE,
             own_grads=self.parameter_gradients((estimates[0], estimates[1]), scale_gradient),
@@ -169,27 +167,17 @@ class GlobalContrast(ContrastiveObjective):
                 f"--loss.kind {self._settings.kind} needs clips that have ids, and these have none",
                 hint="use --loss.kind infonce with these data",
             )
-        num_clips, num_captions = self._dataset.num_clips, self._dataset.num_captions
-        clip_id_b, caption_id_b = batch["clip_id"], batch["caption_id"]
-        own_b2 = torch.stack(
-            [_checked(clip_id_b, "clip", num_clips), _checked(caption_id_b, "caption", num_captions)], dim=1
-        )
-        ids_B2 = step.world.gather(sent(own_b2, similarities.pair_b.device))
-        return (
-            self._side(self.clips, num_clips, ids_B2[:, 0], similarities.pair_b.dtype),
-            self._side(self.captions, num_captions, ids_B2[:, 1], similarities.pair_b.dtype),
-        )
-
-    def _side(self, table: ShardedRows, num_all: int, ids_B: torch.Tensor, dtype: torch.dtype) -> Side:
-        state_BC = table.read(ids_B).to(dtype)
-        return Side(
-            table=table,
-            num_all=num_all,
-            ids_B=ids_B,
-            group_B=groups(ids_B),
-            state_BC=state_BC,
-            temperature_B=self.temperatures(state_BC),
-        )
+        num_all = (self._dataset.num_clips, self._dataset.num_captions)
+        clip_id_b = _checked(batch["clip_id"], "clip", num_all[0])
+        caption_id_b = _checked(batch["caption_id"], "caption", num_all[1])
+        ids_B2 = step.world.gather(sent(torch.stack([clip_id_b, caption_id_b], dim=1), similarities.pair_b.device))
+        found = []
+        for side, table in enumerate((self.clips, self.captions)):
+            ids_B = ids_B2[:, side]
+            state_BC = table.read(ids_B).to(similarities.pair_b.dtype)
+            rows = {"ids_B": ids_B, "group_B": groups(ids_B), "state_BC": state_BC}
+            found.append(Side(table=table, num_all=num_all[side], temperature_B=self.temperatures(state_BC), **rows))
+        return found[0], found[1]
 
     def _estimate(
         self, side: Side, pair_B: torch.Tensor, log_sum_B: torch.Tensor, further_B: list[torch.Tensor], *, gamma: float

@@ -64,15 +64,11 @@ class OneTemperature(GlobalContrast):
         """One for all."""
         return (-self.log_scale()).exp().to(state_BC.dtype).expand(len(state_BC))
 
-    def outer(self, temperature_B: torch.Tensor) -> torch.Tensor:
+    def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The temperature; 1 in v0, and in the public code for all but v3 (its commands scale v3 alone)."""
         is_scaled = self._is_v3 or not (self._is_v0 or self._is_code)
-        return temperature_B if is_scaled else torch.ones_like(temperature_B)
-
-    def value(self, side: Side, log_inner_B: torch.Tensor) -> torch.Tensor:
-        """GCL, scaled as its gradient is, or RGCL-g."""
-        rho = self._settings.number("rho") if self._is_v3 else 0.0
-        return self.outer(side.temperature_B) * (log_inner_B + rho)
+        factor_B = temperature_B if is_scaled else torch.ones_like(temperature_B)
+        return factor_B, factor_B
 
     def parameter_gradients(
         self, estimates: tuple[Estimate, Estimate], scale_gradient: torch.Tensor
@@ -89,7 +85,7 @@ class OneTemperature(GlobalContrast):
         gradient = -scale_gradient / self.side_weight / temperature
         if self._is_v3:
             logs_B = [estimate.log_u_B if self._is_code else estimate.log_inner_B for estimate in estimates]
-            gradient = gradient + self.side_weight * ((logs_B[0] + logs_B[1]).mean() + 2 * self._settings.number("rho"))
+            gradient = gradient + self.side_weight * ((logs_B[0] + logs_B[1]).mean() + 2 * self.rho)
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
     def learning_rate(self, scheduled: float) -> Number:
@@ -147,13 +143,9 @@ class SampleTemperature(GlobalContrast):
         """Each its own."""
         return state_BC[:, _TEMPERATURE]
 
-    def outer(self, temperature_B: torch.Tensor) -> torch.Tensor:
-        """Each one's temperature (equations 6, 7); in the public code 1."""
-        return torch.ones_like(temperature_B) if self._is_code else temperature_B
-
-    def value(self, side: Side, log_inner_B: torch.Tensor) -> torch.Tensor:
-        """RGCL."""
-        return side.temperature_B * (log_inner_B + self._settings.number("rho"))
+    def factors(self, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each one's temperature (equations 6, 7); in the gradient of the public code 1."""
+        return temperature_B, torch.ones_like(temperature_B) if self._is_code else temperature_B
 
     def further_values(
         self, rows_bB: torch.Tensor, scale_b: torch.Tensor, log_sum_b: torch.Tensor
@@ -165,7 +157,7 @@ class SampleTemperature(GlobalContrast):
         """Averages, and temperatures after a step along equation 9, averaged over the occurrences of an id."""
         (mean_B,) = estimate.further_B
         inside_B = (estimate.log_g_B - estimate.log_inner_B).exp() * (mean_B - estimate.pair_B) / side.temperature_B
-        gradient_B = estimate.log_inner_B + self._settings.number("rho") - inside_B
+        gradient_B = estimate.log_inner_B + self.rho - inside_B
         gradient_B = gradient_B.clamp(-_MAX_GRADIENT, _MAX_GRADIENT) if self._is_code else gradient_B / side.num_all
         gradient_B = group_means(gradient_B, side.group_B)
         state_BC = side.state_BC.clone()

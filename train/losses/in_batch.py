@@ -110,12 +110,8 @@ class MaxMargin(ContrastiveObjective):
         """The loss and its gradients: W_ij is the number of margins that s_ij violates, 0, 1 or 2."""
         # The highest similarity of a negative that costs nothing.
         limit_b = similarities.pair_b - self._margins(batch, similarities.pair_b)
-        of_clips, of_captions = (
-            _violations(one_bB, limit_b) for one_bB in (similarities.clips_bB, similarities.captions_bB)
-        )
-        limit_B, excess_B, count_B = similarities.gather(
-            limit_b, *(a + b for a, b in zip(of_clips, of_captions, strict=True))
-        )
+        of_both_2b = _violations(similarities.clips_bB, limit_b) + _violations(similarities.captions_bB, limit_b)
+        limit_B, excess_B, count_B = similarities.gather(limit_b, *of_both_2b)
         num_terms = 2 * similarities.num_pairs * (similarities.num_pairs - 1)
 
         def weights(similarity_RB: torch.Tensor, row_1R: torch.Tensor, column_1B: torch.Tensor) -> torch.Tensor:
@@ -139,11 +135,10 @@ class MaxMargin(ContrastiveObjective):
         return margin_b * batch["relevancy"].to(like_b)
 
 
-def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum and number of the similarities of each row in excess of its limit, [b] each."""
-    excess, count = [], []
+def _violations(similarity_bB: torch.Tensor, limit_b: torch.Tensor) -> torch.Tensor:
+    """By how much the similarities of each row exceed its limit, summed, and how many do, [2, b]."""
+    parts = []
     for rows in blocks(similarity_bB):
         over_RB = (similarity_bB[rows] - limit_b[rows, None]).clamp_(min=0)
-        excess.append(over_RB.sum(dim=1))
-        count.append((over_RB > 0).sum(dim=1).to(limit_b.dtype))
-    return torch.cat(excess), torch.cat(count)
+        parts.append(torch.stack([over_RB.sum(dim=1), (over_RB > 0).sum(dim=1).to(limit_b.dtype)]))
+    return torch.cat(parts, dim=1)

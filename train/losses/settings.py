@@ -35,7 +35,7 @@ class Loss:
     """Contrastive loss and its hyperparameters.
 
     Raises:
-        UserError: the first of `mistakes`.
+        UserError: with all `mistakes`.
     """
 
     kind: Annotated[str, Parameter(help=_KINDS)] = "infonce"
@@ -68,8 +68,8 @@ class Loss:
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
     def __post_init__(self) -> None:
-        for mistake in mistakes(self):
-            raise mistake
+        if found := list(mistakes(self)):
+            raise UserError("; ".join(map(str, found)), hint="; ".join(str(one.hint) for one in found))
 
     @property
     def spec(self) -> LossSpec:
@@ -111,7 +111,7 @@ def mistakes(loss: Loss) -> Iterator[UserError]:
             users = sorted(other.name for other in LOSSES.values() if name in other.settings)
             yield UserError(
                 f"{_flag(name)} is {value}, and {loss.kind} has no use for it",
-                hint=f"leave it out, or use --loss.kind with one of: {', '.join(users)}",
+                hint=f"leave out {_flag(name)}, or use --loss.kind with one of: {', '.join(users)}",
             )
     if "temperature" in spec.settings and 0 < (start := loss.number("temperature")) < loss.min_temperature:
         yield _out_of_range("temperature", start, f"at least --loss.min-temperature, {loss.min_temperature}")
@@ -122,4 +122,4 @@ def _flag(name: str) -> str:
 
 
 def _out_of_range(name: str, value: object, rule: str) -> UserError:
-    return UserError(f"{_flag(name)} is {value}", hint=f"it must be {rule}")
+    return UserError(f"{_flag(name)} is {value}", hint=f"{_flag(name)} must be {rule}")
