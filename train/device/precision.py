@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from manifests.errors import UserError
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 
 PrecisionChoice = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
@@ -37,9 +37,9 @@ class Precision:
     name: str
     reason: str
     device_type: str
-    loss_scale: Number = 1.0
-    num_skipped: Number = 0
-    num_good: Number = 0
+    loss_scale: Scalar = 1.0
+    num_skipped: Scalar = 0
+    num_good: Scalar = 0
 
     @property
     def products(self) -> torch.dtype | None:
@@ -64,7 +64,7 @@ class Precision:
         """Whether gradients that are not finite are left out, and the run goes on."""
         return self.name == "fp16"
 
-    def accepts(self, grad_norm: Number) -> torch.Tensor:
+    def accepts(self, grad_norm: Scalar) -> torch.Tensor:
         """Whether the optimizer may step with gradients of this norm; called once a step, it moves the scale.
 
         Returns:

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Number = float | torch.Tensor
+Scalar = float | torch.Tensor
 
 
-def is_free_to_read(tensor: torch.Tensor) -> bool:
+def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether the host has what a tensor holds without a wait: what a CPU computes is there when it returns."""
     return tensor.device.type == "cpu"
 
 
-class Moment:
+class DeviceEvent:
     """A point in the work of a device: the end of all that it has been given until now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -46,14 +46,14 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, other: "Moment") -> float:
+    def since(self, other: "DeviceEvent") -> float:
         """Seconds from another moment of the device to this one; both have come."""
         if self._event is None or other._event is None:
             return self._at_s - other._at_s
         return other._event.elapsed_time(self._event) / 1e3
 
 
-class LateNumbers:
+class LateMetrics:
     """Numbers that a device has not computed yet, on their way to the host.
 
     Args:
@@ -63,8 +63,8 @@ class LateNumbers:
         end: when they are there.
     """
 
-    def __init__(self, numbers: Mapping[str, Number], device: torch.device) -> None:
-        self._numbers: dict[str, Number] = dict(numbers)
+    def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
+        self._numbers: dict[str, Scalar] = dict(numbers)
         waiting = {name: one for name, one in numbers.items() if isinstance(one, torch.Tensor)}
         self._names, self._values = list(waiting), torch.empty(0)
         if waiting:
@@ -74,7 +74,7 @@ class LateNumbers:
                 self._values.copy_(values, non_blocking=True)
             else:
                 self._values = values
-        self.end = Moment(device)
+        self.end = DeviceEvent(device)
 
     def read(self) -> dict[str, float]:
         """All of them, in their order, as soon as they are there."""
@@ -85,7 +85,7 @@ class LateNumbers:
         return cast(dict[str, float], dict(self._numbers))
 
 
-class Soundness:
+class StepGuard:
     """Whether all steps so far had finite numbers, on the device: after one that had not, no step changes a weight.
 
     All ranks have the same numbers, so all of them leave out the same steps.
@@ -94,7 +94,7 @@ class Soundness:
     def __init__(self, device: torch.device) -> None:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
-    def after(self, loss: Number, grad_norm: Number, *, skips: bool) -> torch.Tensor:
+    def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
         """Whether the optimizer may take this step, a bool on the device.
 
         Args:

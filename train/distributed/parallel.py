@@ -21,7 +21,7 @@ from train.config.machine import Strategy
 from train.distributed.world import World
 
 
-def spread(
+def wrap_model(
     model: nn.Module,
     *,
     strategy: Strategy,
@@ -73,7 +73,7 @@ def synced(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
+def unsharded(model: nn.Module) -> Iterator[None]:
     """Within, every rank has all weights of `model`, and forward passes exchange nothing."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:

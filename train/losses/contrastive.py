@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.losses.cached import Inputs, backward_through
 from train.losses.objective import Objective
@@ -33,7 +33,7 @@ class Contrast:
     video_grad_bE: torch.Tensor
     text_grad_bE: torch.Tensor
     own_grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    numbers: dict[str, Number] = field(default_factory=dict)
+    numbers: dict[str, Scalar] = field(default_factory=dict)
 
 
 class ContrastiveObjective(Objective):
@@ -56,18 +56,18 @@ class ContrastiveObjective(Objective):
         """log of 1 / temperature, as CLIP's files store it; None for a loss without one."""
         return None
 
-    def learning_rate(self, scheduled: float) -> Number:
+    def learning_rate(self, scheduled: float) -> Scalar:
         """The temperature's own, where it has one."""
         return self._settings.own_temperature_lr or scheduled
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Adds the gradients of the loss over the batches of all ranks.
 
         Returns:
             loss; batch_accuracy: share of clips to which no caption is nearer than their own; temperature, where the
             loss has one, before the step; and what the loss adds.
         """
-        found: dict[str, Number] = {}
+        found: dict[str, Scalar] = {}
 
         def gradients(video_bE: torch.Tensor, text_bE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from train.data.batch import Batch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 
 
@@ -17,7 +17,7 @@ class Objective(nn.Module):
     a DTensor there.
     """
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Scalar]:
         """Adds this rank's gradients to those of the model's and its own parameters.
 
         Averaged over the ranks they are the gradients of the whole batch's loss. Nothing here waits for the device:
@@ -36,7 +36,7 @@ class Objective(nn.Module):
             sizes: of the tensors that the checkpoint `where` has of the objective, by the names of `state_dict`.
         """
 
-    def learning_rate(self, scheduled: float) -> Number:
+    def learning_rate(self, scheduled: float) -> Scalar:
         """Learning rate of its own parameters in a step for which the model's schedule gives `scheduled`.
 
         A tensor without dimensions where the device decides: float32 on a GPU, which torch's fused optimizers ask for.

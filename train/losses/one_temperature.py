@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.cached import Inputs
@@ -79,7 +79,7 @@ class OneTemperature(GlobalContrast):
             gradient = gradient + self.side_weight * ((logs_B[0] + logs_B[1]).mean() + 2 * self._settings.number("rho"))
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
-    def learning_rate(self, scheduled: float) -> Number:
+    def learning_rate(self, scheduled: float) -> Scalar:
         """The temperature's own, where it has one; a third of it where v3 has become slow, as the device knows."""
         own = super().learning_rate(scheduled)
         if not self._is_v3 or isinstance(own, torch.Tensor):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from train.device.transfer import Number, sent
+from train.device.transfer import Scalar, sent
 from train.distributed.parallel import buckets
 from train.distributed.sharded import local_part
 
@@ -67,7 +67,7 @@ class ForeachOptimizer(Optimizer):
             torch.where(found_inf == 0, now, old, out=now)
 
 
-def subtract(weights: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], *, lr: Number) -> None:
+def subtract(weights: Sequence[torch.Tensor], updates: Sequence[torch.Tensor], *, lr: Scalar) -> None:
     """weights -= lr updates; a GPU's `lr` is not waited for."""
     if isinstance(lr, torch.Tensor):
         for weight, update in zip(weights, updates, strict=True):

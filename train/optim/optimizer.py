@@ -9,7 +9,7 @@ from torch import nn
 
 from train.config.optim import OptimizerSettings
 from train.config.training import TrainingSettings
-from train.device.transfer import Number, is_free_to_read
+from train.device.transfer import Scalar, is_on_host
 from train.distributed.sharded import local_part, norms
 from train.distributed.world import World
 from train.losses.objective import Objective
@@ -72,7 +72,7 @@ def clip_gradients(
     parameters: Iterable[nn.Parameter],
     *,
     max_norm: float,
-    loss_scale: Number = 1.0,
+    loss_scale: Scalar = 1.0,
     stages: World = ONE_STAGE,
     repeated: Collection[nn.Parameter] = (),
 ) -> torch.Tensor:
@@ -104,7 +104,7 @@ def clip_gradients(
     # As torch.nn.utils.clip_grad_norm_ does. A number divided by a tensor would be its reciprocal, rounded, times that.
     factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     # A pass over all gradients is spared where that is known to be possible.
-    is_one = is_free_to_read(factor) and factor.item() == 1
+    is_one = is_on_host(factor) and factor.item() == 1
     if parts and not is_one:
         for dtype in {one.dtype for one in parts}:
             torch._foreach_mul_([one for one in parts if one.dtype == dtype], factor.to(dtype))
@@ -117,7 +117,7 @@ def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips
     A step that is not allowed leaves weights and state as they are. Where only an error can forbid one (`skips` is
     False), optimizers that would have to copy them first do not look on a GPU: whatever they make of it is never saved.
     """
-    if is_free_to_read(may_step):
+    if is_on_host(may_step):
         if may_step:
             optimizer.step()
         return

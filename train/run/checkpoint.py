@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     import torch
 
 CHECKPOINT_FORMAT = 3
-FACTS_FILE, TABLE_FILE, PICKLED_FILE = "checkpoint.json", "tensors.json", ".metadata"
+METADATA_FILE, TABLE_FILE, PICKLED_FILE = "checkpoint.json", "tensors.json", ".metadata"
 _NAME = re.compile(r"step_(\d{6,})")
 _MANY = 6
 _MOST_DIMENSIONS = 12  # a box has 2 ** dimensions corners
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class CheckpointMetadata:
     """What a checkpoint holds besides tensors.
 
     Attributes:
@@ -73,7 +73,7 @@ def is_checkpoint_name(name: str) -> bool:
 def is_intact(path: Path) -> bool:
     """Whether a checkpoint is complete and all its checksums fit; reads all of it."""
     try:
-        read_facts(path)
+        read_metadata(path)
     except UserError:
         return False
     return True
@@ -91,7 +91,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def read_facts(path: Path, *, world: World | None = None) -> Facts:
+def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:
     """Reads a checkpoint's facts, after each rank has compared its part of the files with their checksums.
 
     Raises:
@@ -102,7 +102,7 @@ def read_facts(path: Path, *, world: World | None = None) -> Facts:
         content = content_of(path)
         files = sorted(content["files"].items())[world.rank :: world.size]
         damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
-        facts = Facts(**{name: content[name] for name in Facts.__dataclass_fields__})
+        facts = CheckpointMetadata(**{name: content[name] for name in CheckpointMetadata.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         damage, facts = _first_line(error), None
     damages = [one for one in world.gather_objects(damage) if one is not None]
@@ -113,11 +113,11 @@ def read_facts(path: Path, *, world: World | None = None) -> Facts:
 
 def content_of(path: Path) -> dict[str, Any]:
     """A checkpoint's checkpoint.json; OSError or ValueError where it cannot be read."""
-    content = parse_json((path / FACTS_FILE).read_bytes())
+    content = parse_json((path / METADATA_FILE).read_bytes())
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
     if content.pop("checksum", None) != _checksum_of(content):
-        raise ValueError(f"the checksum of {FACTS_FILE} does not fit")
+        raise ValueError(f"the checksum of {METADATA_FILE} does not fit")
     return content
 
 
@@ -192,7 +192,7 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
 
     from train.distributed.storage import dtype_of
 
-    read_facts(path)
+    read_metadata(path)
     table = read_table(path)
     wanted = {name.removeprefix("model."): name for name in table if name.startswith("model.")}
     wanted |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}

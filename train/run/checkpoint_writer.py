@@ -13,10 +13,10 @@ from manifests.publish import TEMPORARY_PREFIX, publish_json, sync
 from train.distributed.storage import FailedElsewhere, Storage
 from train.distributed.world import World
 from train.run.checkpoint import (
-    FACTS_FILE,
+    METADATA_FILE,
     PICKLED_FILE,
     TABLE_FILE,
-    Facts,
+    CheckpointMetadata,
     all_checkpoints,
     checkpoint_name,
     content_of,
@@ -46,7 +46,7 @@ class CheckpointWriter:
             folder.mkdir(parents=True, exist_ok=True)
             recover(folder)
 
-    def save(self, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
+    def save(self, tensors: Mapping[str, torch.Tensor], facts: CheckpointMetadata) -> None:
         """Copies the state and returns; waits only for the checkpoint before.
 
         Raises:
@@ -94,7 +94,7 @@ class CheckpointWriter:
             lambda: all(score > _score(metric, other) for other in _values(self._folder, metric).values())
         )
 
-    def _write(self, staged: dict[str, torch.Tensor], facts: Facts) -> None:
+    def _write(self, staged: dict[str, torch.Tensor], facts: CheckpointMetadata) -> None:
         name = checkpoint_name(facts.step)
         temporary = self._folder / f"{TEMPORARY_PREFIX}{name}"
         table = self._storage.write(temporary, staged)
@@ -104,7 +104,7 @@ class CheckpointWriter:
             return
         publish_json(temporary / TABLE_FILE, table)
         files |= {name: file_facts(temporary / name) for name in (TABLE_FILE, PICKLED_FILE)}
-        publish_json(temporary / FACTS_FILE, facts.as_json(files))
+        publish_json(temporary / METADATA_FILE, facts.as_json(files))
         _publish(temporary, self._folder / name)
         self._prune()
 

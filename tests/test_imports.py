@@ -29,7 +29,7 @@ MODULES_OF_DISTRIBUTION = {
     "pyyaml": "yaml",
 }
 # Each heavy dependency has one interface: the files of `prep` or `train` that may import it, or the folder of such files.
-DOORS = {
+INTERFACES = {
     "diffusers": {"prep/latents/vae.py"},
     "ray": {"prep/engines/ray.py"},
     "imageio_ffmpeg": {"prep/video/ffmpeg.py"},
@@ -84,13 +84,15 @@ def test_a_package_imports_only_what_its_machine_has(repository: Path, package: 
         assert roots <= allowed, f"{path.relative_to(repository)} imports {sorted(roots - allowed)}"
 
 
-@pytest.mark.parametrize("module", DOORS)
-def test_a_heavy_dependency_has_one_door(repository: Path, module: str) -> None:
-    strangers = [path for path in files_that_import(repository, module) if not path.startswith(tuple(DOORS[module]))]
+@pytest.mark.parametrize("module", INTERFACES)
+def test_a_heavy_dependency_has_one_interface(repository: Path, module: str) -> None:
+    strangers = [
+        path for path in files_that_import(repository, module) if not path.startswith(tuple(INTERFACES[module]))
+    ]
     assert strangers == []
 
 
-def test_torch_has_one_door_for_each_model_of_prep(repository: Path) -> None:
+def test_torch_has_one_interface_for_each_model_of_prep(repository: Path) -> None:
     assert files_that_import(repository, "torch", packages=("manifests", "shards", "prep")) <= TORCH_IN_PREP
 
 
