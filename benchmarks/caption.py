@@ -2,8 +2,8 @@
 
     python -m benchmarks.caption [--parts encoder decoding] [--device cuda|cpu] [--rounds N] [--json FILE]
 
-encoder: forward and backward pass of TimeSformer-B (8 frames of 224 px, 1569 tokens), clipmill's through the one interface
-of attention beside transformers' TimesformerModel, which computes attention eagerly: the same weights and clips; before
+encoder: forward and backward pass of TimeSformer-B (8 frames of 224 px, 1569 tokens), clipmill's attention
+beside transformers' TimesformerModel, which computes attention eagerly: the same weights and clips; before
 anything is timed their losses are compared. `checkpointed` computes each block twice
 (--towers.activation-checkpointing). On a CPU in float32, CPU seconds, and memory by torch's own account of what it
 allocates; on a GPU in bfloat16 autocast, and the allocator's peak. Memory is what a pass holds at most besides weights

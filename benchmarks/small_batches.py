@@ -24,7 +24,6 @@ import torch
 from benchmarks.report import parser_for, print_report
 from prep.synthetic.shapes import COMBINATIONS, HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 from train.config.model import Towers
-from train.config.training import DualEncoderSettings
 from train.data.batch import Batch
 from train.distributed.step import Step
 from train.distributed.world import World
@@ -37,6 +36,7 @@ from train.models.text import TextTowerSize
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
 from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 SIZE_PX, NUM_FRAMES, BATCH = 32, 4, 16
 NUM_TRAIN, NUM_HELD_OUT = 480, len(COMBINATIONS)

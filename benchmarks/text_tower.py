@@ -58,7 +58,8 @@ def main() -> None:
         f"text tower of {arguments.model}, {num_captions} captions, on {device.type} ({threads})",
         rows,
         notes=[
-            f"torch {torch.__version__}, {'float32' if device.type == 'cpu' else 'bfloat16'}, attention: {attention.name}.",
+            f"torch {torch.__version__}, {'float32' if device.type == 'cpu' else 'bfloat16'}, "
+            f"attention: {attention.name}.",
             "target: at 12 tokens, padded / packed of at least 3",
         ],
         json_path=arguments.json,

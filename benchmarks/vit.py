@@ -203,7 +203,8 @@ def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
         ]
     attention = open_attention("auto", device_type="cuda")
     return [
-        f"torch {torch.__version__}, bfloat16, fused attention: {attention.name}; {shared} clips a step, {memory_gb:g} GB.",
+        f"torch {torch.__version__}, bfloat16, fused attention: {attention.name}; {shared} clips a step, "
+        f"{memory_gb:g} GB.",
         "targets: fused 1.7 times naive's frames/s and 3 times its batch; checkpointed 13.8 times naive's batch;",
         "fused at least 1.0 times open_clip's frames/s",
     ]

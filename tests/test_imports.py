@@ -28,7 +28,7 @@ MODULES_OF_DISTRIBUTION = {
     "opencv-python-headless": "cv2",
     "pyyaml": "yaml",
 }
-# Each heavy dependency has one interface: the files of `prep` or `train` that may import it, or the folder of such files.
+# Each heavy dependency has one interface: the files, or the folder, that may import it.
 INTERFACES = {
     "diffusers": {"prep/latents/vae.py"},
     "ray": {"prep/engines/ray.py"},

@@ -11,14 +11,13 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
 from manifests.whole_numbers import refuse_fractions
+from train.commands.arguments import add_files, hint_with_files, refuse_idle_flags
 from train.commands.evaluation import evaluate
-from train.config.files import add_files, hint_with_files
-from train.config.training import DualEncoderSettings
-from train.config.unused_flags import refuse_idle_flags
 from train.run.folder import Resume
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.videos.files import Format
 from train.tasks.classify.settings import ClassifySettings
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.mae.settings import MaeSettings
 
 _FIRST_SPEAKS_S = 5.0

@@ -24,11 +24,11 @@ import torch
 
 from benchmarks.gpu.feeding_lock import find_interpreter_lock
 from benchmarks.gpu.feeding_ring import ProcessRing
-from train.config.training import DualEncoderSettings
 from train.data.loader import Loader, LoaderSettings
 from train.data.video_captions import VideoCaptions
 from train.distributed.world import World
 from train.models.attention import open_attention
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 
 _WARM_BATCHES = 2

@@ -23,7 +23,7 @@ from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from manifests.errors import UserError
 from train.commands.training import train_caption, train_dual_encoder, train_mae
 from train.config.data import Augment
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.data.batch import Batch, to_device
 from train.device.precision import open_precision
 from train.distributed.step import Step
@@ -33,6 +33,7 @@ from train.optim.optimizer import make_optimizer
 from train.run.folder import read_lines
 from train.tasks.caption.settings import CaptionerSettings, DecoderSettings
 from train.tasks.caption.task import CaptionTask
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 from train.tasks.mae.settings import MaeSettings
 from train.tasks.mae.task import MaeTask

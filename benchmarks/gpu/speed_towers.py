@@ -102,8 +102,8 @@ def measure_text(setup: Setup) -> Result:
             figure = faster_than(taken, PACKED, PADDED)
             targets.append(Target(what="packed over padded, captions of 12 tokens, speed", figure=figure, goal=3.0))
     notes = [
-        f"{num_captions} captions a pass, no optimizer; attention: {attention.name}. FLOPs are those of the tokens that a "
-        "way computes, padding among them.",
+        f"{num_captions} captions a pass, no optimizer; attention: {attention.name}. FLOPs are those of the tokens "
+        "that a way computes, padding among them.",
     ]
     if setup.is_dry_run:
         notes.append("open_clip has no text tower of the tiny size: not in a dry run.")

@@ -26,7 +26,7 @@ from benchmarks.gpu.ways import release
 from manifests.caption_table import LABEL_PREFIX
 from manifests.store import read_captions
 from train.commands.training import MakesTask
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.engine.loop import train
@@ -38,6 +38,7 @@ from train.tasks.caption.settings import CaptionerSettings, DecoderSettings
 from train.tasks.caption.task import CaptionTask
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.classify.task import ClassifyTask
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 from train.tasks.mae.settings import MaeSettings
 from train.tasks.mae.task import MaeTask

@@ -1,4 +1,4 @@
-"""The one interface to the ffmpeg program: which one it is, what it can do, and running it so that nothing is left behind.
+"""The one interface to the ffmpeg program: which one, what it can do, and running it so that nothing is left behind.
 
 The program is `$CLIPMILL_FFMPEG`, else the `ffmpeg` on PATH if it is new enough, else the one that the wheel of
 imageio-ffmpeg ships.

@@ -5,12 +5,13 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.engine import attention_choice
 from train.engine.attention_choice import Choice, as_before, choose_attention, kernels_fact, workloads_of
 from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
 from train.models.attention_kernels import Workload, fastest, measure
 from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.mae.settings import MaeSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

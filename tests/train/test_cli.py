@@ -12,8 +12,8 @@ import pytest
 
 from train.cli import main
 from train.config.files import load_settings
-from train.config.training import DualEncoderSettings
 from train.run.folder import RunFolder, read_lines
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 Train = Callable[..., int]
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from manifests.publish import publish_json
 from train.config.files import save_settings
-from train.config.training import DualEncoderSettings
 from train.report.chart import Line, line_chart, smoothed, thinned, ticks
 from train.report.curves import evaluation_curves
 from train.report.results import write_page
 from train.run.folder import RunFolder, append_lines
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 HOSTILE = "<script>alert('x')</script>"
 

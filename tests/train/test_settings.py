@@ -8,9 +8,10 @@ import train.commands.training
 from manifests.errors import UserError
 from train.cli import main
 from train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
-from train.config.training import FREE_ON_RESUME, DualEncoderSettings, require_same, shaping
+from train.config.training import FREE_ON_RESUME, require_same, shaping
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.classify.settings import ClassifySettings
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.mae.settings import MaeSettings
 
 

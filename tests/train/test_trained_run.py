@@ -8,10 +8,11 @@ import pytest
 
 from tests.train.test_cli import train, two_lines
 from train.config.files import save_settings
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.run.folder import RunFolder
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.classify.settings import ClassifySettings
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.mae.settings import MaeSettings
 
 __all__ = ["train"]

@@ -14,7 +14,6 @@ import numpy as np
 
 from manifests.errors import FailedWork
 from train.bench.rates import Rate, Rounds
-from train.config.training import DualEncoderSettings
 from train.data.batch import Sample
 from train.data.clip_samples import ClipPlan
 from train.data.decoding.chunks import ChunkFrames
@@ -24,6 +23,7 @@ from train.data.loader import Visit
 from train.data.order import SampleOrder
 from train.data.outcomes import SampleFailed
 from train.data.video_captions import VideoCaptions
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 CLIP_LINKS = ("read", "decode", "crop", "tokens")
 _SAMPLES_A_ROUND = 64

@@ -10,7 +10,6 @@ from manifests.errors import FailedWork, UserError
 from train.bench.clips import ClipLinks
 from train.bench.rates import Rate, advice, judge
 from train.bench.steps import BatchLinks
-from train.config.training import DualEncoderSettings
 from train.data.outcomes import TooManyFailures
 from train.data.video_captions import VideoCaptions
 from train.device.precision import choose_device, open_precision
@@ -18,6 +17,7 @@ from train.distributed.world import World
 from train.engine.attention_choice import choose_attention
 from train.engine.loop import check_batch
 from train.run.environment import machine
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 
 

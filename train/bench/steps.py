@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from train.bench.rates import Rate, Rounds, repeat
-from train.config.training import DualEncoderSettings
 from train.data.batch import Batch, BatchRing, Sample, to_device
 from train.data.prefetch import prefetch
 from train.data.video_captions import VideoCaptions
@@ -16,6 +15,7 @@ from train.distributed.step import Step
 from train.distributed.world import World
 from train.models.dual_encoder import DualEncoder
 from train.optim.optimizer import make_optimizer
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 
 

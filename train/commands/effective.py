@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from manifests.errors import UserError
 from train.config.model import Kind, Towers, kind_of
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.models.dual_encoder import size_of
 from train.models.transformer import NORM_EPS
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.caption.start import with_decoder_of
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.mae.settings import MaeSettings
 from train.weights.converted import LOGIT_SCALE, MEANS, STDS, require_finite
 from train.weights.sources import Say, Source

@@ -11,7 +11,7 @@ from manifests.publish import publish_bytes, publish_json
 from train.commands.effective import effective_caption_settings, effective_clip_settings, effective_settings
 from train.config.machine import ParallelSettings
 from train.config.model import Init
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.data.latents.records import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
@@ -35,6 +35,7 @@ from train.tasks.caption.task import CaptionTask
 from train.tasks.classify.commands import read_run_classes
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.classify.task import ClassifyTask
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 from train.tasks.mae.settings import MaeSettings, without_effect
 from train.tasks.mae.task import MaeTask

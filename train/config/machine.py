@@ -1,10 +1,13 @@
 """Settings of how a model is spread over ranks: a group of the training settings."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from manifests.errors import UserError
-from train.distributed.partition import check_rule
+
+TYPE_RULE = "type:"
+COUNTS_RULE = re.compile(r"\d+(,\d+)*")
 
 Strategy = Literal["ddp", "zero1", "fsdp"]
 Schedule = Literal["1f1b", "gpipe"]
@@ -32,6 +35,20 @@ class ParallelSettings:
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
                 hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
             )
+
+
+def check_rule(rule: str) -> None:
+    """Raises a UserError where `rule` is none of those of `partition`."""
+    if (
+        rule in ("parameters", "uniform")
+        or COUNTS_RULE.fullmatch(rule)
+        or (rule.startswith(TYPE_RULE) and rule != TYPE_RULE)
+    ):
+        return
+    raise UserError(
+        f"--parallel.partition is {rule!r}",
+        hint="use parameters, uniform, type:KIND (as type:block), or the number of layers of each stage, as 5,9",
+    )
 
 
 # Settings of tracking: a group of the training settings. The console and metrics.jsonl always get the numbers.

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config.data import Augment, CaptionSettings
-from train.config.evaluation import NUMBERS, DualEncoderEvaluation, EvaluationSettings
+from train.config.data import Augment
+from train.config.evaluation import EvaluationSettings
 from train.config.machine import ParallelSettings, TrackSettings
-from train.config.model import Init, ModelName, Towers, check_frames, check_picture
+from train.config.model import Init, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
-from train.losses.settings import Loss
 
 if TYPE_CHECKING:
     pass
@@ -32,11 +31,7 @@ _PLAIN = Towers()
 _INIT = Parameter(group="Weights to start from", negative_iterable=(), consume_multiple=True)
 _RANDOM = Init()
 _EVALUATION = Parameter(group="Evaluation")
-_NO_EVALUATION, _NO_RETRIEVAL = EvaluationSettings(), DualEncoderEvaluation()
-_CAPTIONS = Parameter(group="Captions")
-_ALL_CAPTIONS = CaptionSettings()
-_LOSS = Parameter(group="Loss")
-_INFONCE = Loss()
+_NO_EVALUATION = EvaluationSettings()
 _CHECKPOINTS = Parameter(group="Checkpoints")
 _PARALLEL = Parameter(group="Parallel")
 _COPIES = ParallelSettings()
@@ -179,44 +174,6 @@ class ClipSettings(TrainingSettings):
         _check_ranges(self, _CLIP_RANGES)
         _require("min_crop_area", self.min_crop_area, 0 < self.min_crop_area <= 1, "more than 0 and at most 1")
         check_frames(self.towers, num_frames=self.num_frames)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class DualEncoderSettings(ClipSettings):
-    """Settings of `train dual-encoder`."""
-
-    command = "dual-encoder"
-
-    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
-    """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
-    text_tower: Annotated[Literal["trained", "frozen"], _CLIPS] = "trained"
-    """frozen: the embeddings that prep text made stand in for a text tower."""
-    segment: Annotated[str, _CLIPS] = "5s"
-    """Length of a segment of latents."""
-    captions: Annotated[CaptionSettings, _CAPTIONS] = _ALL_CAPTIONS
-    """Which of a clip's captions a visit shows."""
-    loss: Annotated[Loss, _LOSS] = _INFONCE
-    """What the towers are trained towards."""
-    evaluate: Annotated[DualEncoderEvaluation, _EVALUATION] = _NO_RETRIEVAL
-    """Evaluation while the model is trained."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.input == "latents" and self.captions.min_relevancy is not None:
-            raise UserError(
-                "--captions.min-relevancy draws captions for clips, and segments of latents are none",
-                hint="leave it out, or use --input pixels",
-            )
-        _require("batch", self.batch, self.batch >= 2, "at least 2: a caption needs others to be told from")
-        check_best(self.best, split=self.evaluate.split, names=NUMBERS[self.evaluate.protocol])
-        if self.input == "pixels":
-            check_picture(self.model, size_px=self.size_px)
-        if self.text_tower == "frozen" and self.towers.embedding_width is not None:
-            raise UserError(
-                f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",
-                hint="leave it out with --text-tower frozen",
-            )
 
 
 def check_best(best: str | None, *, split: str, names: Iterable[str]) -> None:

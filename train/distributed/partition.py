@@ -1,14 +1,11 @@
 """Which layers lie on which stage of a pipeline: arithmetic alone."""
 
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manifests.errors import UserError
-
-_TYPE = "type:"
-_COUNTS = re.compile(r"\d+(,\d+)*")
+from train.config.machine import COUNTS_RULE, TYPE_RULE, check_rule
 
 
 @dataclass(frozen=True)
@@ -17,16 +14,6 @@ class LayerCost:
 
     kind: str
     num_parameters: int
-
-
-def check_rule(rule: str) -> None:
-    """Raises a UserError where `rule` is none of those of `partition`."""
-    if rule in ("parameters", "uniform") or _COUNTS.fullmatch(rule) or (rule.startswith(_TYPE) and rule != _TYPE):
-        return
-    raise UserError(
-        f"--parallel.partition is {rule!r}",
-        hint="use parameters, uniform, type:KIND (as type:block), or the number of layers of each stage, as 5,9",
-    )
 
 
 def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> list[range]:
@@ -46,12 +33,12 @@ def partition(layers: Sequence[LayerCost], *, num_stages: int, rule: str) -> lis
             f"--parallel.stages is {num_stages}, and the model has {len(layers)} layers to cut between",
             hint=f"use {len(layers)} stages or fewer",
         )
-    if _COUNTS.fullmatch(rule):
+    if COUNTS_RULE.fullmatch(rule):
         return _given([int(part) for part in rule.split(",")], num_layers=len(layers), num_stages=num_stages)
     if rule == "uniform":
         return _even(list(range(len(layers))), num_layers=len(layers), num_stages=num_stages)
-    if rule.startswith(_TYPE):
-        kind = rule.removeprefix(_TYPE)
+    if rule.startswith(TYPE_RULE):
+        kind = rule.removeprefix(TYPE_RULE)
         chosen = [number for number, layer in enumerate(layers) if layer.kind == kind]
         if len(chosen) < num_stages:
             kinds = ", ".join(sorted({layer.kind for layer in layers}))

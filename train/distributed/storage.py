@@ -39,7 +39,7 @@ Table = dict[str, Any]
 
 
 class Storage:
-    """The interface between a run's tensors and its checkpoints. Every method is called by all ranks in the same order."""
+    """Reads and writes the tensors of checkpoints. Every method is called by all ranks in the same order."""
 
     def __init__(self, world: World) -> None:
         # Ranks write beside the training, whose exchanges must not meet theirs.

@@ -13,7 +13,7 @@ import torch
 
 from manifests.errors import UserError
 from train.config.model import kind_of, tubelet_of
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.distributed.world import World
 from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention
 from train.models.attention_kernels import Workload, fastest, kernels_of, measure
@@ -21,6 +21,7 @@ from train.models.dual_encoder import size_of
 from train.models.packing import pack
 from train.tasks.caption.building import tower_size
 from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.mae.settings import MaeSettings
 
 # Where two are equally fast the earlier one is taken.

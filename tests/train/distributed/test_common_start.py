@@ -12,11 +12,11 @@ from shards.commits import read_commit, write_commit
 from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_own_commands
 from tests.train.test_latents_training import FLAGS, write_columns
-from train.config.training import DualEncoderSettings
 from train.distributed.comparing import difference
 from train.engine.common_start import start_of
 from train.run.checkpoint import all_checkpoints
 from train.run.folder import RunFolder
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 DUAL = ("dual-encoder", *FLAGS, "--batch", "8", "--steps", "2", "--warmup-steps", "1", "--device", "cpu")
 MAE = ("mae", "--input", "latents", "--model", "tiny", "--segment", "2s", "--num-frames", "2", "--device", "cpu")

@@ -12,11 +12,11 @@ from manifests.errors import UserError
 from tests.train.evaluation.threads import on_two_ranks
 from tests.train.tiny_data import FPS, Caption, encode_chunk, video_sample, write_captions, write_shard
 from train.config.evaluation import DualEncoderEvaluation
-from train.config.training import DualEncoderSettings
 from train.distributed.world import World
 from train.evaluation.embeddings import embed_all
 from train.models.attention import open_attention
 from train.tasks.dual_encoder.evaluation import every_for
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 
 from train.cli import main
 from train.config.files import load_settings
-from train.config.training import DualEncoderSettings
 from train.run.folder import RunFolder, read_lines
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 SMALL = "--model tiny --num-frames 4 --size-px 32 --batch 4 --warmup-steps 2 --lr 1e-3 --steps 4 --checkpoint-every 2"
 TOWERS = (

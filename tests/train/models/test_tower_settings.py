@@ -6,8 +6,8 @@ import pytest
 
 from manifests.errors import UserError
 from train.config.model import ModelName, Towers, check_frames, kind_of, tubelet_of
-from train.config.training import DualEncoderSettings
 from train.models.dual_encoder import size_of
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 
 from manifests.errors import UserError
 from train.config.machine import TrackSettings
-from train.config.training import DualEncoderSettings, TrainingSettings
+from train.config.training import TrainingSettings
 from train.run.folder import RunFolder, create_run, read_lines
 from train.run.progress import Progress, describe
 from train.run.tracking import check_tracking, open_trackers, run_name, tagged
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def line_of(step: int) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from train.cli import main
 from train.commands.export import export_run
 from train.config.files import load_settings
 from train.config.model import Init, Towers
-from train.config.training import DualEncoderSettings
 from train.distributed.world import World
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
@@ -26,6 +25,7 @@ from train.models.text import load_tokenizer
 from train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
 from train.run.checkpoint_writer import CheckpointWriter
 from train.tasks.dual_encoder.export import image_towers
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.weights.sources import open_weights
 
 Train = Callable[..., int]

@@ -16,7 +16,7 @@ from tests.train.weights.small import our_model, quiet
 from tests.train.weights.small_videomae import State, hf_autoencoder, opened, our_autoencoder
 from train.commands.effective import effective_settings
 from train.config.model import Towers
-from train.config.training import DualEncoderSettings
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.weights.converted import LOGIT_SCALE
 from train.weights.hf_caption import read_caption_folder
 from train.weights.loading import fit_to

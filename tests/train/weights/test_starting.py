@@ -16,12 +16,12 @@ from train.cli import main
 from train.commands.effective import effective_settings
 from train.config.files import load_settings
 from train.config.model import Init, Towers
-from train.config.training import DualEncoderSettings
 from train.losses.settings import Loss
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.weights.avion_format import MISTYPED_MEAN
 from train.weights.converted import LOGIT_SCALE
 from train.weights.open_clip_format import to_open_clip

@@ -24,8 +24,8 @@ from tests.train.weights.small_videomae import (
 )
 from train.commands.effective import effective_clip_settings, effective_settings
 from train.config.model import Towers
-from train.config.training import DualEncoderSettings
 from train.tasks.classify.settings import ClassifySettings
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.mae.settings import MaeSettings
 from train.weights.open_clip_format import to_open_clip
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.config.training import ClipSettings, DualEncoderSettings
+from train.config.training import ClipSettings
 from train.data.batch import Batch
 from train.distributed.world import World
 from train.engine.trained_run import TrainedRun, read_settings
@@ -16,6 +16,7 @@ from train.run.folder import RunFolder
 from train.tasks.classify.commands import read_run_classes
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.classify.task import ClassifyTask
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 from train.tasks.mae.settings import MaeSettings
 from train.tasks.mae.task import MaeTask

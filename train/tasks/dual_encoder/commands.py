@@ -6,7 +6,6 @@ from typing import Any
 
 from manifests.errors import UserError
 from train.config.evaluation import DualEncoderEvaluation
-from train.config.training import DualEncoderSettings
 from train.data.decoding.clip import Views
 from train.distributed.world import World
 from train.engine.trained_run import open_trained_run, read_settings
@@ -15,6 +14,7 @@ from train.evaluation.examples import ShownSet, clip_in_words, retrieval_example
 from train.report.results import write_page
 from train.run.folder import RunFolder, open_run
 from train.tasks.dual_encoder.evaluation import open_scorer, score
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 
 _MAX_CLIPS = 100

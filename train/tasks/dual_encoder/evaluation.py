@@ -8,13 +8,13 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.evaluation import DualEncoderEvaluation
-from train.config.training import DualEncoderSettings
 from train.data.loader import TrainingSet
 from train.data.remote.folder import open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.evaluation.embeddings import TakesBatches, embed_all, embed_texts, gathered
 from train.evaluation.scoring import Scorer, make_scorer
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 class EmbedsTexts(Protocol):

@@ -13,10 +13,10 @@ import torch
 
 from manifests.errors import UserError
 from train.config.files import load_settings
-from train.config.training import DualEncoderSettings
 from train.models.dual_encoder import DualEncoderSize, size_of
 from train.models.transformer import NORM_EPS
 from train.run.folder import RunFolder
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
 from train.weights.exported import Exported, require_format, save_json
 from train.weights.extras import EXTRAS_FILE, save_extras, save_tensors

@@ -16,7 +16,6 @@ from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.config.data import CaptionSettings
-from train.config.training import DualEncoderSettings
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents, spread
@@ -37,6 +36,7 @@ from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import blocks_of, compile_blocks
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
+from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source

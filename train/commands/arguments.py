@@ -1,11 +1,20 @@
 """A check of flags: one that has no effect beside the others is refused, so that nobody waits for what it cannot do."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manifests.errors import UserError
+from train.config.training import TrainingSettings, flat
 from train.tasks.caption.settings import has_captioner
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+from train.config.files import preset_path, read_values, yaml_source
+from train.run.folder import RunFolder
 
 # A flag, the one that it goes with, and the values of that one with which it has no effect.
 _GOES_WITH: dict[str, tuple[str, tuple[object, ...]]] = {
@@ -98,3 +107,74 @@ def _value(argument: Any) -> object:
         return type(default)(words[-1]) if isinstance(default, (int, float)) else words[-1]
     except ValueError:
         return words[-1]
+
+
+# Settings from files, for flags that nobody gave.
+
+_FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
+
+
+def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Fills in what no flag has set; cyclopts calls it for each command.
+
+    The values come from the `--config` files and the `--preset`, with `--resume` from the run itself, and with
+    `--resume auto` from all of them.
+    """
+
+    def given(name: str) -> list[str]:
+        return [token.value for argument in arguments if argument.name == name for token in argument.tokens]
+
+    def fill(path: Path) -> None:
+        yaml_source(path)(app, commands, arguments)
+
+    resume = given("--resume")
+    is_automatic = resume[-1:] == ["auto"]
+    if resume and not is_automatic:
+        for name in ("--config", "--preset"):
+            if given(name):
+                raise UserError(
+                    f"{name} does not go with --resume",
+                    hint="the run's own settings count; leave it out, or use --resume auto",
+                )
+    # A source fills only what is still empty: the strongest comes first.
+    for file in reversed(given("--config")):
+        fill(Path(file))
+    for preset in given("--preset"):
+        fill(preset_path(preset, commands[-1]))
+    if resume:
+        out = Path(given("--out")[0]) if given("--out") else TrainingSettings.out
+        # Where there is no run, a new one begins, or opening it says so.
+        if (saved := RunFolder(out).settings).is_file():
+            RunFolder(out).require_task(commands[-1])
+            fill(saved)
+
+
+def hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
+    """The hint of a mistake, with the flags that its message names and that nobody typed: a preset or file has them.
+
+    Args:
+        words: of the command line.
+    """
+    typed = {word.partition("=")[0] for word in words}
+    untyped = [flag for flag in dict.fromkeys(_FLAG.findall(str(error))) if flag not in typed]
+    said = [] if error.hint is None else [error.hint]
+    try:
+        sources = {str(file): Path(file) for file in reversed(_values_of("--config", words))}
+        sources |= {f"preset {name}": preset_path(name, words[0]) for name in _values_of("--preset", words)}
+        for flag in untyped:
+            having = [name for name, path in sources.items() if flag in _flags_of(path)]
+            said += [f"{flag} is from {having[0]}"] if having else []
+    except UserError:
+        pass  # a file that cannot be read, which is the mistake itself
+    return "; ".join(said) or None
+
+
+def _values_of(flag: str, words: Sequence[str]) -> list[str]:
+    following = [after for word, after in pairwise(words) if word == flag]
+    return following + [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+
+
+def _flags_of(path: Path) -> set[str]:
+    return {
+        f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in read_values(path).items()})
+    }
