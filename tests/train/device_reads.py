@@ -95,7 +95,7 @@ def _by_mask(name: str, args: Any) -> bool:
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Has optimizers go a GPU's way: on a CPU they look at numbers, because nothing waits for them."""
-    patch.setattr("train.optim.optimizer.is_free_to_read", lambda tensor: False)
+    patch.setattr("train.optim.optimizer.is_on_host", lambda tensor: False)
 
 
 @contextmanager

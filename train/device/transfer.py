@@ -7,7 +7,7 @@ So the device always has work, and in a step the host waits for it once: for the
 stacked and copied into pinned memory by the step itself; to read them is to wait for one event. Where something depends
 on them (a checkpoint, an evaluation, an order to stop, the end) they are read at once.
 
-Between a bad number and the moment it is read, one more step is begun. `Soundness` keeps that step, and the bad one,
+Between a bad number and the moment it is read, one more step is begun. `StepGuard` keeps that step, and the bad one,
 from changing what the optimizer has made.
 """
 
