@@ -9,7 +9,7 @@ from manifests.errors import FailedWork, UserError
 from train.distributed.world import World
 from train.engine.trained_run import open_trained_run, read_settings
 from train.evaluation.examples import clip_in_words
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid
 from train.report.results import write_page
 from train.run.folder import RunFolder, open_run
 from train.tasks.dual_encoder.evaluation import every_for

@@ -15,8 +15,7 @@ from train.device.transfer import Scalar, constant
 from train.distributed.step import Step
 from train.losses.objective import Objective
 from train.models.masked_autoencoder import predicted_cubes
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import cubes_of, picked
+from train.models.video_vit import VideoViTSize, cubes_of, picked
 from train.tasks.mae.masks import Masking
 
 
