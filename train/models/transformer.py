@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
     def forward(self, x_BLD: Tensor, *, causal: bool, packing: Packing | None) -> Tensor:
         num_items, num_tokens, width = x_BLD.shape
         if self.has_key_bias:
-            bias = self.in_proj_bias
+            bias: Tensor = self.in_proj_bias
         else:
             bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         qkv = nn.functional.linear(x_BLD, self.in_proj_weight, bias)

@@ -21,8 +21,8 @@ from train.data.loader import TrainingSet, Visit
 from train.data.outcomes import FailedSample
 from train.device.transfer import Scalar
 from train.distributed.launch import open_world
-from train.distributed.partition import LayerCost
 from train.distributed.pipeline import Pipeline
+from train.distributed.stages import LayerCost
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.engine.loop import train

@@ -10,8 +10,8 @@ from torch import nn
 from tests.train.device_reads import as_on_a_gpu
 from tests.train.optim.test_optimizers import Net, Temperature, settings
 from train.device.transfer import Scalar
+from train.optim.algorithms import Sgd
 from train.optim.optimizer import clip_gradients, make_optimizer, take_step
-from train.optim.sgd import Sgd
 
 NAMES = ["adamw", "lion", "lamb", "sgd"]
 
