@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from train.run.results import other_data
+from train.run.folder import other_data
 
 DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → text"}
 # The first one is the number by which captioners are compared.

@@ -11,8 +11,7 @@ from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
 from train.evaluation.tables import percent, table_of
 from train.report.curves import evaluation_curves, training_curves
-from train.run.folder import RunFolder, read_lines, read_object
-from train.run.results import other_data
+from train.run.folder import RunFolder, other_data, read_lines, read_object
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.dual_encoder.settings import DualEncoderSettings

@@ -1,4 +1,4 @@
-"""What a run runs on: machine and versions, for the results page and for `train doctor`."""
+"""The environment of a run: machine and versions, for the results page and `train doctor`."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ _DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pya
 
 
 def machine(device: "torch.device") -> str:
-    """The processor, its cores, and the GPU where there is one."""
+    """Describe the processor, its cores and the GPU, if there is one."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
@@ -22,7 +22,7 @@ def machine(device: "torch.device") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that shape a result."""
+    """Versions of Python and of the packages that affect results."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -15,8 +15,7 @@ from manifests.publish import publish_json
 from train.distributed.world import World
 from train.evaluation.examples import clip_in_words
 from train.report.results import write_page
-from train.run.folder import COCO_SUFFIX, RunFolder
-from train.run.results import result_name
+from train.run.folder import COCO_SUFFIX, RunFolder, result_name
 from train.tasks.caption.constant import RULE, best_constant
 from train.tasks.caption.evaluating import captions_of, comparable, loss_of
 from train.tasks.caption.metrics.java import Meteor, check_jars
