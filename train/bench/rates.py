@@ -159,9 +159,7 @@ def _cells(items_per_s: float | None) -> tuple[str, str]:
 def _conclusion(result: dict[str, Any]) -> list[str]:
     loader, compute = result["loader_items_per_s"], result["compute_items_per_s"]
     if result["bound"] == "data":
-        meaning = (
-            f"data-bound: the loader gives {loader:,.1f} items/s, augment and model could process {compute:,.1f}"
-        )
+        meaning = f"data-bound: the loader gives {loader:,.1f} items/s, augment and model could process {compute:,.1f}"
         meaning += f"; they would wait for {result['expected_wait_share']:.0%} of a step"
     else:
         meaning = (
@@ -173,9 +171,7 @@ def _conclusion(result: dict[str, Any]) -> list[str]:
         f"{result['read_bytes_per_item'] / 1000:,.0f} kB are read from the disk per sample",
     ]
     if result["cause"] != result["slowest"]:
-        lines.append(
-            f"the bottleneck is {result['cause']}: operations before the model add up in each loader thread"
-        )
+        lines.append(f"the bottleneck is {result['cause']}: operations before the model add up in each loader thread")
     if result["device"] == "cpu":
         lines.append("the model shares the cores with decoding, so together each is slower than alone")
     lines += [f"what to change ({result['cause']}): {advice}" for advice in result["advice"]]

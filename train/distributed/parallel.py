@@ -46,18 +46,14 @@ def wrap_model(
         mesh = init_device_mesh(device.type, (world.size,))
         # Autocast decides the precision of each operation, as it does without FSDP.
         policy = MixedPrecisionPolicy(
-            param_dtype=products,
-            reduce_dtype=None if products is None else torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=products, reduce_dtype=None if products is None else torch.float32, cast_forward_inputs=False
         )
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
     return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
+        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
 
 

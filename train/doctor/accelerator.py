@@ -157,12 +157,7 @@ def _xformers() -> dict[str, Any]:
         return {}
     try:
         return {"xformers_library": load_xformers()}
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ) as error:  # with an unsupported torch
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # with an unsupported torch
         return {"xformers": "not loaded", "xformers_library": _first_line(error)}
 
 
@@ -199,12 +194,7 @@ def _try_one(name: str, kind: str, dtype: Any, device: Any) -> Tried:
         if qkv.grad is None or not bool(qkv.grad.isfinite().all()):
             return Tried(**tried, error="its gradients are not finite")
         return Tried(**tried, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
-    except (
-        RuntimeError,
-        ImportError,
-        AttributeError,
-        TypeError,
-    ) as error:  # with mismatched libraries
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # with mismatched libraries
         return Tried(**tried, error=_first_line(error))
 
 

@@ -65,14 +65,7 @@ class MaskedAutoencoder(nn.Module):
     """
 
     def __init__(
-        self,
-        size: VideoViTSize,
-        *,
-        decoder_depth: int,
-        image_px: int,
-        num_frames: int,
-        attend: Attend,
-        towers: Towers,
+        self, size: VideoViTSize, *, decoder_depth: int, image_px: int, num_frames: int, attend: Attend, towers: Towers
     ) -> None:
         super().__init__()
         trunk = size.trunk

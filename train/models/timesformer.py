@@ -132,8 +132,7 @@ class TimeSformer(nn.Module):
         self.positional_embedding = nn.Parameter(torch.empty(1 + num_patches, trunk.width))
         self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(num_frames, trunk.width))
         self.transformer = Stack(
-            (DividedBlock(trunk, num_frames=num_frames, attend=attend) for _ in range(trunk.depth)),
-            drop_path=drop_path,
+            (DividedBlock(trunk, num_frames=num_frames, attend=attend) for _ in range(trunk.depth)), drop_path=drop_path
         )
         self.ln_post = LayerNorm(trunk.width, eps=trunk.norm_eps)
         for embedding in (self.class_embedding, self.positional_embedding):
