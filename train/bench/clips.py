@@ -42,14 +42,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class ClipRates:
-    """Measured rates, and samples for the operations on batches.
-
-    Attributes:
-        rates: by operation.
-        read_bytes_per_item: bytes read per sample.
-        samples: the last samples, at most a batch of them.
-        failed: errors of samples that could not be loaded.
-    """
+    """Rates by operation, the last samples (at most a batch), and the errors of samples that failed."""
 
     rates: dict[str, Rate]
     read_bytes_per_item: float

@@ -96,10 +96,8 @@ class Precision:
 def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
     """Select a precision for a device (`cpu`, `cuda`) and set whether torch may use TF32.
 
-    TF32 is used with --precision tf32 only: it is too coarse for similarities at a temperature of 0.01.
-
-    Raises:
-        UserError: bf16 was requested and the GPU does not support it.
+    TF32 is used with --precision tf32 only: it is too coarse for similarities at a temperature of 0.01. Raises a
+    UserError if bf16 was requested and the GPU does not support it.
     """
     has_bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "bf16" and device_type == "cuda" and not has_bf16:

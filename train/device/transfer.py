@@ -58,14 +58,7 @@ class DeviceEvent:
 
 
 class LateMetrics:
-    """Metrics in transfer to the host.
-
-    Args:
-        numbers: numbers, and zero-dimensional tensors of the device.
-
-    Attributes:
-        end: event after which they can be read.
-    """
+    """Numbers and zero-dimensional tensors in transfer to the host; `end` is the event after which they are there."""
 
     def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
         self._numbers: dict[str, Scalar] = dict(numbers)
@@ -99,11 +92,7 @@ class StepGuard:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
     def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
-        """Whether the optimizer may take this step, a bool on the device.
-
-        Args:
-            skips: a non-finite gradient norm prevents this step only, as with fp16.
-        """
+        """Whether to take this step, a bool on the device; with `skips` a bad norm prevents this step only (fp16)."""
         is_loss_good, is_norm_good = (
             torch.as_tensor(one, device=self._is_sound.device).isfinite() for one in (loss, grad_norm)
         )

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from manifests.errors import FailedWork, UserError
+from manifests.errors import FailedWork, UserError, first_line
 from train.distributed.heartbeat import Heartbeat
 from train.distributed.world import World
 
@@ -59,7 +59,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     except RuntimeError as error:
         raise FailedWork(
             f"rank {world.rank} of {world.size} cannot reach the other ranks at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} ({_first_line(error)}); see their logs"
+            f"{os.environ['MASTER_PORT']} ({first_line(error)}); see their logs"
         ) from error
     store = dist.PrefixStore(attempt, store)
     if start is not None and world.size > 1:
@@ -78,7 +78,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         if world.size == 1 or not any(word in str(error).lower() for word in _LOST):
             raise
         raise FailedWork(
-            f"rank {world.rank} of {world.size} has lost another rank ({_first_line(error)}); "
+            f"rank {world.rank} of {world.size} has lost another rank ({first_line(error)}); "
             "its last messages are above or in its own log; go on from the latest checkpoint with --resume"
         ) from error
     except BaseException as error:
@@ -113,19 +113,13 @@ def _take_gpu(world: World) -> None:
     torch.cuda.set_device(world.local_rank)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
 def name_attempt(store: dist.Store, world: World) -> str:
     """Agree on a new name for this attempt of the launch; all ranks call it.
 
     torchrun restarts processes but keeps its store, which may still hold addresses of ranks that no longer exist. (The
     restart count cannot serve as a name, because each machine counts for itself.) Each rank asks under a random key,
-    which no earlier process can have answered; rank 0 answers until all ranks have acknowledged the name.
-
-    Raises:
-        FailedWork: a rank did not come in time.
+    which no earlier process can have answered; rank 0 answers until all ranks have acknowledged the name, or raises
+    FailedWork after a timeout.
     """
     own = secrets.token_hex(8)
     if not world.is_first:
@@ -151,12 +145,7 @@ def name_attempt(store: dist.Store, world: World) -> str:
 
 
 def require_same_start(start: Start, *, store: dist.Store, world: World, hint: str) -> None:
-    """Compare how the ranks were started, through the store and before there is a process group; all ranks call it.
-
-    Raises:
-        UserError: they differ, with `hint`; every rank raises the same.
-        FailedWork: another rank does not report in time.
-    """
+    """Compare through the store how the ranks were started; if they differ, every rank raises the same UserError."""
     store = dist.PrefixStore("start", store)
     try:
         store.set(str(world.rank), json.dumps(start))
@@ -168,7 +157,7 @@ def require_same_start(start: Start, *, store: dist.Store, world: World, hint: s
     except RuntimeError as error:
         raise FailedWork(
             f"rank {world.rank} of {world.size} waited in vain for another rank to start "
-            f"({_first_line(error)}); see its log"
+            f"({first_line(error)}); see its log"
         ) from error
     if found:
         _leave_together(store, world)

@@ -56,12 +56,8 @@ class Storage:
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
         """Write this rank's parts of `tensors` into `folder`; replicated tensors are written once.
 
-        Returns:
-            The table of all pieces and their files, as plain values, the same on all ranks.
-
-        Raises:
-            OSError: this rank could not write its parts.
-            FailedElsewhere: another rank could not.
+        Returns the table of all pieces and their files, the same on all ranks. Raises OSError if this rank could not
+        write its parts, FailedElsewhere if another could not.
         """
         files = _Files()
         writer = _Writer(str(folder), thread_count=_NUM_THREADS, sync_files=False)
@@ -90,11 +86,7 @@ class Storage:
 
 
 def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *, world: World) -> None:
-    """Load stored tensors into whole or sharded `tensors` of the same names and sizes; all ranks call it.
-
-    Raises:
-        ValueError: they cannot be read.
-    """
+    """Load stored tensors into whole or sharded ones of the same names and sizes (or ValueError); all ranks call it."""
     try:
         dcp.load(
             dict(tensors),

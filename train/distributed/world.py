@@ -54,11 +54,7 @@ class World:
         return self.along or World()
 
     def cut(self, num_stages: int) -> "World":
-        """Divide the ranks into pipelines of `num_stages`; all ranks call it.
-
-        Raises:
-            UserError: the number of ranks is not a multiple of it.
-        """
+        """Divide the ranks into pipelines; all ranks call it. UserError if their number is not a multiple."""
         if num_stages == 1:
             return self
         if self.size % num_stages:
@@ -112,11 +108,7 @@ class World:
         return gathered
 
     def each(self, work: Callable[[], Outcome]) -> Outcome:
-        """Call `work` on every rank and return this rank's result once all have succeeded.
-
-        Raises:
-            ClipmillError: raised by `work`; every rank raises that of the lowest rank.
-        """
+        """Call `work` on every rank and return this rank's result; if one fails, all raise the lowest rank's error."""
         if self.size == 1:
             return work()
         try:

@@ -15,10 +15,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from manifests.errors import first_line
+from train.run.environment import installed_version
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 180.0
@@ -99,7 +101,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Accelerator(torch_error=_first_line(error), driver=driver_version(), driver_cuda=_driver_cuda())
+        return Accelerator(torch_error=first_line(error), driver=driver_version(), driver_cuda=_driver_cuda())
     from train.models.attention_kernels import cudnn_version
 
     found: dict[str, Any] = {
@@ -110,7 +112,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         "num_threads": torch.get_num_threads(),
         "architectures": torch.cuda.get_arch_list(),
         "has_triton": find_spec("triton") is not None,
-        "xformers": _version("xformers"),
+        "xformers": installed_version("xformers"),
     }
     if has_gpus:
         try:
@@ -118,7 +120,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
             found["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
             found["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-            found["cuda_error"] = _first_line(error)
+            found["cuda_error"] = first_line(error)
     if tries:
         found |= _tried("cuda" if found.get("gpus") else "cpu")
     return Accelerator(**found)
@@ -128,7 +130,7 @@ def _tried(device_type: str) -> dict[str, Any]:
     from train.device.precision import open_precision
 
     precision = open_precision("auto", device_type=device_type).name
-    found = {"precision": precision, "xformers": _version("xformers"), **_xformers()}
+    found = {"precision": precision, "xformers": installed_version("xformers"), **_xformers()}
     has_xformers = found["xformers"] not in ("not installed", "not loaded")
     return {**found, "tried": _try_attention(device_type, precision, has_xformers=has_xformers)}
 
@@ -158,7 +160,7 @@ def _xformers() -> dict[str, Any]:
     try:
         return {"xformers_library": load_xformers()}
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # with an unsupported torch
-        return {"xformers": "not loaded", "xformers_library": _first_line(error)}
+        return {"xformers": "not loaded", "xformers_library": first_line(error)}
 
 
 def _try_attention(device_type: str, precision: str, *, has_xformers: bool) -> list[Tried]:
@@ -195,7 +197,7 @@ def _try_one(name: str, kind: str, dtype: Any, device: Any) -> Tried:
             return Tried(**tried, error="its gradients are not finite")
         return Tried(**tried, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # with mismatched libraries
-        return Tried(**tried, error=_first_line(error))
+        return Tried(**tried, error=first_line(error))
 
 
 def _driver_cuda() -> tuple[int, int] | None:
@@ -209,18 +211,6 @@ def _driver_cuda() -> tuple[int, int] | None:
     except (OSError, AttributeError):
         return None
     return version_code.value // 1000, version_code.value % 1000 // 10
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "train.doctor.accelerator") -> Accelerator:

@@ -57,12 +57,7 @@ class Used:
 
 
 def examine(*, device: str, shards: Path | None) -> Examined:
-    """Examine everything in about 10 seconds; torch and GPUs in a separate process.
-
-    Args:
-        device: auto, cpu or cuda, as for training commands.
-        shards: data folder whose disk is measured; None for the current folder.
-    """
+    """Examine everything in about 10 seconds, with the disk of `shards` or, if None, of the current folder."""
     return Examined(
         asked_device=device,
         host=examine_host(),

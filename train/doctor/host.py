@@ -43,13 +43,10 @@ class Host:
     """The host.
 
     Attributes:
-        num_cores: number of cores of the machine.
         allowed_cores: number of cores in this process's affinity mask.
         quota_cores: CPU time per wall-clock time that the cgroup allows, if limited.
-        memory_bytes, free_bytes: memory of the machine, or of the cgroup if that is less.
+        memory_bytes, free_bytes: of the machine, or of the cgroup if that is less.
         shm_bytes: size of /dev/shm.
-        thread_variables: environment variables that set a number of threads.
-        compiler: path of a C compiler.
     """
 
     processor: str
@@ -158,11 +155,7 @@ class Disk:
 
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
-    """Measure the disk of a folder, within 15 seconds even if its file system does not respond.
-
-    Args:
-        is_data: a data folder, of which a tar is read and to which nothing is written.
-    """
+    """Measure the disk of a folder, within 15 seconds even if it does not respond; data folders are only read."""
     found: list[Disk] = []
     # A mount whose server is gone blocks forever; the thread is then abandoned.
     worker = threading.Thread(target=lambda: found.append(_examine(folder, is_data=is_data)), daemon=True)

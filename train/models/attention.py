@@ -162,10 +162,7 @@ def xformers_operators(
 ) -> tuple[str, str | None]:
     """Names of the operators that `attend_with_xformers` runs, forward and backward (None without gradients).
 
-    Asks the functions that memory_efficient_attention itself uses for dispatch (xformers.ops.fmha.dispatch).
-
-    Raises:
-        NotImplementedError: no operator supports these tensors.
+    Asks xformers' own dispatcher, which raises NotImplementedError if no operator supports these tensors.
     """
     load_xformers()
     from xformers.ops.fmha import dispatch

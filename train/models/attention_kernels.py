@@ -31,12 +31,7 @@ _OF_SDPA = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """An attention kernel.
-
-    Attributes:
-        library: the distribution that contains it (torch, cuDNN, xformers, flash-attn, flash-attn-3).
-        name: the library's name for the kernel.
-    """
+    """An attention kernel, by the distribution that contains it (torch, cuDNN, xformers, flash-attn, flash-attn-3)."""
 
     library: str
     name: str
@@ -69,12 +64,9 @@ def kernels_of(
     causal: bool = False,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on these tensors.
+    """The kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on the arguments of `Attend`.
 
-    Takes the arguments of `train.models.attention.Attend`.
-
-    Raises:
-        NotImplementedError: the implementation has no kernel for them.
+    Raises NotImplementedError if it has none for them.
     """
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
     if attention == "naive":
@@ -142,11 +134,9 @@ _NUM_CALLS = 5  # between two events, so that the GPU does not wait for the host
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The attention calls of a tower's blocks.
+    """The attention calls of a tower's blocks in a step.
 
-    Attributes:
-        num_blocks: calls in a step.
-        lengths: of packed, causal sequences; `num_items` is then 1 and `num_tokens` the sum of the lengths.
+    With the `lengths` of packed, causal sequences, `num_items` is 1 and `num_tokens` the sum of the lengths.
     """
 
     num_items: int
@@ -163,12 +153,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """The result of a measurement.
-
-    Attributes:
-        milliseconds: forward and backward passes of all blocks, by candidate.
-        failed: the error of each candidate that cannot run the workload.
-    """
+    """Forward and backward time of all blocks, by candidate, and the error of each candidate that failed."""
 
     milliseconds: dict[str, float]
     failed: dict[str, str]

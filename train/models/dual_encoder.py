@@ -124,8 +124,7 @@ class DualEncoder(nn.Module):
     def embed_text(self, text: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
         """Embed token ids [B, L] as unit-length float32 [B, E]; without a text tower, normalise embeddings [B, E].
 
-        Args:
-            lengths_B: number of tokens of each caption, including its end, if known on the host.
+        `lengths_B` are the numbers of tokens of the captions, including their ends, if known on the host.
         """
         return _of_unit_length(text if self.text is None else self.text(text, lengths_B))
 

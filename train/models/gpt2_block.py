@@ -120,8 +120,7 @@ class Gpt2Block(nn.Module):
     def step(self, x_RLD: Tensor, cache: BlockCache, *, begin: int) -> Tensor:
         """Compute the block's output for the tokens from position `begin` on; earlier ones are in the cache.
 
-        Raises:
-            ValueError: several tokens per row after the first step.
+        Only the first step may have several tokens per row (ValueError otherwise).
         """
         if begin and x_RLD.shape[1] > 1:
             raise ValueError(f"{x_RLD.shape[1]} tokens a row in a step that is not the first")

@@ -56,11 +56,7 @@ class Packing:
 
 
 def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
-    """Compute the packing of sequences of these lengths, with tensors on `device`.
-
-    Raises:
-        ValueError: there are no sequences, or one is empty.
-    """
+    """Pack sequences of these lengths, with tensors on `device`; ValueError if there are none or one is empty."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"cannot pack sequences of lengths {list(lengths)}: each needs a token")
     longest = max(lengths)
@@ -73,11 +69,5 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
     places = torch.cat([sequence_M, position_M, sequence_M * longest + position_M, end_N])
     num_tokens = len(sequence_M)
     sequence_M, position_M, place_M, end_N = sent(places, device).split([num_tokens] * 3 + [len(lengths)])
-    return Packing(
-        lengths=tuple(lengths),
-        longest=longest,
-        sequence_M=sequence_M,
-        position_M=position_M,
-        place_M=place_M,
-        end_N=end_N,
-    )
+    indices = {"sequence_M": sequence_M, "position_M": position_M, "place_M": place_M, "end_N": end_N}
+    return Packing(lengths=tuple(lengths), longest=longest, **indices)

@@ -54,9 +54,7 @@ class TextTower(nn.Module):
     def forward(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
         """Embed int64 token ids [B, L] as [B, E], not of unit length.
 
-        Args:
-            lengths_B: number of tokens of each caption, including its end. If None, a packed tower reads them from the
-                device, which synchronises.
+        `lengths_B` are the numbers of tokens including ends; without them a packed tower synchronises with the device.
         """
         ends_BD = self._packed_ends(tokens_BL, lengths_B) if self.is_packed else self._padded_ends(tokens_BL)
         embedding_BE: Tensor = self.ln_final(ends_BD) @ self.text_projection

@@ -158,11 +158,7 @@ class TimeSformer(nn.Module):
 
 
 def nearest_places(embedding_LD: Tensor, num_patches: int) -> Tensor:
-    """Resize a positional embedding of square pictures by nearest-neighbour interpolation, as transformers does.
-
-    Raises:
-        ValueError: a number of patches is not a square.
-    """
+    """Resize a square positional embedding (else ValueError) by nearest neighbours, as transformers does."""
     sides = [round(count**0.5) for count in (len(embedding_LD) - 1, num_patches)]
     if sides[0] ** 2 != len(embedding_LD) - 1 or sides[1] ** 2 != num_patches:
         raise ValueError(f"{len(embedding_LD) - 1} patches for {num_patches}: both must fill a square")
@@ -189,10 +185,7 @@ def linear_of(layer: Callable[[Tensor], Tensor], prepare: Callable[..., Tensor],
 
     Meant for layer norms, activations and copies, which are cheap beside the matrix product that `layer` ends with.
     torch stops recomputing once it has the tensors that the backward pass needs, so the product is computed once.
-
-    Args:
-        prepare: deterministic.
-        inputs: the last one is the largest.
+    `prepare` must be deterministic, and the last input the largest.
     """
 
     def product(*inputs: Tensor) -> Tensor:

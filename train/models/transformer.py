@@ -140,9 +140,6 @@ class Stack(nn.Module):
     Args:
         blocks: take tokens [B, L, D] and `branches`, the scale of each of their `num_branches` residual branches.
         drop_path: probability, for each block, of skipping a sample's branch in training; empty for none.
-
-    Attributes:
-        checkpointing: enables activation checkpointing of each block.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, drop_path: Sequence[float] = ()) -> None:
@@ -151,7 +148,7 @@ class Stack(nn.Module):
         self.drop_path = tuple(drop_path) or (0.0,) * len(self.resblocks)
         if len(self.drop_path) != len(self.resblocks):
             raise ValueError(f"{len(self.drop_path)} probabilities for {len(self.resblocks)} blocks")
-        self.checkpointing = False
+        self.checkpointing = False  # activation checkpointing of each block
 
     def forward(self, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
         """Run all blocks on tokens [B, L, D]; `context` and `options` are passed to each."""
@@ -213,11 +210,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bool = False) -> None:
-    """Compile each block in place with torch.compile when it first runs; parameter names do not change.
-
-    Args:
-        fullgraph: raise on graph breaks, such as those of xformers' attention.
-    """
+    """Compile each block in place when it first runs; parameter names stay. `fullgraph` forbids graph breaks."""
     # Training, evaluation, pixels, captions and the last batch have a graph each, shared by all blocks.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks_of(model):

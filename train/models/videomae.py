@@ -49,11 +49,7 @@ class VideoMAEEncoder(nn.Module):
         start_as_videomae(self.transformer)
 
     def forward(self, video_BCTHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
-        """Tokens of the cubes of normalised clips, [B, K, D].
-
-        Args:
-            visible_BK: int64, indices of the visible cubes in the order of the tokens; None for all cubes.
-        """
+        """Tokens [B, K, D] of the visible cubes of normalised clips, given by int64 indices; None for all cubes."""
         return self.finish(self.transformer(self.embed(video_BCTHW, visible_BK)))
 
     def embed(self, video_BCTHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:

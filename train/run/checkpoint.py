@@ -21,7 +21,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import UserError
+from manifests.errors import UserError, first_line
 from manifests.json_text import parse_json
 from train.data.cursor import LoaderState
 from train.distributed.world import World
@@ -92,11 +92,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:
-    """Read checkpoint.json and verify the checksums of all files, of which each rank reads a part.
-
-    Raises:
-        UserError: a file is damaged, truncated, missing or of another format; all ranks raise it.
-    """
+    """Read checkpoint.json and verify all checksums, divided among ranks; all ranks raise a UserError for bad files."""
     world = world or World()
     try:
         content = content_of(path)
@@ -104,7 +100,7 @@ def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetada
         damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
         metadata = CheckpointMetadata(**{name: content[name] for name in CheckpointMetadata.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        damage, metadata = _first_line(error), None
+        damage, metadata = first_line(error), None
     damages = [one for one in world.gather_objects(damage) if one is not None]
     if damages or metadata is None:
         raise _unreadable(path, damages[0])
@@ -122,11 +118,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read the table of tensors (train.distributed.storage).
-
-    Raises:
-        UserError: it cannot be read, or the pieces of a tensor have gaps or overlap.
-    """
+    """Read the table of tensors (train.distributed.storage); UserError if pieces of a tensor have gaps or overlap."""
     try:
         table = parse_json((path / TABLE_FILE).read_bytes())
         if not isinstance(table, dict):
@@ -136,7 +128,7 @@ def read_table(path: Path) -> dict[str, Any]:
             if not is_tiled(entry["size"], pieces):
                 raise ValueError(f"the pieces of {name} {entry['size']} in {TABLE_FILE} do not make up the tensor")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _unreadable(path, _first_line(error)) from error
+        raise _unreadable(path, first_line(error)) from error
     return table
 
 
@@ -144,10 +136,7 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
     """Whether boxes, given as (offsets, sizes), cover every element of a tensor exactly once and nothing else.
 
     The signed corners of boxes sum to those of the whole tensor if and only if the boxes tile it: O(number of boxes).
-
-    Raises:
-        TypeError: an offset or size is not an integer.
-        ValueError: a box has another number of dimensions than the tensor, or a negative size.
+    Raises TypeError or ValueError for numbers that do not describe a box.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, offsets, sizes in ((-1, [0] * len(size), size), *((1, *piece) for piece in pieces)):
@@ -169,16 +158,13 @@ def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tens
     try:
         read_into(path, dict(table), tensors, world=world)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, _first_line(error)) from error
+        raise _unreadable(path, first_line(error)) from error
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """Load the whole weights (the EMA where there is one) and buffers of a model on the CPU, by name.
+    """Load the whole weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
 
-    Independent of the number of ranks that wrote the checkpoint.
-
-    Raises:
-        UserError: the checkpoint is damaged, truncated or of another format.
+    Raises a UserError if the checkpoint is damaged, truncated or of another format.
     """
     import torch
 
@@ -194,7 +180,7 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
             for name, stored in wanted.items()
         }
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, _first_line(error)) from error
+        raise _unreadable(path, first_line(error)) from error
     fill(path, table, {stored: weights[name] for name, stored in wanted.items()}, world=World())
     return weights
 
@@ -245,7 +231,3 @@ def _unreadable(path: Path, why: str) -> UserError:
         f"checkpoint {path} cannot be read: {why}",
         hint="remove it: the one before it, if there is one, is used instead",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -47,21 +47,13 @@ class CheckpointWriter:
             recover(folder)
 
     def save(self, tensors: Mapping[str, torch.Tensor], metadata: CheckpointMetadata) -> None:
-        """Copy the state and return; blocks only until the previous checkpoint is written.
-
-        Raises:
-            FailedWork: the previous checkpoint could not be written.
-        """
+        """Copy the state and return; waits for (and raises FailedWork for) the previous checkpoint only."""
         self.wait()
         staged = self._storage.staged(tensors)
         self._writing = self._thread.submit(self._write, staged, metadata)
 
     def wait(self) -> None:
-        """Block until the last checkpoint is written.
-
-        Raises:
-            FailedWork: a rank could not write it; all ranks raise it.
-        """
+        """Block until the last checkpoint is written; all ranks raise FailedWork if one could not write it."""
         if self._writing is None:
             return
         error = self._writing.exception()
@@ -117,10 +109,7 @@ class CheckpointWriter:
 
 
 def recover(folder: Path) -> None:
-    """Rename complete checkpoints that a killed process left under temporary names, and remove incomplete ones.
-
-    To be called only by the process that writes to `folder`.
-    """
+    """Rename complete checkpoints of a killed process and remove incomplete ones; only for the writing process."""
     for left in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
         name = left.name.removeprefix(TEMPORARY_PREFIX)
         if is_checkpoint_name(name) and is_intact(left):

@@ -23,13 +23,15 @@ def machine(device: "torch.device") -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that affect results."""
-    found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {"python": platform.python_version()} | {name: installed_version(name) for name in _DISTRIBUTIONS}
+
+
+def installed_version(distribution: str) -> str:
+    """Version of a package, or "not installed"."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def processor() -> str:

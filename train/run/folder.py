@@ -70,11 +70,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the folder against other training processes; the system releases it however this process ends.
-
-        Raises:
-            UserError: another process holds the lock.
-        """
+        """Lock the folder against other training processes (UserError); the system releases it with this process."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             try:
@@ -136,8 +132,7 @@ class RunFolder:
 def create_run(settings: TrainingSettings) -> RunFolder:
     """Create the folder of a new run, or take over one whose creation was interrupted.
 
-    Raises:
-        UserError: the folder exists and is not empty, cannot be created, or is locked by another process.
+    Raises a UserError if the folder is not empty, cannot be created, or is locked by another process.
     """
     run = RunFolder(settings.out)
     try:
@@ -174,11 +169,7 @@ def _left_over(folder: Path, name: str) -> list[Path]:
 
 
 def reopen_run(settings: TrainingSettings) -> RunFolder:
-    """Open a run to resume it with `settings`.
-
-    Raises:
-        UserError: there is no run, or settings that shape the weights differ; it names them.
-    """
+    """Open a run to resume it; UserError if there is none, or if settings that shape the weights differ."""
     run = open_run(settings.out)
     old = load_settings(run.settings, type(settings))
     require_same(shaping(old), shaping(settings), where=f"the run in {run.path}")
@@ -230,11 +221,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Remove the objects of a .jsonl file for which `belongs` is false, and return the others.
-
-    Raises:
-        UserError: the file is damaged, or an object lacks a key that `belongs` reads.
-    """
+    """Remove the objects of a .jsonl file for which `belongs` is false and return the others; UserError if damaged."""
     try:
         kept = [value for value in read_lines(path) if belongs(value)]
     except (KeyError, TypeError) as error:
@@ -244,12 +231,7 @@ def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[di
 
 
 def data_facts(own: str, shards: str | None) -> dict[str, Any]:
-    """The data fields of a result: `shards`, its address, and `is_own_data`.
-
-    Args:
-        own: --shards of the run.
-        shards: --shards of the evaluation; None for the run's own data.
-    """
+    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation."""
     address = _normalised(own if shards is None else shards)
     return {"shards": address, "is_own_data": address == _normalised(own)}
 

@@ -20,7 +20,7 @@ class _Console(Console):
 
 
 class Progress:
-    """Shows the steps of a run on stdout, or nothing if `is_quiet`, as on all ranks but the first."""
+    """A tracker that shows the steps of a run on stdout, or nothing if `is_quiet`, as on all ranks but the first."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
@@ -42,7 +42,7 @@ class Progress:
             self._bar.add_task("", total=num_steps, completed=step)
             self._bar.start()
 
-    def show(self, line: dict[str, Any]) -> None:
+    def log(self, line: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl; without a terminal only the first, the last, and one every few seconds.
 
         Evaluation metrics are always shown, on a separate line.
@@ -57,7 +57,7 @@ class Progress:
         if found := evaluated(line):
             self.say(f"{place}  {found}")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()

@@ -61,20 +61,6 @@ class JsonLines:
         pass
 
 
-class Console:
-    """Shows a progress bar or plain lines (train.run.progress)."""
-
-    def __init__(self, progress: Progress, *, step: int, num_steps: int) -> None:
-        self._progress = progress
-        progress.begin(step, num_steps)
-
-    def log(self, line: dict[str, Any]) -> None:
-        self._progress.show(line)
-
-    def close(self) -> None:
-        self._progress.end()
-
-
 def check_tracking(settings: TrackSettings) -> None:
     """Raise a UserError if a package that tracking needs is not installed."""
     for flag, module, asked in (
@@ -96,9 +82,9 @@ def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progr
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
     if settings.track.tensorboard:
         trackers.append(TensorBoard(settings, run=run, step=step))
-    return Trackers(
-        [JsonLines(run, step=step), Console(progress, step=step, num_steps=settings.steps), *reversed(trackers)]
-    )
+    lines = JsonLines(run, step=step)
+    progress.begin(step, settings.steps)
+    return Trackers([lines, progress, *reversed(trackers)])
 
 
 def tagged(line: dict[str, Any]) -> dict[str, float]:
