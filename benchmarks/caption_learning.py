@@ -14,13 +14,17 @@ same options. CPU seconds are those of training, with its decoding.
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.learning import found_of_seeds, learning_parser
 from benchmarks.report import print_report
-from train.tasks.caption.commands import evaluate_captions
-from train.tasks.caption.metrics.scores import LABELS
+from train.commands import evaluation
+from train.tasks.caption import evaluation as captions
+from train.tasks.caption.settings import METRIC_LABELS
+from train.tasks.caption.spec import CAPTIONS, CaptionFlags
 
 _SHOWN = ("cider_d", "cider", "bleu4", "rouge_l", "exact_match")
 
@@ -43,7 +47,8 @@ def main() -> None:
 
 def score_run(out: Path) -> dict[str, Any]:
     """What the captions of a run are worth on held-out clips."""
-    scored = evaluate_captions(out, split="val", with_java=False)
+    without_java = replace(CAPTIONS, score=partial(captions.score_run, with_java=False))
+    scored = evaluation.score_run(without_java, out, CaptionFlags(split="val"))
     return {name: scored[name] for name in ("means", "constant", "loss", "num_samples")}
 
 
@@ -54,7 +59,7 @@ def rows_of(seeds: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
         values = [float(one["means"][name]) for one in seeds]
         rows.append(
             {
-                "metric": LABELS[name],
+                "metric": METRIC_LABELS[name],
                 "ignores the clip": float(seeds[0]["constant"]["means"][name]),
                 "captioner": statistics.mean(values),
                 "+-": statistics.stdev(values) if len(values) > 1 else None,

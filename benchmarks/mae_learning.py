@@ -20,8 +20,9 @@ from typing import Any
 
 from benchmarks.learning import found_of_seeds, learning_parser
 from benchmarks.report import print_report
-from train.config.evaluation import METHODS, ProbeEvaluation
-from train.evaluation.probe.commands import probe_run
+from train.commands import evaluation
+from train.config.evaluation import METHODS
+from train.evaluation.probe.spec import PROBE, ProbeFlags
 from train.run.folder import RunFolder, read_lines
 
 LABELS = ("motion", "shape", "colour")
@@ -51,8 +52,7 @@ def main() -> None:
 
 def score_run(out: Path, *, neighbours: int) -> dict[str, Any]:
     """Probes a run, and reads its losses."""
-    wanted = ProbeEvaluation(labels=LABELS, methods=METHODS, neighbours=neighbours)
-    probed = probe_run(out, wanted, bank_split="train", shards=None)
+    probed = evaluation.score_run(PROBE, out, ProbeFlags(label=LABELS, method=METHODS, neighbours=neighbours))
     losses = [line["loss"] for line in read_lines(RunFolder(out).metrics)]
     return {
         "findings": probed["findings"],

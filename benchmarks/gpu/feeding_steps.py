@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 from benchmarks.gpu.feeding_data import require_repeated
 from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from manifests.errors import UserError
-from train.commands.training import train_caption, train_dual_encoder, train_mae
+from train.commands.launch import launch
 from train.config.data import Augment
 from train.config.training import ClipSettings
 from train.data.batch import Batch, to_device
@@ -30,6 +31,7 @@ from train.distributed.step import Step
 from train.distributed.world import World
 from train.models.attention import open_attention
 from train.optim.optimizer import make_optimizer
+from train.registry import task_named
 from train.run.folder import read_lines
 from train.tasks.caption.settings import CaptionerSettings, DecoderSettings
 from train.tasks.caption.task import CaptionTask
@@ -71,21 +73,21 @@ def trainings(setup: Setup, *, data: Path) -> list[Trained]:
             "dual encoder, ViT-B, T = 4",
             DualEncoderSettings(**of_all, num_frames=frames[0]),
             128,
-            train_dual_encoder,
+            partial(launch, task_named("dual-encoder")),
             DualEncoderTask,
         ),
         Trained(
             "MAE, ViT-B, 16 x 4",
             MaeSettings(**of_all, num_frames=frames[1], decoder_depth=1 if setup.is_dry_run else 4),
             128,
-            train_mae,
+            partial(launch, task_named("mae")),
             MaeTask,
         ),
         Trained(
             "captioner, TimeSformer-B, T = 8",
             CaptionerSettings(**of_all, num_frames=frames[2], decoder=gpt2),
             32,
-            train_caption,
+            partial(launch, task_named("caption")),
             CaptionTask,
         ),
     ]

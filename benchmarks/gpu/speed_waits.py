@@ -25,7 +25,6 @@ from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from benchmarks.gpu.ways import release
 from manifests.caption_table import LABEL_PREFIX
 from manifests.store import read_captions
-from train.commands.training import MakesTask
 from train.config.training import ClipSettings
 from train.distributed.step import Step
 from train.distributed.world import World
@@ -168,7 +167,7 @@ def _place() -> str:
     return "elsewhere"
 
 
-def _tasks(setup: Setup) -> dict[str, tuple[MakesTask[Any], ClipSettings]]:
+def _tasks(setup: Setup) -> dict[str, tuple[Callable[..., Any], ClipSettings]]:
     tiny: dict[str, Any] = {**_TINY, "shards": str(setup.data), "device": setup.device.type}
     captioner = DecoderSettings(name="tiny", vocabulary=300, max_tokens=16)
     return {
@@ -185,7 +184,7 @@ def _label(data: Path) -> str:
     return labels[0].removeprefix(LABEL_PREFIX) if labels else ClassifySettings.label
 
 
-def _waits(make_task: MakesTask[Any], settings: ClipSettings, setup: Setup) -> Waits:
+def _waits(make_task: Callable[..., Any], settings: ClipSettings, setup: Setup) -> Waits:
     device, waits = setup.device, Waits()
     with tempfile.TemporaryDirectory(dir=setup.scratch) as folder, counted(waits, device):
         settings = replace(settings, out=Path(folder) / "run")

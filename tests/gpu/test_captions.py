@@ -51,7 +51,7 @@ def test_captions_are_those_of_a_cpu(name: str, runs: Runs, device: torch.device
         captions = []
         for loaded in samples.evaluation_batches():
             numbers = loaded.batch["clip_id"].tolist()
-            captions += captioner.captions(loaded.batch, captioner.decoding(WAYS[name]), samples=numbers)
+            captions += captioner.captions(loaded.batch, captioner.task.decoding(WAYS[name]), samples=numbers)
         said.append(captions)
     assert said[0] == said[1]
     assert len(said[0]) == 12 and any(said[0])

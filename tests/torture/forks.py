@@ -30,7 +30,7 @@ _IMPORTED = (
     *("manifests.adapters.folder", "manifests.store"),
     *(
         "train.cli",
-        "train.commands.training",
+        "train.commands.launch",
         "train.engine.loop",
         "train.report.results",
         "torch.distributed.checkpoint",

@@ -1,17 +1,20 @@
 """What `--attention auto` becomes: by what is measured, by what a run began with, and what is never measured."""
 
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 
 from train.config.training import ClipSettings
 from train.engine import attention_choice
-from train.engine.attention_choice import Choice, as_before, choose_attention, kernels_fact, workloads_of
+from train.engine.attention_choice import Choice, as_before, choose_attention, kernels_fact
 from train.models.attention import Attend, attend_naively, attend_with_sdpa, open_attention
 from train.models.attention_kernels import Workload, fastest, measure
+from train.registry import task_named
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import workloads_of
 from train.tasks.mae.settings import MaeSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,6 +34,9 @@ MEASURED = Choice("cudnn", {"xformers": 4.0, "cudnn": 2.5}, {"flash": "no kernel
 )
 def test_the_fastest_is_taken_where_the_gain_is_clear(milliseconds: dict[str, float], expected: str) -> None:
     assert fastest(milliseconds) == expected
+
+
+ON_CUDA: dict[str, Any] = {"workloads": workloads_of, "device": CUDA, "products": torch.bfloat16}
 
 
 def test_what_fails_is_left_out_and_named() -> None:
@@ -61,12 +67,12 @@ def test_a_measurement_draws_no_random_numbers_of_the_run() -> None:
     ],
 )
 def test_the_shapes_are_those_of_the_runs_towers(settings: ClipSettings, expected: list[str]) -> None:
-    assert [str(workload) for workload in workloads_of(settings, num_items=8)] == expected
+    assert [str(workload) for workload in task_named(settings.command).workloads(settings, 8)] == expected
 
 
 def test_a_large_batch_is_measured_by_a_part_of_it() -> None:
     for settings in (DualEncoderSettings(), MaeSettings(), CaptionerSettings()):
-        for workload in workloads_of(settings, num_items=100_000):
+        for workload in task_named(settings.command).workloads(settings, 100_000):
             width = workload.num_heads * workload.head_width
             assert workload.num_items * workload.num_tokens * width <= 16_384 * 768
 
@@ -85,7 +91,7 @@ def test_only_auto_on_a_gpu_is_measured(
 ) -> None:
     monkeypatch.setattr(attention_choice, "_measure", None)  # whoever calls it fails
     attention, kept = choose_attention(
-        settings, device=device, products=None, facts={"attention_choice": asdict(MEASURED)}
+        settings, workloads=workloads_of, device=device, products=None, facts={"attention_choice": asdict(MEASURED)}
     )
     assert attention.name == name
     assert kept == {"attention_choice": asdict(MEASURED)}  # a run that goes on elsewhere for a while does not forget
@@ -93,11 +99,11 @@ def test_only_auto_on_a_gpu_is_measured(
 
 def test_a_run_begins_with_what_was_measured_and_goes_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "_measure", lambda *_, **__: MEASURED)
-    attention, kept = choose_attention(DualEncoderSettings(), device=CUDA, products=torch.bfloat16)
+    attention, kept = choose_attention(DualEncoderSettings(), **ON_CUDA)
     assert attention.name == "cudnn"
     assert attention.reason == "the fastest here: xformers 4.00 ms, cudnn 2.50 ms; not flash: no kernel"
     monkeypatch.setattr(attention_choice, "_measure", None)
-    again, kept_again = choose_attention(DualEncoderSettings(), device=CUDA, products=torch.bfloat16, facts=kept)
+    again, kept_again = choose_attention(DualEncoderSettings(), **ON_CUDA, facts=kept)
     assert (again.name, again.reason, kept_again) == ("cudnn", "as when the run began", kept)
 
 
@@ -111,5 +117,7 @@ def test_a_run_of_before_there_was_a_measurement_goes_on_with_xformers() -> None
 
 def test_the_kernels_of_a_run_are_named() -> None:
     settings = DualEncoderSettings(model="tiny", size_px=32)
-    said = kernels_fact(open_attention("auto", device_type="cpu"), settings, device=CPU, products=None)
+    said = kernels_fact(
+        open_attention("auto", device_type="cpu"), settings, workloads=workloads_of, device=CPU, products=None
+    )
     assert said == "flash (CPU) of torch (17 tokens); flash (CPU) of torch (captions)"

@@ -58,8 +58,7 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     chosen: list[Any] = []
-    for command in ("train_dual_encoder", "train_classify", "train_mae", "train_caption"):
-        monkeypatch.setattr(f"train.commands.training.{command}", lambda settings, resume: chosen.append(settings))
+    monkeypatch.setattr("train.commands.launch.launch", lambda spec, settings, resume: chosen.append(settings))
     save_settings(MaeSettings(stride=8, sampling="uniform", decoder_mask_ratio=0.75), tmp_path / "mae.yaml")
     for words in (
         # Of presets and files.

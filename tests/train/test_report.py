@@ -4,6 +4,7 @@ from pathlib import Path
 
 from manifests.publish import publish_json
 from train.config.files import save_settings
+from train.registry import evaluations
 from train.report.chart import Line, line_chart, smoothed, thinned, ticks
 from train.report.curves import evaluation_curves
 from train.report.results import write_page
@@ -24,6 +25,9 @@ class Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+GROUPS = [group for one in evaluations().values() for group in one.curves]
 
 
 def hostile_run(path: Path) -> RunFolder:
@@ -81,7 +85,7 @@ def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
     numbers = {f"val/{way}_r{k}": 0.5 for way in ("video_to_text", "text_to_video") for k in (1, 5)}
     extra = {"val/average_mean_ap": 0.25, "val/top1": 0.125, f"{HOSTILE}/other_{HOSTILE}": 3.0}
     lines = [{"step": step, "loss": 1.0, **numbers, **extra} for step in (10, 20)]
-    curves = evaluation_curves(lines)
+    curves = evaluation_curves(lines, GROUPS)
     assert [curve.title for curve in curves[:4]] == [
         "Recall, text → video, % (val)",
         "Recall, video → text, % (val)",
@@ -99,14 +103,14 @@ def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
 
 def test_probes_of_several_labels_stand_in_one_chart_by_method() -> None:
     numbers = {f"val/{label}_{method}_top1": 0.5 for label in ("motion", "main_shape") for method in ("knn", "linear")}
-    curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)])
+    curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)], GROUPS)
     assert [curve.title for curve in curves] == ["k-NN, top-1, % (val)", "Linear probe, top-1, % (val)"]
     assert [(label, last) for _, label, last in curves[0].legend] == [("motion", "50"), ("main shape", "50")]
 
 
 def test_numbers_of_captions_have_the_names_of_the_table() -> None:
     numbers = {"val/cider_d": 0.5, "val/rouge_l": 0.25, "val/bleu1": 3e-17, "val/exact_match": 0.125, "val/loss": 2.0}
-    curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)])
+    curves = evaluation_curves([{"step": step, "loss": 1.0, **numbers} for step in (10, 20)], GROUPS)
     shown = {curve.title: curve.legend[0][1:] for curve in curves}
     assert shown == {
         "CIDEr-D, times 100 (val)": ("CIDEr-D", "50"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-import train.commands.training
+import train.commands.launch
 from manifests.errors import UserError
 from train.cli import main
 from train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
@@ -136,9 +136,9 @@ def test_flags_go_before_files_before_the_preset(
     (tmp_path / "two.yaml").write_text("steps: 22\nlr: 0.5")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        train.commands.training,
-        "train_dual_encoder",
-        lambda settings, resume: print(settings.steps, settings.lr, settings.model),
+        train.commands.launch,
+        "launch",
+        lambda spec, settings, resume: print(settings.steps, settings.lr, settings.model),
     )
     monkeypatch.setattr("sys.argv", ["train", "dual-encoder", *arguments])
     with pytest.raises(SystemExit) as left:

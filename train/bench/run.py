@@ -18,7 +18,7 @@ from train.engine.attention_choice import choose_attention
 from train.engine.loop import check_batch
 from train.run.environment import machine
 from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
+from train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
 
 
 def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         )
     device = choose_device(settings.device)
     products = open_precision(settings.precision, device_type=device.type).products
-    attention, _ = choose_attention(settings, device=device, products=products)
+    attention, _ = choose_attention(settings, workloads=workloads_of, device=device, products=products)
     task = DualEncoderTask(settings, attention=attention, device=device)
     samples = task.training_set(World())
     if not isinstance(samples, VideoCaptions):

@@ -178,3 +178,9 @@ def _flags_of(path: Path) -> set[str]:
     return {
         f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in read_values(path).items()})
     }
+
+
+def docstring(help_text: str, *, example: str, **parameters: str) -> str:
+    """The docstring of a command that is made from a spec, as cyclopts reads it."""
+    lines = [help_text, "", "Example:", "", f"    {example}", "", "Parameters", "----------"]
+    return "\n".join([*lines, *(line for name, text in parameters.items() for line in (name, f"    {text}"))])

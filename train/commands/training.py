@@ -1,277 +1,45 @@
-"""What the commands of `train` do, once their flags are read."""
+"""`train TASK`: the commands of the tasks. Training itself is loaded when one of them runs."""
 
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated
 
-import torch
+from cyclopts import Parameter
 
-from manifests.publish import publish_bytes, publish_json
-from train.commands.effective import effective_caption_settings, effective_clip_settings, effective_settings
-from train.config.machine import ParallelSettings
-from train.config.model import Init
-from train.config.training import ClipSettings
-from train.data.latents.records import FrameShape
-from train.device.precision import choose_device, open_precision
-from train.distributed.launch import open_world
-from train.distributed.world import World
-from train.doctor.commands import doctor_facts
-from train.engine.attention_choice import choose_attention, kernels_fact
-from train.engine.common_start import SAME_START, NamedSamples, open_alike, start_of
-from train.engine.loop import check_batch, train
-from train.engine.task import Task, check_stages
-from train.models.attention import AttentionBackend
-from train.report.results import write_page
-from train.run.checkpoint import latest_checkpoint
-from train.run.checkpoint_writer import recover
-from train.run.environment import machine, versions
-from train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
-from train.run.progress import Progress
-from train.run.tracking import check_tracking
-from train.tasks.caption.runs import read_decoder_parts, start_lines
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.caption.task import CaptionTask
-from train.tasks.classify.commands import read_run_classes
-from train.tasks.classify.settings import ClassifySettings
-from train.tasks.classify.task import ClassifyTask
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.dual_encoder.task import DualEncoderTask
-from train.tasks.mae.settings import MaeSettings, without_effect
-from train.tasks.mae.task import MaeTask
-from train.weights.loading import Loaded
-from train.weights.sources import Say, Source, fetch_tag, open_weights
-
-Settings = TypeVar("Settings", bound=ClipSettings)
-Settings_contra = TypeVar("Settings_contra", bound=ClipSettings, contravariant=True)
+from train.commands.arguments import docstring
+from train.registry import task_named, task_names
+from train.run.folder import Resume
 
 
-class StartableTask(Task, Protocol):
-    """A task whose model can start from weights."""
+def training_command(name: str) -> Callable[..., None]:
+    """The command of a task as cyclopts reads it: its flags are the fields of the task's settings."""
+    spec = task_named(name)
+    kind = spec.settings
+    default = kind()
 
-    def training_set(self, world: World) -> NamedSamples:
-        """This rank's part of the samples to train on."""
-        ...
+    def command(
+        settings: kind = default,  # type: ignore[valid-type]
+        *,
+        preset: Annotated[str | None, Parameter(group="Where")] = None,
+        config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
+        resume: Annotated[Resume, Parameter(group="Where", negative="")] = False,
+    ) -> None:
+        from train.commands.launch import launch
 
-    def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
-        """Has `build_model` give models these weights, once they fit; UserError where they do not."""
-        ...
+        launch(spec, settings, resume=resume)
 
-    def facts(self) -> dict[str, Any]:
-        """What run.json says of this task, once its training set is open."""
-        ...
-
-    def files(self) -> dict[str, bytes]:
-        """What a run keeps beside run.json, by name, so that its weights can be used without the data."""
-        ...
-
-
-class MakesTask(Protocol[Settings_contra]):
-    """The class of a task."""
-
-    def __call__(
-        self, settings: Settings_contra, /, *, attention: AttentionBackend, device: torch.device
-    ) -> StartableTask: ...
-
-
-class MakesEffective(Protocol[Settings]):
-    """Gives the settings that take effect with the weights of a source."""
-
-    def __call__(self, settings: Settings, source: Source | None, /, *, say: Say) -> Settings: ...
-
-
-class AtEnd(Protocol[Settings_contra]):
-    """What the first rank does with a run that is done, before its page is written."""
-
-    def __call__(self, run: RunFolder, settings: Settings_contra, /, *, say: Say) -> None: ...
-
-
-class MakesTaskOfRun(Protocol[Settings_contra]):
-    """Gives the class of a task that goes on with a run from a checkpoint; UserError where the run is damaged."""
-
-    def __call__(self, run: RunFolder, /) -> MakesTask[Settings_contra]: ...
-
-
-def train_dual_encoder(settings: DualEncoderSettings, *, resume: Resume) -> None:
-    """Trains a dual encoder, on all ranks that torchrun launched, and writes the run's results page."""
-    _launch(settings, DualEncoderTask, effective_settings, resume=resume)
-
-
-def train_classify(settings: ClassifySettings, *, resume: Resume) -> None:
-    """Fine-tunes a video tower on labels, likewise."""
-
-    def of_run(run: RunFolder) -> MakesTask[ClassifySettings]:
-        # The data may have labels that it did not have then.
-        return partial(ClassifyTask, classes=read_run_classes(run))
-
-    _launch(settings, ClassifyTask, effective_clip_settings, resume=resume, of_run=of_run)
-
-
-def train_mae(settings: MaeSettings, *, resume: Resume) -> None:
-    """Trains a masked autoencoder, likewise."""
-
-    def effective(settings: MaeSettings, source: Source | None, *, say: Say) -> MaeSettings:
-        if unused := without_effect(settings):
-            say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
-        return effective_clip_settings(settings, source, say=say)
-
-    def at_end(run: RunFolder, settings: MaeSettings, *, say: Say) -> None:
-        from train.tasks.mae.commands import reconstruct_at_end
-
-        reconstruct_at_end(run, settings, say=say)
-
-    _launch(settings, MaeTask, effective, resume=resume, at_end=at_end)
-
-
-def train_caption(settings: CaptionerSettings, *, resume: Resume) -> None:
-    """Trains a captioner, likewise."""
-
-    def of_run(run: RunFolder) -> MakesTask[CaptionerSettings]:
-        # The data may have captions that it did not have then, and tokens are made of captions.
-        return partial(CaptionTask, decoder=read_decoder_parts(run))
-
-    _launch(settings, CaptionTask, effective_caption_settings, resume=resume, of_run=of_run)
-
-
-def _launch(
-    settings: Settings,
-    make_task: MakesTask[Settings],
-    effective: MakesEffective[Settings],
-    *,
-    resume: Resume,
-    at_end: AtEnd[Settings] | None = None,
-    of_run: MakesTaskOfRun[Settings] | None = None,
-) -> None:
-    check_tracking(settings.track)
-    device = choose_device(settings.device)
-    start = start_of(settings, resume=resume)
-    with open_world(device_type=device.type, start=start, hint=SAME_START) as world, ExitStack() as held:
-        device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        # The first rank decides for all, which may see the folder of the run at other moments.
-        old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
-        if old_run is not None and of_run is not None and world.first(lambda: _has_checkpoint(old_run)):
-            make_task = of_run(old_run)
-        _train(settings, make_task, effective, old_run=old_run, held=held, world=world, device=device, at_end=at_end)
-
-
-def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:
-    """The run to go on with, in order after whatever killed a process in it."""
-    run = find_run(path, resume)
-    if run is not None:
-        held.enter_context(run.held())
-        sweep(run)
-        recover(run.checkpoints)
-    return run
-
-
-def _create_and_hold(settings: ClipSettings, *, held: ExitStack) -> RunFolder:
-    run = create_run(settings)
-    held.enter_context(run.held())
-    return run
-
-
-def _train(
-    settings: Settings,
-    make_task: MakesTask[Settings],
-    effective: MakesEffective[Settings],
-    *,
-    old_run: RunFolder | None,
-    held: ExitStack,
-    world: World,
-    device: torch.device,
-    at_end: AtEnd[Settings] | None,
-) -> None:
-    world = world.cut(settings.parallel.stages)
-    share = world.replicas.share(settings.batch)
-    precision = open_precision(settings.precision, device_type=device.type)
-    old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
-    attention, how_chosen = choose_attention(
-        settings, device=device, products=precision.products, world=world, facts=old_facts
+    command.__doc__ = docstring(
+        spec.help,
+        example=spec.example,
+        preset="Settings by name; flags and --config override them.",
+        config="YAML file of settings, keys spelled as the flags; a later file overrides an earlier one.",
+        resume="Continue the run in --out from its latest checkpoint; auto: start a new run if there is none.",
     )
-    progress = Progress(is_quiet=not world.is_first)
-    progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
-    if world.replicas.size > 1 and share % settings.samples_per_chunk:
-        progress.say(
-            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
-            "batches are others than on one process"
-        )
-    if settings.warmup_steps >= settings.steps:
-        progress.say(
-            f"--warmup-steps {settings.warmup_steps} leaves nothing of --steps {settings.steps}: the learning rate "
-            "rises to the end"
-        )
-    has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
-    source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
-    settings = effective(settings, source, say=progress.say)
-    if old_run is not None:
-        world.first(lambda: reopen_run(settings))
-    task = make_task(settings, attention=attention, device=device)
-    samples = open_alike(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
-    check_batch(settings, samples)
-    check_stages(task, samples, settings, world=world)
-    start = None if source is None else task.start_from(source, samples, say=progress.say)
-    # The folder is made last: a mistake in the flags leaves nothing behind.
-    run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
-    progress.say(f"data: {samples.describe()}; {samples.variant_name}")
-    about = task.facts()
-    for line in start_lines(about):
-        progress.say(line)
-    facts = {
-        "task": task.name,
-        "processes": _processes(settings.parallel, world),
-        "attention": f"{attention.name} ({attention.reason})",
-        "attention_kernels": kernels_fact(attention, settings, device=device, products=precision.products),
-        "precision": f"{precision.name} ({precision.reason})",
-        "data": samples.describe(),
-        "variant": samples.variant_name,
-        **_latents_facts(samples),
-        **_weights_facts(start, old_facts),
-        **how_chosen,
-        **about,
-        "machine": machine(device),
-        "versions": versions(),
-        "doctor": doctor_facts(asked_device=settings.device, device_type=device.type) if world.is_first else {},
-    }
-    if world.is_first:
-        for name, content in task.files().items():
-            publish_bytes(run.path / name, content)
-        publish_json(run.facts, facts)
-    train(task, samples, settings, run=run, world=world, device=device, progress=progress)
-    if world.is_first:
-        if at_end is not None:
-            at_end(run, settings, say=progress.say)
-        write_page(run)
-    failed = len(read_lines(run.failures))
-    remark = f"; {failed} samples failed, all are listed in {run.failures}" if failed else ""
-    progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}{remark}")
+    return command
 
 
-def _has_checkpoint(run: RunFolder) -> bool:
-    return latest_checkpoint(run.checkpoints) is not None
-
-
-def _processes(parallel: ParallelSettings, world: World) -> str:
-    if world.size == 1:
-        return "1"
-    pipelines = (
-        f", {world.replicas.size} x {parallel.stages} stages, {parallel.schedule}" if parallel.stages > 1 else ""
-    )
-    return f"{world.size}, {parallel.strategy}{pipelines}"
-
-
-def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:
-    # One rank downloads; the others find it in the cache.
-    world.first(lambda: fetch_tag(init, say=say))
-    return open_weights(init)
-
-
-def _latents_facts(samples: object) -> dict[str, Any]:
-    """How large latents are: what an export has to say of the model, and no tensor shows."""
-    shape = getattr(samples, "frame_shape", None)
-    return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
-
-
-def _weights_facts(start: Loaded | None, old: dict[str, Any]) -> dict[str, Any]:
-    """What the run began with: also of one that is resumed, which does not read it again."""
-    kept: dict[str, Any] = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
-    return kept if start is None else {**kept, "weights": start.as_json()}
+def __getattr__(name: str) -> Callable[..., None]:
+    """The command of a task, by the import path under which `train.cli` knows it."""
+    if (task := name.replace("_", "-")) in task_names():
+        return training_command(task)
+    raise AttributeError(name)

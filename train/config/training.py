@@ -17,6 +17,8 @@ from train.config.optim import OptimizerSettings
 if TYPE_CHECKING:
     pass
 
+from train.config.model import Kind
+
 _WHERE = Parameter(group="Where")
 _CLIPS = Parameter(group="Clips")
 _AUGMENT = Parameter(group="Augmentation")
@@ -67,6 +69,8 @@ class TrainingSettings:
 
     command: ClassVar[str] = ""
     """The command whose settings these are."""
+    free_on_resume: ClassVar[frozenset[str]] = frozenset()
+    """Settings of the task that may differ when a run is resumed, besides FREE_ON_RESUME."""
 
     shards: Annotated[str, _WHERE] = "data"
     """Data folder that prep made, a path or an address (s3://bucket/data); or tars: 'DIR/{000000..000099}.tar'."""
@@ -146,6 +150,9 @@ class TrainingSettings:
 class ClipSettings(TrainingSettings):
     """What clips look like, and the tower that sees them."""
 
+    only_kind: ClassVar[Kind | None] = None
+    """The kind of tower that the task has, where it has but one."""
+
     num_frames: Annotated[int, _CLIPS] = 4
     """Pictures of a clip."""
     sampling: Annotated[Literal["uniform", "stride", "lavila"], _CLIPS] = "uniform"
@@ -197,7 +204,7 @@ def _require(name: str, value: float, holds: bool, rule: str) -> None:
 # What may differ when a run is resumed: it does not change the weights, but for rounding.
 FREE_ON_RESUME = frozenset(
     {
-        *("shards", "cache", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "decoding", "track"),
+        *("shards", "cache", "out", "checkpoint_every", "keep_checkpoints", "best", "evaluate", "track"),
         *("device", "attention", "compile", "parallel", "microbatch", "workers", "batches_ahead", "max_failures"),
     }
 )
@@ -212,7 +219,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 def shaping(settings: TrainingSettings) -> dict[str, Any]:
     """The settings that decide the weights, as plain values by the names of their flags (`optimizer.name`)."""
     values = plain_values(asdict(settings))
-    return flat({name: value for name, value in values.items() if name not in FREE_ON_RESUME})
+    return flat({name: value for name, value in values.items() if name not in FREE_ON_RESUME | settings.free_on_resume})
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,30 +6,27 @@ last digits, so a run stays with what it began with: run.json has the choice, an
 from there. On a CPU and with --compile nothing is measured.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from manifests.errors import UserError
-from train.config.model import kind_of, tubelet_of
+from train.config.model import Kind, kind_of, tubelet_of
 from train.config.training import ClipSettings
 from train.distributed.world import World
 from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention
 from train.models.attention_kernels import Workload, fastest, kernels_of, measure
 from train.models.dual_encoder import size_of
 from train.models.packing import pack
-from train.tasks.caption.building import tower_size
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.mae.settings import MaeSettings
+from train.models.video_vit import VideoViTSize
 
+Workloads = Callable[[Any, int], tuple[Workload, ...]]
 # Where two are equally fast the earlier one is taken.
 _CANDIDATES: tuple[AttentionChoice, ...] = ("xformers", "sdpa", "cudnn", "flash")
 _FACT = "attention_choice"
 _MOST_TOKENS = 16_384
-# Tokens of narrations and other short captions, in a measurement.
-_CAPTION_LENGTHS = (12, 9, 17, 11, 8, 14, 10, 22)
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,7 @@ class Choice:
 def choose_attention(
     settings: ClipSettings,
     *,
+    workloads: Workloads,
     device: torch.device,
     products: torch.dtype | None,
     world: World = World(),  # noqa: B008 - frozen
@@ -59,6 +57,7 @@ def choose_attention(
     """Opens the attention of a run; all ranks call it, and all get the same.
 
     Args:
+        workloads: (settings, number of clips) -> the attention that a step computes.
         products: what matrix products are computed in (train.device.precision), None for float32.
         facts: of the run that goes on, as in its run.json.
 
@@ -74,7 +73,7 @@ def choose_attention(
         return open_attention(settings.attention, device_type=device.type, compiles=settings.compile), kept
     if (attention := as_before(facts or {}, device_type=device.type)) is not None:
         return attention, kept
-    choice = world.first(lambda: _measure(settings, num_items=_share(settings, world), device=device, dtype=products))
+    choice = world.first(lambda: _measure(workloads(settings, _share(settings, world)), device=device, dtype=products))
     attention = world.each(lambda: open_attention(cast(AttentionChoice, choice.name), device_type=device.type))
     return replace(attention, reason=choice.reason), {_FACT: asdict(choice)}
 
@@ -93,11 +92,16 @@ def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | 
 
 
 def kernels_fact(
-    attention: AttentionBackend, settings: ClipSettings, *, device: torch.device, products: torch.dtype | None
+    attention: AttentionBackend,
+    settings: ClipSettings,
+    *,
+    workloads: Workloads,
+    device: torch.device,
+    products: torch.dtype | None,
 ) -> str:
     """Which kernels of which library a run's attention is computed by, in words, for each kind of tower."""
     found = []
-    for workload in workloads_of(settings, num_items=1):
+    for workload in workloads(settings, 1):
         shape = (workload.num_items, workload.num_tokens, 3, workload.num_heads, workload.head_width)
         qkv = torch.zeros(shape, dtype=products or torch.float32, device=device, requires_grad=True)
         packing = pack(workload.lengths, device=device) if workload.lengths else None
@@ -109,37 +113,37 @@ def kernels_fact(
     return "; ".join(found)
 
 
-def workloads_of(settings: ClipSettings, *, num_items: int) -> tuple[Workload, ...]:
-    """The attention of a run's towers, as far as its settings tell.
+def video_workloads(
+    settings: ClipSettings,
+    num_clips: int,
+    *,
+    size: VideoViTSize | None = None,
+    kind: Kind | None = None,
+    share_seen: float = 1.0,
+) -> tuple[Workload, ...]:
+    """The attention of a run's video tower, as far as its settings tell; latents count as the pictures they were.
 
-    Latents count as the pictures that they were made of, and captions of packed text as short ones. A captioner's
-    decoder and the decoder of a masked autoencoder are left out: they are a small part of a step.
+    Args:
+        size: of the tower, where `--model` does not tell it.
+        kind: of the tower where `--towers.kind` is left out.
+        share_seen: of the tokens of a moment, that the tower sees.
     """
-    size = tower_size(settings) if isinstance(settings, CaptionerSettings) else None
-    sizes = size_of(settings.model, settings.towers)
-    video = size or sizes.video
+    size = size or size_of(settings.model, settings.towers).video
     times = settings.num_frames // tubelet_of(settings.towers)
-    places = (settings.size_px // video.patch_px) ** 2
-    kind = settings.towers.kind or ("timesformer" if size else kind_of(settings.towers))
-    heads, width, depth = video.trunk.num_heads, video.trunk.width // video.trunk.num_heads, video.trunk.depth
+    places = (settings.size_px // size.patch_px) ** 2
+    kind = settings.towers.kind or kind or kind_of(settings.towers)
+    heads, width, depth = size.trunk.num_heads, size.trunk.width // size.trunk.num_heads, size.trunk.depth
 
-    def of_video(items: int, tokens: int, num_heads: int = heads) -> Workload:
+    def workload(items: int, tokens: int, num_heads: int = heads) -> Workload:
         # Enough of a batch to be busy with, and no more: what is measured is the order of the candidates.
         items = max(1, min(items, _MOST_TOKENS * heads // (tokens * num_heads)))
         return Workload(num_items=items, num_tokens=tokens, num_heads=num_heads, head_width=width, num_blocks=depth)
 
     if kind == "timesformer":
         # Attention over time has every place of every head as a head of its own (train.models.timesformer).
-        return of_video(num_items, times, places * heads), of_video(num_items * times, places + 1)
-    if isinstance(settings, MaeSettings):
-        return (of_video(num_items, times * max(1, round(places * (1 - settings.mask_ratio)))),)
-    found = [of_video(num_items, times * places + (kind == "clip"))]
-    if isinstance(settings, DualEncoderSettings) and settings.text_tower == "trained" and settings.towers.packed_text:
-        text = sizes.text.trunk
-        lengths = tuple(_CAPTION_LENGTHS[at % len(_CAPTION_LENGTHS)] for at in range(min(num_items, 512)))
-        of_text = {"num_heads": text.num_heads, "head_width": text.width // text.num_heads, "num_blocks": text.depth}
-        found.append(Workload(num_items=1, num_tokens=sum(lengths), lengths=lengths, **of_text))
-    return tuple(found)
+        return workload(num_clips, times, places * heads), workload(num_clips * times, places + 1)
+    seen = places if share_seen == 1 else max(1, round(places * share_seen))
+    return (workload(num_clips, times * seen + (kind == "clip")),)
 
 
 def _share(settings: ClipSettings, world: World) -> int:
@@ -148,7 +152,7 @@ def _share(settings: ClipSettings, world: World) -> int:
     return max(1, min(share, settings.microbatch or share))
 
 
-def _measure(settings: ClipSettings, *, num_items: int, device: torch.device, dtype: torch.dtype | None) -> Choice:
+def _measure(workloads: Sequence[Workload], *, device: torch.device, dtype: torch.dtype | None) -> Choice:
     candidates: dict[str, Attend] = {}
     failed: dict[str, str] = {}
     for candidate in _CANDIDATES:
@@ -156,7 +160,6 @@ def _measure(settings: ClipSettings, *, num_items: int, device: torch.device, dt
             candidates[candidate] = open_attention(candidate, device_type=device.type).attend
         except UserError as error:
             failed[candidate] = str(error)
-    workloads = workloads_of(settings, num_items=num_items)
     speeds = measure(candidates, workloads, dtype=dtype or torch.float32, device=device)
     if not speeds.milliseconds:
         raise UserError(

@@ -17,7 +17,10 @@ from train.data.loader import TrainingSet
 from train.distributed.pipeline import check_microbatches
 from train.distributed.stages import LayerCost, partition
 from train.distributed.world import World
+from train.engine.common_start import NamedSamples
 from train.losses.objective import Objective
+from train.weights.loading import Loaded
+from train.weights.sources import Say, Source
 
 
 class Task(Protocol):
@@ -53,6 +56,26 @@ class Task(Protocol):
         All ranks call it at the same step, with the model in evaluation mode and no gradients; forward passes exchange
         nothing, so ranks may make different numbers of them.
         """
+        ...
+
+
+class StartableTask(Task, Protocol):
+    """A task whose model can start from weights."""
+
+    def training_set(self, world: World) -> NamedSamples:
+        """This rank's part of the samples to train on."""
+        ...
+
+    def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
+        """Has `build_model` give models these weights, once they fit; UserError where they do not."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of this task, once its training set is open."""
+        ...
+
+    def files(self) -> dict[str, bytes]:
+        """What a run keeps beside run.json, by name, so that its weights can be used without the data."""
         ...
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.report.chart import Line, line_chart, smoothed
-from train.tasks.caption.metrics.scores import LABELS as CAPTION_METRICS
+from train.spec import CurveGroup
 
 _NUM_STYLES = 4
 # Products of many small numbers, as BLEU's, are not exactly 0 where they mean it.
@@ -69,21 +69,6 @@ _TRAINING = (
     _Kind("Model FLOPS utilisation, %", _key("mfu", scale=100), from_zero=True, has_first=False),
 )
 
-# Numbers of evaluations that stand in one chart: pattern of their names, its title, and what its group is called.
-_TOGETHER: tuple[tuple[str, str, Callable[[str], str]], ...] = (
-    (r"text_to_video_r(\d+)", "Recall, text → video, %", lambda group: f"R@{group}"),
-    (r"video_to_text_r(\d+)", "Recall, video → text, %", lambda group: f"R@{group}"),
-    (r"(.+)_median_rank", "Median rank", lambda group: group.replace("_to_", " → ")),
-    (r"(.+)_mean_ap", "mAP, %", lambda group: group.replace("_to_", " → ")),
-    (r"(.+)_ndcg", "nDCG, %", lambda group: group.replace("_to_", " → ")),
-    (r"(top\d+|mean_class_accuracy)", "Zero-shot accuracy, %", lambda group: group.replace("_", " ")),
-    *(
-        (rf"(.+)_{method}_{name}", f"{method_title}, {title}, %", lambda group: group.replace("_", " "))
-        for method, method_title in (("knn", "k-NN"), ("linear", "Linear probe"))
-        for name, title in (("top1", "top-1"), ("top5", "top-5"), ("mean_class", "mean class"))
-    ),
-)
-
 
 def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     """The curves of those numbers that the lines have."""
@@ -99,15 +84,15 @@ def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     return curves
 
 
-def evaluation_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
+def evaluation_curves(lines: Sequence[dict[str, Any]], together: Sequence[CurveGroup]) -> list[Curve]:
     """A curve for each kind of number of each split; an evaluation's numbers are named `<split>/<name>`."""
     names = dict.fromkeys(name for line in lines for name in line if "/" in name)
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
         split, _, short = name.partition("/")
-        title, label = _place(short)
+        title, label = _place(short, together)
         groups.setdefault((split, title), {})[name] = label
-    order = [title for _, title, _ in _TOGETHER]
+    order = [group.title for group in together]
     curves = []
     for (split, title), its in sorted(groups.items(), key=lambda group: _rank(group[0][1], order)):
         scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
@@ -127,14 +112,13 @@ def _rank(title: str, order: Sequence[str]) -> int:
     return order.index(title) if title in order else len(order)
 
 
-def _place(name: str) -> tuple[str, str]:
+def _place(name: str, together: Sequence[CurveGroup]) -> tuple[str, str]:
     """The chart that a number stands in, and what it is called there."""
-    for pattern, title, label in _TOGETHER:
-        if match := re.fullmatch(pattern, name):
-            return title, label(match[1])
-    words = CAPTION_METRICS.get(name, name.replace("_", " "))
-    scaled = _TIMES_100 if name in CAPTION_METRICS else ""
-    return words[:1].upper() + words[1:] + scaled, words
+    for group in together:
+        if match := re.fullmatch(group.pattern, name):
+            return group.title, group.label(match[1])
+    words = name.replace("_", " ")
+    return words[:1].upper() + words[1:], words
 
 
 def _points(lines: Sequence[dict[str, Any]], value: Value, *, dust: float = 0.0) -> list[tuple[float, float]]:

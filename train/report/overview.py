@@ -28,25 +28,11 @@ def write_overview(runs: Sequence[Path], out: Path) -> None:
 
 
 def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Rows of pictures with words, of the first result that has some, and its data where it is not the run's own."""
+    """Pictures with words, of the first result that has some, and its data where it is not the run's own."""
     for result in page["results"]:
-        if rows := _rows(result):
-            return rows, result["other_data"]
+        if result["strips"]:
+            return result["strips"][:_NUM_SHOWN], result["other_data"]
     return [], ""
-
-
-def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    if result.get("shown"):
-        clip = result["shown"][0]
-        rows = (("original", clip["original"]), ("masked", clip["masked"]), ("filled in", clip["filled"]))
-        return [{"words": name, "frames": frames, "is_right": None} for name, frames in rows]
-    if result.get("said"):
-        return [
-            {"words": clip["caption"], "frames": clip["frames"], "is_right": clip["is_right"]}
-            for clip in result["said"][:_NUM_SHOWN]
-        ]
-    best = [(query["text"], query["found"][0]) for query in result.get("examples", [])[:_NUM_SHOWN]]
-    return [{"words": text, "frames": clip["frames"], "is_right": clip["is_right"]} for text, clip in best]
 
 
 def _relative(page: Path, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,13 @@ from typing import Any
 from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
-from train.evaluation.tables import percent, table_of
+from train.evaluation.tables import percent
+from train.registry import DEFAULT, evaluations_of, task_named, task_names
 from train.report.curves import evaluation_curves, training_curves
 from train.run.folder import RunFolder, other_data, read_lines, read_object
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.classify.settings import ClassifySettings
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.mae.settings import MaeSettings
+from train.spec import EvaluationSpec
 
 _NUM_LAST = 20
-_ORDER = ("retrieval", "mir", "zero-shot", "classification", "probe", "reconstruction", "captions")
-# What a run is about; the rest of its settings is folded up.
-_KINDS: dict[str, type[TrainingSettings]] = {
-    "dual-encoder": DualEncoderSettings,
-    "classify": ClassifySettings,
-    "mae": MaeSettings,
-    "caption": CaptionerSettings,
-}
 _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "size_px", "seed")
 
 
@@ -38,34 +29,49 @@ def page_of(run: RunFolder) -> dict[str, Any]:
     """What the page of a run shows."""
     lines = read_lines(run.metrics)
     facts = run.read_facts()
+    task = str(facts.get("task", DEFAULT))
+    known = evaluations_of(task)
     settings = flat({str(key): value for key, value in read_values(run.settings).items()})
-    results = [read_object(path) for path in run.results()]
-    own_split = settings.get("split")
-    results.sort(
-        key=lambda result: (
-            bool(other_data(result)),
-            _ORDER.index(result["evaluation"]),
-            result["split"] == own_split,  # what it was trained on comes last
-        )
-    )
     return {
         "name": run.path.resolve().name,
-        "command": _command(run, str(facts.get("task", "dual-encoder"))),
+        "command": _command(run, task),
         "facts": facts,
-        "chosen": _chosen(settings, task=facts.get("task", "")),
+        "chosen": _chosen(settings, task),
         "settings": settings,
         "summary": _summary(lines),
         "curves": training_curves(lines),
-        "evaluation_curves": evaluation_curves(lines),
-        "results": [{**result, "table": table_of(result), "other_data": other_data(result)} for result in results],
+        "evaluation_curves": evaluation_curves(lines, [group for one in known for group in one.curves]),
+        "results": _results(run, known, own_split=settings.get("split")),
         "weights": [_weights(facts[name]) for name in ("weights", "decoder_weights") if name in facts],
         "failures": read_lines(run.failures),
     }
 
 
-def _chosen(settings: dict[str, Any], *, task: str) -> dict[str, Any]:
+def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: object) -> list[dict[str, Any]]:
+    """The results of evaluations: on the run's own data first, on what it was trained on last."""
+    order = {one.result_name: number for number, one in enumerate(known)}
+    results = []
+    for result in (read_object(path) for path in run.results()):
+        evaluation = known[order[result["evaluation"]]]
+        other = other_data(result)
+        section = evaluation.section if result.get(evaluation.pictures) else None
+        shown = {
+            "table": evaluation.table(result),
+            "other_data": other,
+            "section": section and rendered(section, result={**result, "other_data": other}),
+            "strips": evaluation.strips(result) if section and evaluation.strips else [],
+        }
+        results.append({**result, **shown})
+    return sorted(
+        results,
+        key=lambda result: (bool(result["other_data"]), order[result["evaluation"]], result["split"] == own_split),
+    )
+
+
+def _chosen(settings: dict[str, Any], task: str) -> dict[str, Any]:
     """The settings that differ from their defaults, and those that every run is asked about."""
-    defaults = flat(plain_values(asdict(_KINDS.get(task, TrainingSettings)())))
+    kind = task_named(task).settings if task in task_names() else TrainingSettings
+    defaults = flat(plain_values(asdict(kind())))
     return {
         name: value
         for name, value in settings.items()
@@ -135,16 +141,21 @@ _TEMPLATES = Path(__file__).parent
 
 def publish_page(template: str, path: Path, **values: Any) -> None:
     """Fills a template of this folder and publishes the page."""
-    # Markup from jinja2 itself: what the charts return is markup, all else is escaped.
+    publish_bytes(path, rendered(_TEMPLATES / template, **values).encode())
+
+
+def rendered(template: Path, **values: Any) -> str:
+    """A template with values, which are escaped; what it includes lies in this folder."""
+    # Markup from jinja2 itself: what the charts and the sections return is markup, all else is escaped.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader([template.parent, _TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "markup": Markup}
-    publish_bytes(path, environment.get_template(template).render(**values).encode())
+    return environment.get_template(template.name).render(**values)

@@ -11,10 +11,11 @@ import pytest
 from manifests.errors import UserError
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
-from train.tasks.caption.commands import evaluate_captions, read_coco_results
-from train.tasks.caption.evaluating import Said, numbers_of
+from train.commands.evaluation import score_run
+from train.tasks.caption.generation import Said, numbers_of
 from train.tasks.caption.metrics.java import Absent
 from train.tasks.caption.metrics.scores import score_captions
+from train.tasks.caption.spec import CAPTIONS, CaptionFlags
 
 __all__ = ["train"]
 
@@ -36,7 +37,7 @@ def _no_java() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def result(captioner_run: Path) -> dict[str, Any]:
-    return evaluate_captions(captioner_run, split="val")
+    return score_run(CAPTIONS, captioner_run, CaptionFlags(split="val"))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def page(run: Path) -> str:
 
 
 def test_scores_are_those_of_the_captions_and_all_references(captioner_run: Path, result: dict[str, Any]) -> None:
-    captions = read_coco_results(captioner_run / "evaluations/captions-val.coco.json")
+    rows = json.loads((captioner_run / "evaluations/captions-val.coco.json").read_bytes())
+    captions = {row["image_id"]: row["caption"] for row in rows}
     references = {
         "d 0.00-1.00 s": ["it begins"],
         "d 1.20-2.80 s": ["the middle of d"],
@@ -139,12 +141,12 @@ def test_references_without_words_are_left_out_and_named(
     assert [numbers.pop(name) for name in counted] == [1, 1] and numbers.pop("loss") == 0.5
     assert numbers == pytest.approx(dict.fromkeys(numbers, 0.0), abs=1e-6)
     with pytest.raises(UserError, match="clips whose references have words: 0 of 1"):
-        evaluate_captions(run, split="test", shards=str(data_dir))
+        score_run(CAPTIONS, run, CaptionFlags(split="test"), shards=str(data_dir))
 
 
 def test_a_split_without_captions_is_named(captioner_run: Path, odd_data: Path) -> None:
     with pytest.raises(UserError, match="has no captions of split 'test'"):
-        evaluate_captions(captioner_run, split="test", shards=str(odd_data))
+        score_run(CAPTIONS, captioner_run, CaptionFlags(split="test"), shards=str(odd_data))
 
 
 def test_decoding_and_the_number_of_clips_are_chosen_and_stated(

@@ -18,8 +18,8 @@ RUNS = [
     "tests.train.killed",
     "tests.train.losses.runs",
     "tests.train.optim.sharded_steps",
-    "train.commands.training",
-    "train.tasks.mae.commands",
+    "train.commands.launch",
+    "train.tasks.mae.evaluation",
     "train.report.results",
     "torch._dynamo",
 ]

@@ -19,7 +19,7 @@ __all__ = ["train"]
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[MaeSettings]:
     """What the command would train with."""
     given: list[MaeSettings] = []
-    monkeypatch.setattr("train.commands.training.train_mae", lambda settings, resume: given.append(settings))
+    monkeypatch.setattr("train.commands.launch.launch", lambda spec, settings, resume: given.append(settings))
     return given
 
 

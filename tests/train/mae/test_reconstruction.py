@@ -5,7 +5,8 @@ import torch
 
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.video_vit import CubeGrid
-from train.tasks.mae.evaluating import (
+from train.tasks.mae.objective import normalised_cubes
+from train.tasks.mae.reconstruction import (
     GREY,
     clips_of,
     reconstruct,
@@ -13,7 +14,6 @@ from train.tasks.mae.evaluating import (
     values_of,
     visible_statistics,
 )
-from train.tasks.mae.objective import normalised_cubes
 
 CUBES: Any = {"cube_frames": 2, "patch_px": 4}
 GRID = CubeGrid(2, 3, 4)  # of clips of 4 frames of 12 x 16

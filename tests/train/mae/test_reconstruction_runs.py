@@ -31,9 +31,9 @@ from train.models.transformer import TransformerSize
 from train.models.video_vit import CubeGrid, VideoViTSize
 from train.report.results import write_page
 from train.run.folder import RunFolder
-from train.tasks.mae.evaluating import Pictures, ReconstructionResult, evaluate_reconstruction
 from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import normalised_cubes
+from train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
 from train.tasks.mae.settings import MaeSettings
 from train.tasks.mae.shown import picture_uri
 

@@ -167,7 +167,7 @@ def test_a_run_without_a_video_tower_is_refused(
     (other / "run.json").unlink()
     publish_json(other / "run.json", {"task": "caption"})
     assert train("eval", "probe", other, "--label", "verb") == 2
-    assert "is a run of train caption: it has no video tower that can be probed" in capsys.readouterr().err
+    assert "is a run of train caption, not of train dual-encoder, classify, mae" in capsys.readouterr().err
     assert latest_checkpoint(RunFolder(other).checkpoints) is not None
 
 

@@ -14,9 +14,9 @@ from manifests.errors import UserError
 from tests.train.models.small_captioners import their_captioner
 from tests.train.weights.small import our_model, quiet
 from tests.train.weights.small_videomae import State, hf_autoencoder, opened, our_autoencoder
-from train.commands.effective import effective_settings
 from train.config.model import Towers
 from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import effective_settings
 from train.weights.converted import LOGIT_SCALE
 from train.weights.hf_caption import read_caption_folder
 from train.weights.loading import fit_to

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from manifests.errors import UserError
 from train.augment import pictures
 from train.cli import main
-from train.commands.effective import effective_settings
 from train.config.files import load_settings
 from train.config.model import Init, Towers
 from train.losses.settings import Loss
@@ -22,6 +21,7 @@ from train.models.dual_encoder import DualEncoder, size_of
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import effective_settings
 from train.weights.avion_format import MISTYPED_MEAN
 from train.weights.converted import LOGIT_SCALE
 from train.weights.open_clip_format import to_open_clip

@@ -22,11 +22,12 @@ from tests.train.weights.small_videomae import (
     our_autoencoder,
     public,
 )
-from train.commands.effective import effective_clip_settings, effective_settings
 from train.config.model import Towers
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import effective_settings
 from train.tasks.mae.settings import MaeSettings
+from train.weights.effective import effective_clip_settings
 from train.weights.open_clip_format import to_open_clip
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from manifests.publish import published
 from train.evaluation.examples import from_middles
-from train.tasks.caption.metrics.scores import LABELS
+from train.tasks.caption.settings import METRIC_LABELS
 
 _FOLDER = Path(__file__).parent
 _PAGES = Path(__file__).parents[2] / "report"  # the style that all pages have
@@ -24,7 +24,7 @@ class CaptionedVideo:
     Attributes:
         name: of the video, or of the clip where a video has several.
         detail: what else is said of it, such as its times.
-        scores: metric to value, with keys of LABELS.
+        scores: metric to value, with keys of METRIC_LABELS.
         picture: a data URI, or nothing.
     """
 
@@ -70,8 +70,8 @@ def write_captions_page(
     parts = environment.get_template("captions.html.j2").stream(
         title=title,
         videos=videos,
-        means={name: means[name] for name in LABELS if name in means},
-        labels=LABELS,
+        means={name: means[name] for name in METRIC_LABELS if name in means},
+        labels=METRIC_LABELS,
         absent=absent,
         protocol=protocol,
         script=Markup(script),

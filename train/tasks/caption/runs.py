@@ -1,6 +1,6 @@
 """What a run of `train caption` keeps beside its weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -53,7 +53,7 @@ def start_facts(model: nn.Module, parts: DecoderParts, *, frozen: Iterable[str])
     return facts
 
 
-def start_lines(facts: dict[str, Any]) -> list[str]:
+def start_lines(facts: Mapping[str, Any]) -> list[str]:
     """What `start_facts` found, for the console; nothing for runs of other tasks."""
     lines = []
     if (start := facts.get("decoder_weights")) is not None:

@@ -154,6 +154,19 @@ _EVALUATION = Parameter(group="Evaluation")
 
 # Numbers of the evaluation in the loop.
 NUMBERS = ("loss", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "cider_d", "cider", "exact_match")
+# Metrics in the order of tables, with their names.
+METRIC_LABELS = {
+    "bleu1": "BLEU-1",
+    "bleu2": "BLEU-2",
+    "bleu3": "BLEU-3",
+    "bleu4": "BLEU-4",
+    "meteor": "METEOR",
+    "rouge_l": "ROUGE-L",
+    "cider_d": "CIDEr-D",
+    "cider": "CIDEr",
+    "spice": "SPICE",
+    "exact_match": "exact match",
+}
 _LONGEST = 1024  # GPT-2's context
 _LARGEST_VOCABULARY = 1_000_000
 
@@ -245,6 +258,7 @@ class CaptionerSettings(ClipSettings):
     """Settings of `train caption`."""
 
     command = "caption"
+    free_on_resume = frozenset({"decoding"})
 
     num_frames: Annotated[int, Parameter(group="Clips")] = 8
     """Pictures of a clip."""

@@ -20,6 +20,7 @@ from train.tasks.caption.building import DecoderParts
 from train.tasks.caption.runs import decoder_size_of
 from train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
 from train.weights.configs import read_config
+from train.weights.effective import effective_clip_settings
 from train.weights.hf_caption_configs import caption_config_of
 from train.weights.loading import Loaded, fit_to
 from train.weights.runs import is_run
@@ -165,3 +166,16 @@ def _in_other_places(tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *,
             resize = nearest_times if name == _TIMES else (lambda old, count: nearest_places(old, count - 1))
             fitted[name] = resize(tensors[name], wanted)
     return fitted
+
+
+def effective_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
+    """The same for a captioner, whose tower is a TimeSformer where neither the settings nor the weights say another.
+
+    Raises:
+        UserError: likewise; or the settings contradict a decoder that the weights have.
+    """
+    if settings.towers.kind is None and (source is None or source.kind is None):
+        settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
+    if source is not None:
+        settings = with_decoder_of(settings, source, say=say)
+    return effective_clip_settings(settings, source, say=say)

@@ -20,19 +20,19 @@ from train.data.prefetch import batches_on_all_stages
 from train.data.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.distributed.stages import LayerCost
 from train.distributed.world import World
+from train.evaluation.runner import every_for
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
 from train.models.captioner import Captioner
 from train.models.transformer import blocks_of, compile_blocks
 from train.tasks.caption.building import DecoderParts, build_captioner, copy_decoder, freeze, open_decoder, tower_size
-from train.tasks.caption.evaluating import captions_of, numbers_of
+from train.tasks.caption.generation import captions_of, numbers_of
 from train.tasks.caption.objective import CaptionLoss
 from train.tasks.caption.runs import decoder_facts, start_facts
 from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from train.tasks.caption.start import decoder_of_start, start_of_captioner
-from train.tasks.dual_encoder.evaluation import every_for
 from train.weights.converted import MEANS, STDS
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source
@@ -88,7 +88,7 @@ class CaptionTask:
         settings = self._settings
         samples = self.samples(settings.split, world)
         # Mistakes in what writes captions later end the run before it begins.
-        self._decoding()
+        self.decoding()
         if settings.evaluate.every:
             self._held_out = self.samples(settings.evaluate.split, world)
         return samples
@@ -182,15 +182,20 @@ class CaptionTask:
             batches_on_all_stages(batches, world.stages),
             inputs=self.inputs,
             tokenizer=self.decoder.tokenizer,
-            decoding=self._decoding(),
+            decoding=self.decoding(),
             device=self._device,
         )
         numbers = numbers_of(world.gather_objects(own), references=samples.references)
         return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
 
-    def _decoding(self) -> DecodingSettings:
-        context_length = self.decoder.size.context_length
-        return within(self._settings.decoding, context_length, is_of_run=self._is_of_run)
+    def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
+        """How captions are written: as wanted, or as the run says; they end where the decoder's context does.
+
+        Raises:
+            UserError: a limit that was asked for is beyond the context.
+        """
+        is_of_run = wanted is None and self._is_of_run
+        return within(wanted or self._settings.decoding, self.decoder.size.context_length, is_of_run=is_of_run)
 
     def _tokenizer(self, texts: Iterable[str]) -> CaptionTokenizer:
         if self._decoder is None:

@@ -12,7 +12,7 @@ from train.models.captioner import Captioner
 from train.run.folder import open_run
 from train.tasks.caption.decoding import write_captions
 from train.tasks.caption.runs import read_decoder_parts
-from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
+from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.task import CaptionTask
 
 
@@ -28,15 +28,6 @@ class TrainedCaptioner:
     def end_id(self) -> int:
         """The token before and behind a caption."""
         return self.task.decoder.tokenizer.end_id
-
-    def decoding(self, wanted: DecodingSettings | None) -> DecodingSettings:
-        """What takes effect: what is wanted, or what the run says; captions end where the decoder's context does.
-
-        Raises:
-            UserError: a limit that was asked for is beyond the context.
-        """
-        chosen = self.trained.settings.decoding if wanted is None else wanted
-        return within(chosen, self.task.decoder.size.context_length, is_of_run=wanted is None)
 
     @torch.no_grad()
     def captions(self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int]) -> list[str]:

@@ -36,9 +36,9 @@ from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of, compile_blocks
-from train.tasks.classify.evaluating import ClassResult, score_classifier
 from train.tasks.classify.model import VideoClassifier, start_of_classifier
 from train.tasks.classify.objective import SoftCrossEntropy
+from train.tasks.classify.scoring import ClassResult, score_classifier
 from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
 from train.weights.converted import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into

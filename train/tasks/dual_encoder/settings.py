@@ -30,6 +30,7 @@ class DualEncoderSettings(ClipSettings):
     """Settings of `train dual-encoder`."""
 
     command = "dual-encoder"
+    only_kind = "clip"
 
     input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
     """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""

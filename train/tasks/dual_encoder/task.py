@@ -4,6 +4,7 @@ Clips are pixels, or latents that a VAE made once; captions go through a text to
 another one made once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from manifests.errors import UserError
 from train.augment.draws import draw
 from train.augment.pictures import to_model_input
 from train.config.data import CaptionSettings
+from train.config.model import Towers
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents, spread
@@ -27,21 +29,27 @@ from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.device.random import uniform
 from train.distributed.world import World
-from train.losses.build import build_contrast
-from train.losses.global_contrast import GlobalSet
+from train.engine.attention_choice import video_workloads
+from train.losses.contrastive import DatasetSize
 from train.losses.objective import Objective
-from train.losses.settings import GLOBAL
+from train.losses.registry import build_contrast
 from train.models.attention import AttentionBackend
+from train.models.attention_kernels import Workload
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import Tokenize, load_tokenizer
-from train.models.transformer import blocks_of, compile_blocks
+from train.models.transformer import NORM_EPS, blocks_of, compile_blocks
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
 from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
+from train.weights.effective import KINDS, effective_clip_settings
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 
 Samples = VideoCaptions | VideoStream | CaptionedLatents
+# Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
+_CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
+# Tokens of narrations and other short captions, in a measurement of attention.
+_CAPTION_LENGTHS = (12, 9, 17, 11, 8, 14, 10, 22)
 
 
 class DualEncoderTask:
@@ -193,8 +201,8 @@ class DualEncoderTask:
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """The loss that `--loss.*` names."""
         inputs = self._training_inputs
-        whole = _whole_set(samples, self._settings)
-        return build_contrast(self._settings.loss, inputs=inputs, whole=whole, world=world)
+        dataset = _dataset_size(samples, self._settings)
+        return build_contrast(self._settings.loss, inputs=inputs, dataset=dataset, world=world)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of both towers."""
@@ -211,13 +219,13 @@ class DualEncoderTask:
         return LoopEvaluation(self, samples, self._settings, device=self._device)
 
 
-def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | None:
-    """What a loss of the whole set compares with.
+def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSize | None:
+    """What a global loss keeps state for; None for other losses.
 
     Raises:
-        UserError: the samples have no ids that it could keep numbers for.
+        UserError: the samples are a stream, without ids for a global loss.
     """
-    if settings.loss.kind not in GLOBAL:
+    if not settings.loss.spec.is_global:
         return None
     if isinstance(samples, VideoStream):
         raise UserError(
@@ -225,8 +233,63 @@ def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | N
             hint="name a data folder that prep made, or use --loss.kind infonce",
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples
-    return GlobalSet(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
+    return DatasetSize(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
 
 
 def _captions(batch: Batch) -> torch.Tensor:
     return batch["text"] if "text" in batch else batch["tokens"]
+
+
+def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
+    """The settings with activation, eps, normalisation and temperature of the weights, where they say so.
+
+    Raises:
+        UserError: the weights need something that the towers do not have.
+    """
+    settings = replace(settings, towers=_of_clip(settings.towers))
+    if source is None:
+        return settings
+    facts = source.facts
+    if settings.text_tower == "trained" and facts.text_eps is not None and not math.isclose(facts.text_eps, NORM_EPS):
+        raise UserError(
+            f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
+            hint="use the weights of a plain CLIP",
+        )
+    settings = effective_clip_settings(settings, source, say=say)
+    temperature = _temperature(settings, source)
+    if temperature is not None:
+        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
+        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
+    return settings
+
+
+def _of_clip(towers: Towers) -> Towers:
+    if towers.kind not in (None, "clip"):
+        raise UserError(
+            f"--towers.kind is {towers.kind}, and train dual-encoder has {KINDS['clip']}", hint="leave it out"
+        )
+    return replace(towers, kind="clip")
+
+
+def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
+    """The temperature of the weights where the loss shall start with it."""
+    loss, tensors = settings.loss, source.converted.tensors
+    if loss.temperature is not None or loss.kind not in _CLIPS_TEMPERATURE or LOGIT_SCALE not in tensors:
+        return None
+    projection = tensors.get("video.proj")
+    width = size_of(settings.model, settings.towers).embedding_width
+    if settings.text_tower == "frozen" or projection is None or projection.shape[-1] != width:
+        return None
+    require_finite({LOGIT_SCALE: tensors[LOGIT_SCALE]}, source=source.title)
+    return max(math.exp(-float(tensors[LOGIT_SCALE])), loss.min_temperature)
+
+
+def workloads_of(settings: DualEncoderSettings, num_clips: int) -> tuple[Workload, ...]:
+    """The attention of both towers; captions of packed text count as short ones."""
+    found = video_workloads(settings, num_clips)
+    if settings.text_tower != "trained" or not settings.towers.packed_text:
+        return found
+    size = size_of(settings.model, settings.towers).text.trunk
+    lengths = tuple(_CAPTION_LENGTHS[at % len(_CAPTION_LENGTHS)] for at in range(min(num_clips, 512)))
+    shape = {"num_heads": size.num_heads, "head_width": size.width // size.num_heads, "num_blocks": size.depth}
+    return (*found, Workload(num_items=1, num_tokens=sum(lengths), lengths=lengths, **shape))

@@ -19,7 +19,7 @@ from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import decoder_size
 from train.models.transformer import TransformerSize
 from train.run.folder import RunFolder
-from train.tasks.classify.commands import read_run_classes
+from train.tasks.classify.evaluation import read_run_classes
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.mae.settings import MaeSettings
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD, Tensors, kind_of_tensors

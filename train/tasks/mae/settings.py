@@ -79,6 +79,7 @@ class MaeSettings(ClipSettings):
     """Settings of `train mae`; the defaults are VideoMAE's (Tong et al. 2022, table 8)."""
 
     command = "mae"
+    only_kind = "videomae"
 
     input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
     """pixels: chunks, decoded; latents: segments of the column that prep latents made."""

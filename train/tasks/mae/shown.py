@@ -12,7 +12,7 @@ from train.data.latents.segments import times_us
 from train.data.latents.sets import SPREAD
 from train.data.loader import Visit
 from train.evaluation.examples import from_end_to_end, from_middles, jpeg_uri, png_uri
-from train.tasks.mae.evaluating import Look, Pictures, ShownClip
+from train.tasks.mae.reconstruction import Look, Pictures, ShownClip
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings
 from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD

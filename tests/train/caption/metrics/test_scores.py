@@ -12,7 +12,8 @@ from pycocoevalcap.rouge.rouge import Rouge
 
 from manifests.errors import UserError
 from train.tasks.caption.metrics.ptb_tokenizer import tokenize
-from train.tasks.caption.metrics.scores import LABELS, CaptionScores, hash_of_ids, score_captions
+from train.tasks.caption.metrics.scores import CaptionScores, hash_of_ids, score_captions
+from train.tasks.caption.settings import METRIC_LABELS
 
 Candidates = Mapping[str, str]
 References = Mapping[str, Sequence[str]]
@@ -179,7 +180,11 @@ def test_scores_say_what_they_were_computed_from() -> None:
     assert (scores.num_videos, scores.num_references) == (2, 4)
     assert scores.idf == "the 4 references of these 2 videos"
     assert scores.ids_hash == hash_of_ids(["x", "y"]) != hash_of_ids(["x", "z"])
-    assert list(scores.means) == list(scores.per_video["x"]) == [name for name in LABELS if name not in scores.absent]
+    assert (
+        list(scores.means)
+        == list(scores.per_video["x"])
+        == [name for name in METRIC_LABELS if name not in scores.absent]
+    )
     assert scores.absent == {"meteor": "not asked for", "spice": "not asked for"}
 
 

@@ -12,20 +12,7 @@ from manifests.errors import UserError
 from train.tasks.caption.metrics.java import Absent, Meteor, check_jars, spice
 from train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
 from train.tasks.caption.metrics.ptb_tokenizer import tokenize
-
-# In the order of tables, with the names that people know them by.
-LABELS = {
-    "bleu1": "BLEU-1",
-    "bleu2": "BLEU-2",
-    "bleu3": "BLEU-3",
-    "bleu4": "BLEU-4",
-    "meteor": "METEOR",
-    "rouge_l": "ROUGE-L",
-    "cider_d": "CIDEr-D",
-    "cider": "CIDEr",
-    "spice": "SPICE",
-    "exact_match": "exact match",
-}
+from train.tasks.caption.settings import METRIC_LABELS
 
 _NAMED = 3
 
@@ -35,7 +22,7 @@ class CaptionScores:
     """What captions are worth beside their references.
 
     Attributes:
-        means: metric to its value; keys as in LABELS. BLEU and METEOR are those of the corpus, no means over videos.
+        means: metric to its value; keys as in METRIC_LABELS. BLEU and METEOR are of the corpus, no means over videos.
         per_video: video to metric to value, in the order of the candidates.
         absent: metric to the reason why it is not among them.
         empty: videos whose captions have no words; they are worth 0 in every metric.
@@ -107,9 +94,10 @@ def score_captions(
                 absent[name] = str(reason)
     num_references = sum(map(len, theirs.values()))
     return CaptionScores(
-        means={name: means[name] for name in LABELS if name in means},
+        means={name: means[name] for name in METRIC_LABELS if name in means},
         per_video={
-            video_id: {name: columns[name][video_id] for name in LABELS if name in columns} for video_id in candidates
+            video_id: {name: columns[name][video_id] for name in METRIC_LABELS if name in columns}
+            for video_id in candidates
         },
         absent=absent,
         empty=tuple(video_id for video_id, caption in ours.items() if not caption),

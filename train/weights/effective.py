@@ -5,55 +5,23 @@ said aloud; only of another kind the tower cannot be. The result is what the run
 the weights are not needed again.
 """
 
-import math
 from dataclasses import replace
 from typing import TypeVar
 
 from manifests.errors import UserError
-from train.config.model import Kind, Towers, kind_of
+from train.config.model import Kind, kind_of
 from train.config.training import ClipSettings
-from train.models.dual_encoder import size_of
-from train.models.transformer import NORM_EPS
-from train.tasks.caption.settings import CaptionerSettings
-from train.tasks.caption.start import with_decoder_of
-from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.mae.settings import MaeSettings
-from train.weights.converted import LOGIT_SCALE, MEANS, STDS, require_finite
+from train.weights.converted import MEANS, STDS
 from train.weights.sources import Say, Source
 
 Value = TypeVar("Value")
 Clips = TypeVar("Clips", bound=ClipSettings)
 
-# Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
-_CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
-_KINDS = {
+KINDS = {
     "clip": "a tower as CLIP's (clip)",
     "videomae": "a tower as VideoMAE's (videomae)",
     "timesformer": "a TimeSformer (timesformer)",
 }
-
-
-def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """The settings with activation, eps, normalisation and temperature of the weights, where they say so.
-
-    Raises:
-        UserError: the weights need something that the towers do not have.
-    """
-    settings = replace(settings, towers=_of_clip(settings.towers))
-    if source is None:
-        return settings
-    facts = source.facts
-    if settings.text_tower == "trained" and facts.text_eps is not None and not math.isclose(facts.text_eps, NORM_EPS):
-        raise UserError(
-            f"{source.title}: the text tower's layer norms have eps {facts.text_eps:g}, here they have {NORM_EPS:g}",
-            hint="use the weights of a plain CLIP",
-        )
-    settings = effective_clip_settings(settings, source, say=say)
-    temperature = _temperature(settings, source)
-    if temperature is not None:
-        say(f"weights: the temperature starts at theirs, {temperature:.4g}")
-        settings = replace(settings, loss=replace(settings.loss, temperature=temperature))
-    return settings
 
 
 def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say) -> Clips:
@@ -72,7 +40,7 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
         say("weights: they do not say which activation they were trained with: gelu (else --towers.activation)")
     if source.kind is not None and towers.kind not in (None, source.kind):
         raise UserError(
-            f"{source.title}: the weights are of {_KINDS[source.kind]}, and the model has {_KINDS[towers.kind]}",
+            f"{source.title}: the weights are of {KINDS[source.kind]}, and the model has {KINDS[towers.kind]}",
             hint=_weights_for(settings, towers.kind),
         )
     towers = replace(
@@ -97,33 +65,11 @@ def effective_clip_settings(settings: Clips, source: Source | None, *, say: Say)
     return replace(settings, towers=towers, init=init)
 
 
-def effective_caption_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
-    """The same for a captioner, whose tower is a TimeSformer where neither the settings nor the weights say another.
-
-    Raises:
-        UserError: likewise; or the settings contradict a decoder that the weights have.
-    """
-    if settings.towers.kind is None and (source is None or source.kind is None):
-        settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
-    if source is not None:
-        settings = with_decoder_of(settings, source, say=say)
-    return effective_clip_settings(settings, source, say=say)
-
-
 def _weights_for(settings: ClipSettings, kind: Kind) -> str:
-    """What to do where the weights are of another kind than `kind`: some commands have but one."""
-    for task, command in ((MaeSettings, "train mae"), (DualEncoderSettings, "train dual-encoder")):
-        if isinstance(settings, task):
-            return f"{command} takes weights of the kind {kind} and no other"
+    """What to do where the weights are of another kind than `kind`: some tasks have but one."""
+    if settings.only_kind is not None:
+        return f"train {settings.command} takes weights of the kind {kind} and no other"
     return "use weights of the same kind, or leave --towers.kind out"
-
-
-def _of_clip(towers: Towers) -> Towers:
-    if towers.kind not in (None, "clip"):
-        raise UserError(
-            f"--towers.kind is {towers.kind}, and train dual-encoder has {_KINDS['clip']}", hint="leave it out"
-        )
-    return replace(towers, kind="clip")
 
 
 def _without_idle_temporal(settings: Clips, source: Source | None, *, say: Say) -> Clips:
@@ -151,16 +97,3 @@ def _chosen(flag: str, given: Value | None, known: Value | None, *, say: Say) ->
     if known is not None and given != known:
         say(f"weights: they were trained with {known}, and {flag} is {given}: that is used")
     return given
-
-
-def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
-    """The temperature of the weights where the loss shall start with it."""
-    loss, tensors = settings.loss, source.converted.tensors
-    if loss.temperature is not None or loss.kind not in _CLIPS_TEMPERATURE or LOGIT_SCALE not in tensors:
-        return None
-    projection = tensors.get("video.proj")
-    width = size_of(settings.model, settings.towers).embedding_width
-    if settings.text_tower == "frozen" or projection is None or projection.shape[-1] != width:
-        return None
-    require_finite({LOGIT_SCALE: tensors[LOGIT_SCALE]}, source=source.title)
-    return max(math.exp(-float(tensors[LOGIT_SCALE])), loss.min_temperature)

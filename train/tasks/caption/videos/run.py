@@ -43,7 +43,7 @@ def caption_files(
     window_us, videos = length_us(length), find_videos(paths)
     sink = Printed() if out is None else open_sink(out, videos, wanted=wanted)
     captioner = open_captioner(run)
-    settings, how = captioner.trained.settings, captioner.decoding(decoding)
+    settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
     failed = []
     with sink, VideoProgress(num_videos=len(videos)) as progress:

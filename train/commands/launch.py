@@ -1,0 +1,171 @@
+"""`train TASK`: trains a task's model in a new run, or goes on with one."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.publish import publish_bytes, publish_json
+from train.config.machine import ParallelSettings
+from train.config.model import Init
+from train.config.training import ClipSettings
+from train.data.latents.records import FrameShape
+from train.device.precision import choose_device, open_precision
+from train.distributed.launch import open_world
+from train.distributed.world import World
+from train.doctor.commands import doctor_facts
+from train.engine.attention_choice import choose_attention, kernels_fact
+from train.engine.common_start import SAME_START, open_alike, start_of
+from train.engine.loop import check_batch, train
+from train.engine.task import check_stages
+from train.report.results import write_page
+from train.run.checkpoint import latest_checkpoint
+from train.run.checkpoint_writer import recover
+from train.run.environment import machine, versions
+from train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
+from train.run.progress import Progress
+from train.run.tracking import check_tracking
+from train.spec import TaskSpec
+from train.weights.loading import Loaded
+from train.weights.sources import Say, Source, fetch_tag, open_weights
+
+
+def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
+    """Trains a task's model on all ranks that torchrun launched, and writes the run's results page."""
+    check_tracking(settings.track)
+    device = choose_device(settings.device)
+    start = start_of(settings, resume=resume)
+    with open_world(device_type=device.type, start=start, hint=SAME_START) as world, ExitStack() as held:
+        device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
+        # The first rank decides for all, which may see the folder of the run at other moments.
+        old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
+        _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
+
+
+def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:
+    """The run to go on with, in order after whatever killed a process in it."""
+    run = find_run(path, resume)
+    if run is not None:
+        held.enter_context(run.held())
+        sweep(run)
+        recover(run.checkpoints)
+    return run
+
+
+def _create_and_hold(settings: ClipSettings, *, held: ExitStack) -> RunFolder:
+    run = create_run(settings)
+    held.enter_context(run.held())
+    return run
+
+
+def _train(
+    spec: TaskSpec,
+    settings: ClipSettings,
+    *,
+    old_run: RunFolder | None,
+    held: ExitStack,
+    world: World,
+    device: torch.device,
+) -> None:
+    world = world.cut(settings.parallel.stages)
+    share = world.replicas.share(settings.batch)
+    precision = open_precision(settings.precision, device_type=device.type)
+    old_facts = world.first(lambda: {} if old_run is None else old_run.read_facts())
+    attention, how_chosen = choose_attention(
+        settings,
+        workloads=spec.workloads,
+        device=device,
+        products=precision.products,
+        world=world,
+        facts=old_facts,
+    )
+    progress = Progress(is_quiet=not world.is_first)
+    progress.say(f"attention: {attention.name} ({attention.reason}); precision: {precision.name} ({precision.reason})")
+    if world.replicas.size > 1 and share % settings.samples_per_chunk:
+        progress.say(
+            f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
+            "batches are others than on one process"
+        )
+    if settings.warmup_steps >= settings.steps:
+        progress.say(
+            f"--warmup-steps {settings.warmup_steps} leaves nothing of --steps {settings.steps}: the learning rate "
+            "rises to the end"
+        )
+    has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
+    source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
+    settings = spec.effective(settings, source, progress.say)
+    if old_run is not None:
+        world.first(lambda: reopen_run(settings))
+    task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
+    samples = open_alike(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
+    check_batch(settings, samples)
+    check_stages(task, samples, settings, world=world)
+    start = None if source is None else task.start_from(source, samples, say=progress.say)
+    # The folder is made last: a mistake in the flags leaves nothing behind.
+    run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
+    progress.say(f"data: {samples.describe()}; {samples.variant_name}")
+    about = task.facts()
+    for line in spec.start_lines(about):
+        progress.say(line)
+    facts = {
+        "task": spec.name,
+        "processes": _processes(settings.parallel, world),
+        "attention": f"{attention.name} ({attention.reason})",
+        "attention_kernels": kernels_fact(
+            attention, settings, workloads=spec.workloads, device=device, products=precision.products
+        ),
+        "precision": f"{precision.name} ({precision.reason})",
+        "data": samples.describe(),
+        "variant": samples.variant_name,
+        **_latents_facts(samples),
+        **_weights_facts(start, old_facts),
+        **how_chosen,
+        **about,
+        "machine": machine(device),
+        "versions": versions(),
+        "doctor": doctor_facts(asked_device=settings.device, device_type=device.type) if world.is_first else {},
+    }
+    if world.is_first:
+        for name, content in task.files().items():
+            publish_bytes(run.path / name, content)
+        publish_json(run.facts, facts)
+    train(task, samples, settings, run=run, world=world, device=device, progress=progress)
+    if world.is_first:
+        if spec.at_end is not None:
+            spec.at_end(run, settings, progress.say)
+        write_page(run)
+    failed = len(read_lines(run.failures))
+    remark = f"; {failed} samples failed, all are listed in {run.failures}" if failed else ""
+    progress.say(f"done: {settings.steps} steps, checkpoints and results page ({run.page.name}) in {run.path}{remark}")
+
+
+def _has_checkpoint(run: RunFolder) -> bool:
+    return latest_checkpoint(run.checkpoints) is not None
+
+
+def _processes(parallel: ParallelSettings, world: World) -> str:
+    if world.size == 1:
+        return "1"
+    pipelines = (
+        f", {world.replicas.size} x {parallel.stages} stages, {parallel.schedule}" if parallel.stages > 1 else ""
+    )
+    return f"{world.size}, {parallel.strategy}{pipelines}"
+
+
+def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:
+    # One rank downloads; the others find it in the cache.
+    world.first(lambda: fetch_tag(init, say=say))
+    return open_weights(init)
+
+
+def _latents_facts(samples: object) -> dict[str, Any]:
+    """How large latents are: what an export has to say of the model, and no tensor shows."""
+    shape = getattr(samples, "frame_shape", None)
+    return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
+
+
+def _weights_facts(start: Loaded | None, old: dict[str, Any]) -> dict[str, Any]:
+    """What the run began with: also of one that is resumed, which does not read it again."""
+    kept: dict[str, Any] = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
+    return kept if start is None else {**kept, "weights": start.as_json()}

@@ -1,0 +1,101 @@
+"""`train eval probe`: accuracies of nearest neighbours and of a linear layer on frozen features."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from train.config.evaluation import METHODS, PROBE_NUMBERS, Method, ProbeEvaluation
+from train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
+from train.spec import CurveGroup, EvaluationSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeFlags:
+    """Flags of `train eval probe`."""
+
+    label: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    """Label of the captions; one at least, several may be given."""
+    method: Annotated[tuple[Method, ...], Parameter(negative="")] = METHODS
+    """knn or linear; both when left out."""
+    split: str = "val"
+    """Split to score."""
+    train_split: str = "train"
+    """Split that neighbours and the linear layer come from."""
+    neighbours: int = 20
+    """Number of neighbours that vote."""
+
+    def __post_init__(self) -> None:
+        with flags_named({"--evaluate.labels": "--label", "--evaluate.methods": "--method", "--evaluate.": "--"}):
+            self.evaluation()
+
+    def evaluation(self) -> ProbeEvaluation:
+        """The settings that training has for it."""
+        return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
+
+
+@contextmanager
+def flags_named(names: dict[str, str]) -> Iterator[None]:
+    """Has mistakes in the settings of an evaluation name the flags of `train eval` in place of those of training."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        for flag, typed in names.items():
+            message = message.replace(flag, typed)
+        raise UserError(message, hint=error.hint) from error
+
+
+def _score(opened: Any, wanted: Any) -> Any:
+    from train.evaluation.probe.evaluation import score_features
+
+    return score_features(opened, wanted)
+
+
+def probe_table(result: dict[str, Any]) -> Table:
+    """A row for each label, method and encoder."""
+    methods = {"knn": "k-NN", "linear": "linear"}
+    rows, left_out = [], []
+    for one in result["findings"]:
+        found, chance = one["found"], one["chance"]
+        cells = [share_cell(found[name], chance[name]) for name in ("top1", "top5", "mean_class")]
+        if one["num_classes"] <= FEW_CLASSES:
+            cells[1] = share_cell(None)
+        words = [one["label"], methods[one["method"]], *(["random"] if one["encoder"] == "random" else [])]
+        detail = f"{one['num_samples']:,} clips, {one['num_bank']:,} in the bank, {one['num_classes']:,} classes"
+        detail += "" if one["l2"] is None else f", L2 {one['l2']:g}"
+        rows.append(Row(", ".join(words), detail, tuple(cells)))
+        if one["num_unseen"]:
+            left_out.append(
+                f"{one['num_unseen']:,} clips of {one['num_unseen_classes']:,} classes of {one['label']} "
+                f"that the bank lacks: never right"
+            )
+    sizes = "; ".join(dict.fromkeys(left_out))
+    protocol = protocol_of(
+        result,
+        f"{result['num_samples']:,} clips",
+        bank=result["bank"],
+        features=result["features"],
+        unseen=sizes,
+    )
+    return Table("Probes of frozen features", ("top-1", "top-5", "mean class"), tuple(rows), protocol)
+
+
+PROBE = EvaluationSpec(
+    name="probe",
+    help="Accuracies of nearest neighbours and of a linear layer on frozen features of the video tower.\n\n"
+    "The same tower with random weights and chance are shown for comparison.",
+    example="train eval probe runs/mae --shards data --label motion --label shape",
+    run_help="Folder that train mae, dual-encoder or classify --out made.",
+    settings=ProbeFlags,
+    score=_score,
+    table=probe_table,
+    curves=tuple(
+        CurveGroup(rf"(.+)_{method}_{name}", f"{method_title}, {title}, %")
+        for method, method_title in (("knn", "k-NN"), ("linear", "Linear probe"))
+        for name, title in zip(PROBE_NUMBERS, ("top-1", "top-5", "mean class"), strict=True)
+    ),
+)

@@ -1,0 +1,64 @@
+"""The tasks that the commands know: one row each.
+
+A task from outside of clipmill is a row too: a program of its own registers the task's spec and then becomes `train`.
+
+    from train.registry import register
+    from frame_order.task import TASK
+
+    register(TASK)
+
+    from train.cli import main
+
+    main()
+"""
+
+import importlib
+import re
+
+from train.spec import EvaluationSpec, TaskSpec
+
+# The module of each task's spec, which is loaded when it is asked for: a run loads no other task.
+_TASKS: dict[str, str | TaskSpec] = {
+    "dual-encoder": "train.tasks.dual_encoder.spec",
+    "classify": "train.tasks.classify.spec",
+    "mae": "train.tasks.mae.spec",
+    "caption": "train.tasks.caption.spec",
+}
+# Commands of tasks besides training, evaluations and export, by their import paths.
+COMMANDS = {"caption-video": "train.tasks.caption.videos.flags:caption_video"}
+DEFAULT = "dual-encoder"  # the task of runs that do not name theirs
+
+
+def register(task: TaskSpec) -> None:
+    """Adds a task; call it before `train.cli` is imported, which lists the tasks.
+
+    Raises:
+        ValueError: there is a task of that name, or the name is none.
+    """
+    if task.name in _TASKS or re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", task.name) is None:
+        raise ValueError(f"{task.name!r} is taken, or is no name of a task: lower-case letters, digits and -")
+    _TASKS[task.name] = task
+
+
+def task_names() -> tuple[str, ...]:
+    """Names of all tasks."""
+    return tuple(_TASKS)
+
+
+def task_named(name: str) -> TaskSpec:
+    """The task of a name that `task_names` has."""
+    found = _TASKS[name]
+    if isinstance(found, str):
+        task: TaskSpec = importlib.import_module(found).TASK
+        found = _TASKS[name] = task
+    return found
+
+
+def evaluations() -> dict[str, EvaluationSpec]:
+    """The evaluations of all tasks by name."""
+    return {one.name: one for name in _TASKS for one in task_named(name).evaluations}
+
+
+def evaluations_of(task: str) -> tuple[EvaluationSpec, ...]:
+    """The evaluations of a task; all there are for a task that is not known here."""
+    return tuple(task_named(task).evaluations if task in _TASKS else evaluations().values())

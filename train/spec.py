@@ -1,0 +1,159 @@
+"""A task and an evaluation as every command knows them: `TaskSpec` and `EvaluationSpec`.
+
+`train.registry` lists the tasks. The command line, the training loop, `train eval`, `train export` and the pages take a
+task's spec and ask it; nothing outside of a task's folder names the task. A spec is loaded before a command's flags are
+read, so its functions import what takes long in their bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from train.config.training import ClipSettings
+    from train.data.batch import Batch
+    from train.engine.task import StartableTask
+    from train.evaluation.runner import OpenedRun, Score
+    from train.evaluation.tables import Table
+    from train.models.attention import AttentionBackend
+    from train.models.attention_kernels import Workload
+    from train.run.folder import RunFolder
+    from train.weights.exported import Exported
+    from train.weights.sources import Say, Source
+
+
+@dataclass(frozen=True)
+class CurveGroup:
+    """Metrics of evaluations in the loop that share a chart on the page.
+
+    Attributes:
+        pattern: full match of their names, with one group.
+        title: of the chart; it ends in % or in ", times 100" where values are shown times 100.
+        label: of a line, from the group of the match.
+    """
+
+    pattern: str
+    title: str
+    label: Callable[[str], str] = lambda group: group.replace("_", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSpec:
+    """One evaluation, which is `train eval NAME`.
+
+    Attributes:
+        name: of the command.
+        result: what result files call it, where that is another name.
+        help: what the command does; the first line is its summary.
+        example: a command line.
+        run_help: which runs it takes.
+        settings: frozen dataclass with a field `split`, whose fields are the flags.
+        score: (opened run, settings) -> what was found. It may raise UserError and FailedWork.
+        table: of a result.
+        pictures: key of a result under which it has clips with data URIs, which the console and --json leave out.
+        section: template of the part of the page that shows them.
+        strips: a result's clips as the overview shows them: objects with `words`, `frames` (data URIs) and `is_right`.
+        curves: charts of its metrics in the loop.
+    """
+
+    name: str
+    result: str = ""
+    help: str
+    example: str
+    run_help: str
+    settings: type[Any]
+    score: Callable[[OpenedRun, Any], Score]
+    table: Callable[[dict[str, Any]], Table]
+    pictures: str = ""
+    section: Path | None = None
+    strips: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None
+    curves: tuple[CurveGroup, ...] = ()
+
+    @property
+    def result_name(self) -> str:
+        """What result files call it."""
+        return self.result or self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """Weights of a run that are to be written in another format.
+
+    Attributes:
+        weights: by name, of `checkpoint`.
+        frame_embedding: what a picture gets for a temporal embedding; of dual encoders.
+    """
+
+    run: RunFolder
+    weights: dict[str, torch.Tensor]
+    checkpoint: Path
+    form: str
+    frame_embedding: Literal["mean", "zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """The frozen features of a task's video tower, which probes look at.
+
+    Attributes:
+        description: which features these are.
+        inputs: (task) -> from a batch to clips [B, C, T, H, W] as the tower takes them in an evaluation.
+        is_consecutive: whether the frames of latents that a clip shows are consecutive.
+    """
+
+    description: str
+    inputs: Callable[[Any], Callable[[Batch], torch.Tensor]]
+    is_consecutive: Callable[[Any], bool] = lambda settings: False
+
+
+def _no_lines(facts: Mapping[str, Any]) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """One task, which is `train NAME`.
+
+    Attributes:
+        name: of the command, and of the task in run.json.
+        help: what the command does.
+        example: a command line.
+        settings: its settings, whose fields are the flags.
+        make: (settings, attention, device, run) -> the task; `run` is one with a checkpoint, whose classes or tokens
+            are kept, or None.
+        effective: (settings, source, say) -> the settings that take effect with the weights of a source, or of none.
+        workloads: (settings, number of clips) -> the attention that a step computes.
+        evaluations: in the order in which the page shows them.
+        at_end: (run, settings, say), called by the first rank before the page of a finished run is written.
+        start_lines: what run.json's facts say of the start, for the console.
+        formats: of `train export --format`.
+        export: the files of an export.
+        has_frame_embedding: whether an export chooses the temporal embedding of a picture.
+        features: of its video tower, None where it cannot be probed.
+    """
+
+    name: str
+    help: str
+    example: str
+    settings: type[ClipSettings]
+    make: Callable[..., StartableTask]
+    effective: Callable[[Any, Source | None, Say], Any]
+    workloads: Callable[[Any, int], tuple[Workload, ...]]
+    evaluations: Sequence[EvaluationSpec] = ()
+    at_end: Callable[[RunFolder, Any, Say], None] | None = None
+    start_lines: Callable[[Mapping[str, Any]], list[str]] = _no_lines
+    formats: Mapping[str, str] = field(default_factory=dict)
+    export: Callable[[ExportRequest], Exported] | None = None
+    has_frame_embedding: bool = False
+    features: Features | None = None
+
+    def open(
+        self, settings: Any, *, attention: AttentionBackend, device: torch.device, run: RunFolder | None = None
+    ) -> StartableTask:
+        """The task for settings, and for a run that has a checkpoint, if there is one."""
+        return self.make(settings, attention=attention, device=device, run=run)

@@ -1,0 +1,159 @@
+"""Captioning as every command knows it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from manifests.errors import UserError
+from train.evaluation.tables import Cell, Row, Table, protocol_of
+from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
+from train.tasks.caption.settings import METRIC_LABELS, CaptionerSettings, DecodingSettings
+
+# The first one is the number by which captioners are compared.
+_CAPTION_COLUMNS = {
+    "cider_d": "CIDEr-D",
+    "bleu4": "BLEU-4",
+    "meteor": "METEOR",
+    "rouge_l": "ROUGE-L",
+    "cider": "CIDEr",
+    "spice": "SPICE",
+    "exact_match": "exact match",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionFlags:
+    """Flags of `train eval caption`."""
+
+    split: str = "val"
+    """Split to caption."""
+    max_samples: int = 100_000
+    """Clips at most: every k-th of the split, with the smallest k that is enough (12 of 52: every 5th, 11)."""
+    spice_jars: Path | None = None
+    """Folder of the two jars that SPICE needs; no SPICE when left out."""
+    decoding: Annotated[DecodingSettings | None, Parameter(group="Decoding")] = None
+    """How captions are written; as the run says when left out."""
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1:
+            raise UserError(f"--max-samples is {self.max_samples}", hint="it must be 1 or more")
+
+
+def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
+    from train.tasks.caption.runs import read_decoder_parts
+    from train.tasks.caption.task import CaptionTask
+
+    # The data may have captions that it did not have when the run began, and tokens are made of captions.
+    return CaptionTask(settings, decoder=None if run is None else read_decoder_parts(run), **opened)
+
+
+def _effective(settings: Any, source: Any, say: Any) -> Any:
+    from train.tasks.caption.start import effective_settings
+
+    return effective_settings(settings, source, say=say)
+
+
+def _workloads(settings: Any, num_clips: int) -> Any:
+    from train.engine.attention_choice import video_workloads
+    from train.tasks.caption.building import tower_size
+
+    return video_workloads(settings, num_clips, size=tower_size(settings), kind="timesformer")
+
+
+def _score(opened: Any, wanted: Any) -> Any:
+    from train.tasks.caption.evaluation import score_run
+
+    return score_run(opened, wanted)
+
+
+def _start_lines(facts: Mapping[str, Any]) -> list[str]:
+    from train.tasks.caption.runs import start_lines
+
+    return start_lines(facts)
+
+
+def _export(request: ExportRequest) -> Any:
+    from train.tasks.caption.export import exported_captioner
+
+    return exported_captioner(request.run, request.weights, form=request.form)
+
+
+def caption_table(result: dict[str, Any]) -> Table:
+    """The metrics of captions, beside those of the best caption that ignores the clip."""
+    shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
+    constant = result["constant"]
+    rows = [
+        ("captions", f"{result['num_samples']:,} clips, {result['num_references']:,} references", result["means"]),
+        ("one for all", "the same caption of every clip", constant["means"]),
+    ]
+    table_rows = []
+    for label, detail, means in rows:
+        cells = [_caption_cell(name, means.get(name)) for name in shown]
+        cells.append(Cell(f"{result['loss']:.3f}" if label == "captions" else "-"))
+        table_rows.append(Row(label, detail, tuple(cells)))
+    absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
+    protocol = protocol_of(
+        result,
+        f"{result['num_samples']:,} clips (hash of their names {result['ids_hash']}); all numbers times 100",
+        captions=result["decoding"],
+        loss=result["loss_rule"],
+        one_for_all=f"“{constant['caption']}”: {constant['chosen']}",
+        left_out=absent,
+    )
+    columns = (*(_CAPTION_COLUMNS[name] for name in shown), "loss")
+    return Table("Captions", columns, tuple(table_rows), protocol)
+
+
+def _caption_cell(name: str, value: float | None) -> Cell:
+    if value is None:
+        return Cell("-")
+    # CIDEr has no largest value that a bar could be measured by.
+    return Cell(f"{100 * value:.1f}", share=None if name.startswith("cider") else min(max(value, 0.0), 1.0))
+
+
+def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"words": clip["caption"], **{name: clip[name] for name in ("frames", "is_right")}} for clip in result["said"]
+    ]
+
+
+def _curves() -> tuple[CurveGroup, ...]:
+    groups = []
+    for name, words in METRIC_LABELS.items():
+        title = words[:1].upper() + words[1:] + ", times 100"
+        groups.append(CurveGroup(f"({re.escape(name)})", title, lambda group: METRIC_LABELS[group]))
+    return tuple(groups)
+
+
+CAPTIONS = EvaluationSpec(
+    name="caption",
+    result="captions",
+    help="Captions of clips beside all references: CIDEr-D, BLEU, ROUGE-L, METEOR, exact matches.\n\n"
+    "The best caption that ignores the clip is shown for comparison. Captions are also written in COCO's format.",
+    example="train eval caption runs/captions --shards data --decoding.method beam",
+    run_help="Folder that train caption --out made.",
+    settings=CaptionFlags,
+    score=_score,
+    table=caption_table,
+    pictures="said",
+    section=Path(__file__).with_name("said.html.j2"),
+    strips=_strips,
+    curves=_curves(),
+)
+TASK = TaskSpec(
+    name="caption",
+    help="Train a captioner: a video tower and a GPT-2 with cross-attention to it.",
+    example="train caption --shards data --init.weights runs/first --out runs/captions",
+    settings=CaptionerSettings,
+    make=_make,
+    effective=_effective,
+    workloads=_workloads,
+    evaluations=(CAPTIONS,),
+    start_lines=_start_lines,
+    formats={"hf": "VisionEncoderDecoderModel.from_pretrained('OUT')"},
+    export=_export,
+)

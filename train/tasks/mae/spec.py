@@ -1,0 +1,121 @@
+"""Masked autoencoding as every command knows it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import UserError
+from train.evaluation.probe.spec import PROBE
+from train.evaluation.tables import Cell, Row, Table, percent, protocol_of
+from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
+from train.tasks.mae.settings import MaeSettings, without_effect
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructionFlags:
+    """Flags of `train eval reconstruction`."""
+
+    split: str = "val"
+    """Split to reconstruct clips of."""
+    max_samples: int = 1000
+    """Clips at most: every k-th of the split, with the smallest k that is enough (12 of 52: every 5th, 11)."""
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1:
+            raise UserError(f"--max-samples is {self.max_samples}", hint="it must be 1 or more")
+
+
+def _make(settings: Any, **opened: Any) -> Any:
+    from train.tasks.mae.task import MaeTask
+
+    opened.pop("run")
+    return MaeTask(settings, **opened)
+
+
+def _effective(settings: Any, source: Any, say: Any) -> Any:
+    from train.weights.effective import effective_clip_settings
+
+    if unused := without_effect(settings):
+        say(f"without effect with --input {settings.input}, given or from a preset: {', '.join(unused)}")
+    return effective_clip_settings(settings, source, say=say)
+
+
+def _workloads(settings: Any, num_clips: int) -> Any:
+    from train.engine.attention_choice import video_workloads
+
+    # The encoder sees what is not masked.
+    return video_workloads(settings, num_clips, share_seen=1 - settings.mask_ratio)
+
+
+def _score(opened: Any, wanted: Any) -> Any:
+    from train.tasks.mae.evaluation import score_run
+
+    return score_run(opened, wanted)
+
+
+def _at_end(run: Any, settings: Any, say: Any) -> None:
+    from train.tasks.mae.evaluation import reconstruct_at_end
+
+    reconstruct_at_end(TASK, RECONSTRUCTION, run, settings, say=say)
+
+
+def _export(request: ExportRequest) -> Any:
+    from train.tasks.mae.export import exported_autoencoder
+
+    return exported_autoencoder(request.run, request.weights, form=request.form)
+
+
+def reconstruction_table(result: dict[str, Any]) -> Table:
+    """The loss beside that of a prediction which knows the mean of each cube alone."""
+    loss, flat = result["loss"], result["flat_loss"]
+    explained = 1 - loss / flat if flat else None
+    cells = (
+        Cell(f"{loss:.4f}"),
+        Cell(f"{flat:.4f}"),
+        Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
+    )
+    detail = f"{result['num_samples']:,} clips, {percent(result['share_hidden'])} hidden"
+    more = {"mask": result["mask"], "split": result["split_chosen"]}
+    protocol = protocol_of(result, f"{result['num_samples']:,} clips", **more)
+    columns = ("loss", "flat cubes", "explained")
+    return Table(
+        "Reconstruction of hidden cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol
+    )
+
+
+def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
+    clip = result["shown"][0]
+    rows = (("original", clip["original"]), ("masked", clip["masked"]), ("filled in", clip["filled"]))
+    return [{"words": name, "frames": frames, "is_right": None} for name, frames in rows]
+
+
+RECONSTRUCTION = EvaluationSpec(
+    name="reconstruction",
+    help="Reconstruction of masked cubes: the loss on clips of a split, and pictures on the run's page.",
+    example="train eval reconstruction runs/mae --shards data",
+    run_help="Folder that train mae --out made.",
+    settings=ReconstructionFlags,
+    score=_score,
+    table=reconstruction_table,
+    pictures="shown",
+    section=Path(__file__).with_name("shown.html.j2"),
+    strips=_strips,
+)
+TASK = TaskSpec(
+    name="mae",
+    help="Pre-train a video tower as a masked autoencoder (VideoMAE), on videos without captions.",
+    example="train mae --shards data --preset tiny --out runs/masked",
+    settings=MaeSettings,
+    make=_make,
+    effective=_effective,
+    workloads=_workloads,
+    evaluations=(PROBE, RECONSTRUCTION),
+    at_end=_at_end,
+    formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "a checkpoint as VideoMAE's own"},
+    export=_export,
+    features=Features(
+        description="mean of the encoder's tokens of all cubes, none masked",
+        inputs=lambda task: task.inputs,
+        is_consecutive=lambda settings: True,
+    ),
+)
