@@ -193,7 +193,7 @@ def test_a_full_disk_is_said_to_be_full(small_disk: Path, capfd: pytest.CaptureF
     tensors = {name: torch.zeros(num_values) for name in ("model.a", "model.b")}
     writer.save(tensors, CheckpointMetadata(task="t", step=1, loader=[]))
     with pytest.raises(
-        FailedWork, match=rf"could not write .* into {small_disk}.*: the disk is full.*go on with --resume"
+        FailedWork, match=rf"could not write .* into {small_disk}.*: the disk is full.*continue with --resume"
     ):
         writer.wait()
     writer.close()

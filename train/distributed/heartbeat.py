@@ -88,7 +88,7 @@ class Heartbeat:
         if reason is None or self._is_over.is_set():
             return
         sys.stderr.write(
-            f"failed: {reason}; rank {self._world.rank} stops too, go on from the latest checkpoint with --resume\n"
+            f"failed: {reason}; rank {self._world.rank} stops too, resume from the latest checkpoint with --resume\n"
         )
         sys.stderr.flush()
         # The main thread is blocked in a collective.
@@ -96,7 +96,7 @@ class Heartbeat:
 
 
 class _RunningClock:
-    """Counts the seconds in which this process was not suspended (Ctrl-Z, SIGSTOP), as silence of others does then."""
+    """Seconds in which this process ran; while it is suspended (Ctrl-Z, SIGSTOP), silence of others does not count."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -123,8 +123,7 @@ class Watch:
         """Why this rank should stop, given the last message of each rank (None if the store does not answer)."""
         if said is None:
             self._reached_s = now_s if self._reached_s is None else self._reached_s
-            silent = now_s - self._reached_s >= SILENT_S
-            return _unanswered() if silent else None
+            return _unanswered() if now_s - self._reached_s >= SILENT_S else None
         self._reached_s = now_s
         for rank, text in enumerate(said):
             if rank == self._world.rank or text == _LEFT:

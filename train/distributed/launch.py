@@ -79,7 +79,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
             raise
         raise FailedWork(
             f"rank {world.rank} of {world.size} has lost another rank ({first_line(error)}); "
-            "its last messages are above or in its own log; go on from the latest checkpoint with --resume"
+            "its last messages are above or in its own log; resume from the latest checkpoint with --resume"
         ) from error
     except BaseException as error:
         # The process group is not destroyed: that may block on ranks which wait for this one.

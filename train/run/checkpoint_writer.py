@@ -175,5 +175,5 @@ def _described(error: BaseException | None) -> str:
         return _described(cause)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while {error.filename} was written" if error.filename else ""
-        return f"the disk is full{where} ({error.strerror}); make room and go on with --resume"
+        return f"the disk is full{where} ({error.strerror}); free some space and continue with --resume"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

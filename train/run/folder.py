@@ -19,7 +19,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,35 +37,17 @@ EVALUATIONS = "evaluations"
 Resume = bool | Literal["auto"]
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths and small files of a run."""
 
-    path: Path
-
-    @property
-    def settings(self) -> Path:
-        return self.path / "settings.yaml"
-
-    @property
-    def facts(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def failures(self) -> Path:
-        return self.path / "failures.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def page(self) -> Path:
-        return self.path / "index.html"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "settings.yaml"
+        self.facts = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.failures = path / "failures.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.page = path / "index.html"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -140,7 +121,7 @@ def create_run(settings: TrainingSettings) -> RunFolder:
         with run.held():
             left = _left_over(run.path, run.settings.name)
             if len(left) < len(list(run.path.iterdir())):
-                raise UserError(f"{run.path} exists already", hint="use --resume to go on with it, or another --out")
+                raise UserError(f"{run.path} exists already", hint="use --resume to continue it, or another --out")
             for path in left:
                 path.unlink()
             save_settings(settings, run.settings)
