@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.objective import Objective
@@ -61,7 +61,7 @@ class Contrast:
     video_grad_bE: torch.Tensor
     text_grad_bE: torch.Tensor
     own_grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    metrics: dict[str, Number] = field(default_factory=dict)
+    metrics: dict[str, Scalar] = field(default_factory=dict)
 
 
 class ContrastiveObjective(Objective):
@@ -99,7 +99,7 @@ class ContrastiveObjective(Objective):
         """log of 1 / temperature, detached; None for a loss without a temperature."""
         return None if self.logit_scale is None else self.logit_scale.detach()
 
-    def learning_rate(self, scheduled: float) -> Number:
+    def learning_rate(self, scheduled: float) -> Scalar:
         """The temperature's own rate, where it has one."""
         return self._settings.own_temperature_lr or scheduled
 
@@ -109,14 +109,14 @@ class ContrastiveObjective(Objective):
         if self.logit_scale is not None:
             self.logit_scale.clamp_(0, -math.log(self._settings.min_temperature))
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Add the gradients of the loss over the batches of all ranks.
 
         Returns:
             loss; batch_accuracy: share of clips with no caption nearer than their own; temperature before the step,
             where the loss has one; and the metrics of the loss.
         """
-        metrics: dict[str, Number] = {}
+        metrics: dict[str, Scalar] = {}
 
         def gradients(video_bE: torch.Tensor, text_bE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.contrastive import DatasetSize, Inputs
@@ -88,7 +88,7 @@ class OneTemperature(GlobalContrast):
             gradient = gradient + self.side_weight * ((logs_B[0] + logs_B[1]).mean() + 2 * self.rho)
         return {"logit_scale": -temperature * gradient} if self._is_code else {"temperature": gradient}
 
-    def learning_rate(self, scheduled: float) -> Number:
+    def learning_rate(self, scheduled: float) -> Scalar:
         """The temperature's own rate, where it has one; v3 divides it by 3 where `is_slow`, which the device knows."""
         own = super().learning_rate(scheduled)
         if not self._is_v3 or isinstance(own, torch.Tensor):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from train.data.batch import Batch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 
 
@@ -17,7 +17,7 @@ class Objective(nn.Module):
     there.
     """
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Scalar]:
         """Add this rank's gradients to those of the parameters of the model and of the objective.
 
         Averaged over the ranks they are the gradients of the loss of the whole batch. Nothing here synchronises with
@@ -36,7 +36,7 @@ class Objective(nn.Module):
             sizes: shapes of the objective's tensors in the checkpoint `where`, by their names in `state_dict`.
         """
 
-    def learning_rate(self, scheduled: float) -> Number:
+    def learning_rate(self, scheduled: float) -> Scalar:
         """Learning rate of the objective's parameters in a step whose schedule gives the model the rate `scheduled`.
 
         A zero-dimensional tensor where the device decides: float32 on a GPU, as torch's fused optimizers require.

@@ -10,7 +10,7 @@ from train.config.model import Towers
 from train.distributed.world import World
 from train.models.dual_encoder import size_of
 from train.models.transformer import NORM_EPS
-from train.run.checkpoint import fill, read_facts, read_table, read_weights
+from train.run.checkpoint import fill, read_metadata, read_table, read_weights
 from train.run.folder import RunFolder
 from train.weights.converted import (
     LOGIT_SCALE,
@@ -37,7 +37,7 @@ def read_run(folder: Path) -> tuple[Converted, Facts, str]:
         UserError: it has no checkpoint, or one that cannot be read.
     """
     path = RunFolder(folder).require_checkpoint()
-    facts = read_facts(path)
+    facts = read_metadata(path)
     # What the checkpoint was trained with; settings.yaml may have been changed by hand since.
     settings = facts.settings
     tensors = read_weights(path)

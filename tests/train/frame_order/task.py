@@ -13,7 +13,7 @@ from train.data.batch import Batch, to_device
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.device.random import uniform
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.evaluation.runner import OpenedRun, Score, every_for
@@ -140,7 +140,7 @@ class FrameOrderLoss(Objective):
         super().__init__()
         self._task = task
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         clips, reversed_B = self._task.inputs(batch)
         with step.synced(True), step.random(0):
             with step.autocast():

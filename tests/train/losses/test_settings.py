@@ -7,7 +7,7 @@ import torch
 
 from manifests.errors import UserError
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.contrastive import DatasetSize
@@ -132,7 +132,7 @@ def test_the_temperature_of_v3_learns_slower_below_its_threshold(convention: Con
     objective = objective_of(Loss(kind="fastclip-v3", convention=convention, temperature_lr=3e-4))
     assert objective.learning_rate(1.0) == 3e-4
 
-    def move_to(temperature: float) -> Number:
+    def move_to(temperature: float) -> Scalar:
         with torch.no_grad():
             for name, parameter in objective.named_parameters():
                 parameter.fill_(temperature if name == "temperature" else -math.log(temperature))

@@ -152,8 +152,9 @@ def test_a_tower_hands_out_the_tokens_whose_first_is_its_class(tmp_path: Path) -
     tower = captioner_with("clip", tmp_path).video
     assert isinstance(tower, VideoViT)
     video = clips(2)
-    torch.testing.assert_close(tower.tokens(video)[:, 0], tower.features(video), atol=1e-13, rtol=0)
-    assert tower.tokens(video).shape == (2, 1 + 4 * 16, 32)
+    tokens = tower.finish(tower.transformer(tower.embed(video)))
+    torch.testing.assert_close(tokens[:, 0], tower.features(video), atol=1e-13, rtol=0)
+    assert tokens.shape == (2, 1 + 4 * 16, 32)
 
 
 def test_every_parameter_has_its_stage_and_counts_there(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.data.prefetch import batches_on_all_stages
 from train.data.tokenizer import TOKENIZER_FILE, CaptionTokenizer
-from train.distributed.partition import LayerCost
+from train.distributed.stages import LayerCost
 from train.distributed.world import World
 from train.evaluation.runner import every_for
 from train.losses.objective import Objective

@@ -36,8 +36,7 @@ from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.transformer import blocks_of, compile_blocks
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid, VideoViTSize
 from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import MaskedReconstruction
 from train.tasks.mae.samples import ChunkClips
