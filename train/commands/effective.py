@@ -17,7 +17,7 @@ from train.models.transformer import NORM_EPS
 from train.tasks.caption.settings import CaptionerSettings
 from train.tasks.caption.start import with_decoder_of
 from train.tasks.mae.settings import MaeSettings
-from train.weights.converted import LOGIT_SCALE, MEANS, STDS, require_finite
+from train.weights.conversion import LOGIT_SCALE, MEANS, STDS, require_finite
 from train.weights.sources import Say, Source
 
 Value = TypeVar("Value")

@@ -9,12 +9,13 @@ from train.run.checkpoint import read_weights
 from train.run.folder import open_run
 from train.tasks.caption.export import exported_captioner
 from train.tasks.caption.task import CaptionTask
+from train.tasks.classify.export import exported_classifier
 from train.tasks.classify.task import ClassifyTask
 from train.tasks.dual_encoder.export import FrameEmbedding, exported_clip
 from train.tasks.dual_encoder.task import DualEncoderTask
-from train.tasks.mae.export import exported_autoencoder, exported_classifier
+from train.tasks.mae.export import exported_autoencoder
 from train.tasks.mae.task import MaeTask
-from train.weights.converted import require_finite
+from train.weights.conversion import require_finite
 from train.weights.exported import publish_folder
 
 ExportFormat = Literal["open_clip", "hf", "videomae"]

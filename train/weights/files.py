@@ -35,6 +35,7 @@ _PLAIN: list[Any] = [
 ]
 # Where training checkpoints keep the model, the most usual first.
 _INNER = ("state_dict", "model_state_dict", "model", "module")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -63,6 +64,16 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     if zipfile.is_zipfile(path) and _is_program(path):
         return _read_openai_archive(path)
     return _read_torch(path)
+
+
+def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without a prefix of wrappers on all names: DDP's `module.`, torch.compile's `_orig_mod.`."""
+    names = list(state)
+    for _ in range(len(_PREFIXES)):
+        for prefix in _PREFIXES:
+            if names and all(name.startswith(prefix) for name in names):
+                names = [name.removeprefix(prefix) for name in names]
+    return dict(zip(names, state.values(), strict=True))
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from train.models.video_vit import inflated_cubes, resampled_temporal
-from train.weights.converted import LOGIT_SCALE, TEMPORAL_EMBEDDING, Converted
+from train.weights.conversion import LOGIT_SCALE, TEMPORAL_EMBEDDING, ConvertedStateDict
 
 Kind = Literal["resized", "created", "dropped", "missing", "unexpected", "reshaped"]
 Shape = tuple[int, ...]
@@ -67,7 +67,7 @@ class Fitted:
         return tuple(change for change in self.changes if not change.why)
 
 
-def fit(source: Converted, wanted: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
+def fit(source: ConvertedStateDict, wanted: Mapping[str, Shape], *, allow: Sequence[str] = ()) -> Fitted:
     """Fits weights to a model.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.weights.converted import require_finite
+from train.weights.conversion import require_finite
 from train.weights.fitting import Change, Fitted, Shape, architecture_of, fit, hint_about
 from train.weights.sources import Say, Source
 

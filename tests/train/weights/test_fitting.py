@@ -12,11 +12,12 @@ from torch import nn
 from manifests.errors import UserError
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
 from train.config.model import Init
-from train.weights.converted import Converted
+from train.weights.conversion import ConvertedStateDict
+from train.weights.files import without_prefixes
 from train.weights.fitting import resize_positions
-from train.weights.formats import detect_format, without_prefixes
+from train.weights.formats import detect_format
 from train.weights.loading import Loaded
-from train.weights.open_clip_format import from_open_clip, to_open_clip
+from train.weights.open_clip import from_open_clip, to_open_clip
 from train.weights.sources import Source, open_weights
 
 State = dict[str, torch.Tensor]
@@ -30,10 +31,10 @@ def state() -> State:
     return {**to_open_clip(model.state_dict()), "logit_scale": torch.tensor(4.6)}
 
 
-def source_of(converted: Converted) -> Source:
-    from train.weights.converted import Facts
+def source_of(converted: ConvertedStateDict) -> Source:
+    from train.weights.conversion import SourceFacts
 
-    return Source(title="weights.pt (open_clip)", converted=converted, facts=Facts())
+    return Source(title="weights.pt (open_clip)", converted=converted, facts=SourceFacts())
 
 
 def loaded(state: State, *, allow: tuple[str, ...] = (), say: Callable[[str], None] = quiet, **model: Any) -> Loaded:

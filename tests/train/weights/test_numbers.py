@@ -17,10 +17,10 @@ from tests.train.weights.small_videomae import State, hf_autoencoder, opened, ou
 from train.commands.effective import effective_settings
 from train.config.model import Towers
 from train.config.training import DualEncoderSettings
-from train.weights.converted import LOGIT_SCALE
+from train.weights.conversion import LOGIT_SCALE
 from train.weights.hf_caption import read_caption_folder
 from train.weights.loading import fit_to
-from train.weights.open_clip_format import to_open_clip
+from train.weights.open_clip import to_open_clip
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 

@@ -27,7 +27,7 @@ from train.config.model import Towers
 from train.config.training import DualEncoderSettings
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.mae.settings import MaeSettings
-from train.weights.open_clip_format import to_open_clip
+from train.weights.open_clip import to_open_clip
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,23 @@ from train.config.training import DualEncoderSettings
 from train.models.dual_encoder import DualEncoderSize, size_of
 from train.models.transformer import NORM_EPS
 from train.run.folder import RunFolder
-from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
-from train.weights.exported import Exported, require_format, save_json
-from train.weights.extras import EXTRAS_FILE, save_extras, save_tensors
-from train.weights.hf_format import to_hf
-from train.weights.open_clip_format import to_open_clip
-from train.weights.runs import read_log_scale
+from train.weights.conversion import CLIP_MEAN, CLIP_STD, CONV, LOGIT_SCALE, TEMPORAL_EMBEDDING, Tensors
+from train.weights.exported import (
+    EXTRAS_FILE,
+    Exported,
+    preprocessor_config,
+    require_format,
+    save_extras,
+    save_json,
+    save_tensors,
+)
+from train.weights.hf_clip import hf_config, to_hf
+from train.weights.open_clip import to_open_clip
+from train.weights.sources import read_log_scale
 
 FrameEmbedding = Literal["mean", "zero"]
 
-_POSITIONS, _CONV = "video.positional_embedding", "video.conv1.weight"
+_POSITIONS = "video.positional_embedding"
 _CLIPS_START = 2.6592  # log(1 / 0.07), what an untrained CLIP has
 _RGB = 3
 
@@ -64,12 +71,12 @@ def image_towers(weights: Tensors, *, rule: FrameEmbedding) -> ImageTowers:
         extras[_POSITIONS] = tensors[_POSITIONS]
         tensors[_POSITIONS] = tensors[_POSITIONS].clone()
         tensors[_POSITIONS][1:] += temporal_TD.mean(0)
-    if tensors[_CONV].ndim == 5:
-        extras[_CONV] = tensors[_CONV]
+    if tensors[CONV].ndim == 5:
+        extras[CONV] = tensors[CONV]
         lost.append(
-            f"cubes of {tensors[_CONV].shape[2]} frames become patches, which see a picture as so many equal frames"
+            f"cubes of {tensors[CONV].shape[2]} frames become patches, which see a picture as so many equal frames"
         )
-        tensors[_CONV] = tensors[_CONV].sum(2)
+        tensors[CONV] = tensors[CONV].sum(2)
     return ImageTowers(tensors=tensors, extras=extras, lost=tuple(lost))
 
 
@@ -106,9 +113,9 @@ def _checked_size(settings: DualEncoderSettings, weights: Tensors) -> DualEncode
             "the run has no text tower (--text-tower frozen): open_clip and transformers know no model without one",
             hint="export a run that trained one",
         )
-    if weights[_CONV].shape[1] != _RGB:
+    if weights[CONV].shape[1] != _RGB:
         raise UserError(
-            f"the run was trained on latents of {weights[_CONV].shape[1]} channels, and both formats take pictures",
+            f"the run was trained on latents of {weights[CONV].shape[1]} channels, and both formats take pictures",
             hint="export a run of --input pixels",
         )
     return size_of(settings.model, settings.towers)
@@ -131,17 +138,11 @@ def _write(
         file = folder / "model.safetensors"
         save_tensors(to_hf(tensors), file)
         log_scale = float(tensors[LOGIT_SCALE])
-        save_json(folder / "config.json", hf_config(size, settings, log_scale=log_scale))
-        save_json(folder / "preprocessor_config.json", hf_preprocessor_config(settings))
+        save_json(folder / "config.json", hf_config(size, image_px=settings.size_px, log_scale=log_scale))
+        preprocessor = preprocessor_config("CLIPImageProcessor", settings, kind="clip")
+        save_json(folder / "preprocessor_config.json", preprocessor)
         write_tokenizer(folder, context_length=size.text.context_length)
     save_extras(extras, folder, beside=file)
-
-
-# The configuration files that are written beside exported weights: pure functions of sizes and settings.
-
-
-_START_TOKEN = 49406
-_BICUBIC = 3  # as PIL numbers it
 
 
 def open_clip_config(size: DualEncoderSize, settings: DualEncoderSettings) -> dict[str, Any]:
@@ -172,59 +173,6 @@ def open_clip_config(size: DualEncoderSize, settings: DualEncoderSettings) -> di
             "mean": list(settings.init.pixel_mean or CLIP_MEAN),
             "std": list(settings.init.pixel_std or CLIP_STD),
         },
-    }
-
-
-def hf_config(size: DualEncoderSize, settings: DualEncoderSettings, *, log_scale: float) -> dict[str, Any]:
-    """config.json of a CLIPModel."""
-    towers = {}
-    for name, trunk in (("vision", size.video.trunk), ("text", size.text.trunk)):
-        towers[name] = {
-            "model_type": f"clip_{name}_model",
-            "hidden_act": trunk.activation,
-            "hidden_size": trunk.width,
-            "intermediate_size": 4 * trunk.width,
-            "layer_norm_eps": trunk.norm_eps,
-            "num_attention_heads": trunk.num_heads,
-            "num_hidden_layers": trunk.depth,
-            "projection_dim": size.embedding_width,
-        }
-    return {
-        "architectures": ["CLIPModel"],
-        "model_type": "clip",
-        "projection_dim": size.embedding_width,
-        "logit_scale_init_value": log_scale,
-        "vision_config": {
-            **towers["vision"],
-            "image_size": settings.size_px,
-            "num_channels": size.video.num_channels,
-            "patch_size": size.video.patch_px,
-        },
-        "text_config": {
-            **towers["text"],
-            "bos_token_id": _START_TOKEN,
-            # The largest id, at whose first place both read the embedding.
-            "eos_token_id": size.text.vocabulary_size - 1,
-            "max_position_embeddings": size.text.context_length,
-            "vocab_size": size.text.vocabulary_size,
-        },
-    }
-
-
-def hf_preprocessor_config(settings: DualEncoderSettings) -> dict[str, Any]:
-    """preprocessor_config.json: the short side to size, the centre square, normalised."""
-    return {
-        "image_processor_type": "CLIPImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": settings.size_px},
-        "resample": _BICUBIC,
-        "do_center_crop": True,
-        "crop_size": {"height": settings.size_px, "width": settings.size_px},
-        "do_rescale": True,
-        "do_normalize": True,
-        "image_mean": list(settings.init.pixel_mean or CLIP_MEAN),
-        "image_std": list(settings.init.pixel_std or CLIP_STD),
     }
 
 

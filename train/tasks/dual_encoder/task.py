@@ -37,7 +37,7 @@ from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import blocks_of, compile_blocks
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
-from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.conversion import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 

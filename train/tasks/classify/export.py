@@ -1,0 +1,28 @@
+"""Classifiers with a videomae tower as VideoMAE's own checkpoints, and for VideoMAEForVideoClassification."""
+
+from manifests.errors import UserError
+from train.config.files import load_settings
+from train.run.folder import RunFolder
+from train.tasks.classify.commands import read_run_classes
+from train.tasks.classify.settings import ClassifySettings
+from train.weights.conversion import Tensors, kind_of_tensors
+from train.weights.exported import Exported, require_format
+from train.weights.hf_videomae import classifier_config, exported_videomae
+
+
+def exported_classifier(run: RunFolder, weights: Tensors, *, form: str) -> Exported:
+    """A classifier with a videomae tower.
+
+    Raises:
+        UserError: the format cannot hold it, or it has another tower.
+    """
+    if kind_of_tensors(weights) != "videomae":
+        raise UserError(
+            f"{run.path} is a classifier with CLIP's tower, which no format has a place for",
+            hint="export the run of train dual-encoder, or a classifier with --towers.kind videomae",
+        )
+    require_format(form, ("hf", "videomae"), what="a classifier of videos")
+    settings = load_settings(run.settings, ClassifySettings)
+    # VideoMAE's own checkpoints do not name the classes.
+    classes = read_run_classes(run).names if form == "hf" else ()
+    return exported_videomae(run, settings, weights, form=form, model=classifier_config(classes))
