@@ -59,6 +59,9 @@ class SourceFacts:
     remarks: tuple[str, ...] = ()
 
 
+_UNKNOWN = SourceFacts()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertedStateDict:
     """A state dict under our names.
@@ -124,7 +127,10 @@ class NameTable:
             if ours is None or ours in tensors:
                 unknown[name] = tensor
                 continue
-            tensors[ours] = self.to_ours(ours, tensor)
+            try:
+                tensors[ours] = self.to_ours(ours, tensor)
+            except (IndexError, RuntimeError):
+                tensors[ours] = tensor  # its shape is wrong, which the comparison with the model reports
             origins[ours] = name
         return ConvertedStateDict(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))
 
@@ -160,20 +166,20 @@ class NameTable:
         return f"{self.roots[root]}{dot}{rest}" if root in self.roots else None
 
     def _concatenated(self, state: Tensors) -> dict[str, torch.Tensor]:
-        """The tensors with queries, keys and values in one; where one of them is missing, all stay as they are."""
+        """The state dict with queries, keys and values concatenated, unless one of them is missing."""
         found = dict(state)
         for name in state:
             canonical = self.canonical(name)
             if whole := _in_rows(self._first_parts, canonical):
                 whole = whole.removeprefix(canonical.removesuffix(name))
                 parts = _expanded(whole)
-                if all(part in state and state[part].shape == state[name].shape for part in parts):
+                if state[name].ndim and all(part in state and state[part].shape == state[name].shape for part in parts):
                     found[whole] = torch.cat([found.pop(part) for part in parts])
         return found
 
 
 def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
-    """What a table has for a name, with its index and its weight or bias; None where it has no such row."""
+    """The other name in a row, with the index and the weight or bias of `name`; None if there is no such row."""
     index, leaf = _INDEX.search(name), _LEAF.search(name)
     pattern = _INDEX.sub(".N.", name, count=1)
     found = rows.get(pattern)

@@ -72,7 +72,7 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
 
 def save_json(path: Path, value: Any) -> None:
     """Writes a configuration file."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | None = None) -> None:

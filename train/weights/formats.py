@@ -47,7 +47,8 @@ def facts_in(folder: Path) -> SourceFacts | None:
     """
     own = read_config(folder / "open_clip_config.json")
     if own is not None:
-        return facts_of_open_clip(own.get("model_cfg", own), own.get("preprocess_cfg", {}), source=str(folder))
+        preprocess = own.get("preprocess_cfg") or {}
+        return facts_of_open_clip(own.get("model_cfg", own) or {}, preprocess, source=str(folder))
     config = read_config(folder / "config.json")
     if config is None:
         return None

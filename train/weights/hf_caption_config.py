@@ -134,10 +134,14 @@ def _timesformer_of(given: Mapping[str, Any], *, source: str) -> TimeSformerShap
     from transformers import TimesformerConfig
 
     config = as_config(TimesformerConfig, given, keys=_TIMESFORMER_KEYS, source=source)
-    _require(config, "attention_type", ("divided_space_time",), source=source)
-    _require(config, "qkv_bias", (True,), source=source)
-    _require(config, "hidden_act", ("gelu", "quick_gelu"), source=source)
-    _require(config, "intermediate_size", (4 * config.hidden_size,), source=source)
+    _require(
+        config,
+        source=source,
+        attention_type=("divided_space_time",),
+        qkv_bias=(True,),
+        hidden_act=("gelu", "quick_gelu"),
+        intermediate_size=(4 * config.hidden_size,),
+    )
     _require_divisible(config, width="hidden_size", heads="num_attention_heads", source=source)
     for name in ("image_size", "patch_size"):
         if not isinstance(getattr(config, name), int):
@@ -159,16 +163,30 @@ def _gpt2_of(given: Mapping[str, Any], *, source: str) -> Gpt2Size:
     from transformers import GPT2Config
 
     config = as_config(GPT2Config, given, keys=_GPT2_KEYS, source=source)
-    _require(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), source=source)
-    _require(config, "scale_attn_weights", (True,), source=source)
-    _require(config, "scale_attn_by_inverse_layer_idx", (False,), source=source)
-    _require(config, "tie_word_embeddings", (True,), source=source)
-    _require(config, "n_inner", (None, 4 * config.n_embd), source=source)
+    _require(
+        config,
+        source=source,
+        activation_function=("gelu_new", "gelu_pytorch_tanh"),
+        scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,),
+        tie_word_embeddings=(True,),
+        n_inner=(None, 4 * config.n_embd),
+    )
     _require_divisible(config, width="n_embd", heads="n_head", source=source)
     trunk = TransformerSize(
         width=config.n_embd, depth=config.n_layer, num_heads=config.n_head, norm_eps=config.layer_norm_epsilon
     )
     return Gpt2Size(trunk=trunk, vocabulary_size=config.vocab_size, context_length=config.n_positions)
+
+
+def _require(config: Any, *, source: str, **values: tuple[Any, ...]) -> None:
+    """Raises a UserError for a value that is another model's; `values` has those of the models here."""
+    for name, known in values.items():
+        if getattr(config, name) not in known:
+            raise UserError(
+                f"{source}: {name} is {getattr(config, name)!r}, which the models here do not have",
+                hint=f"use weights with {' or '.join(map(repr, known))}",
+            )
 
 
 def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> None:
@@ -180,14 +198,6 @@ def _require_divisible(config: Any, *, width: str, heads: str, source: str) -> N
         )
 
 
-def _require(config: Any, name: str, values: tuple[Any, ...], *, source: str) -> None:
-    if getattr(config, name) not in values:
-        raise UserError(
-            f"{source}: {name} is {getattr(config, name)!r}, which the models here do not have",
-            hint=f"use weights with {' or '.join(map(repr, values))}",
-        )
-
-
 def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
     """Facts from the config.json and preprocessor_config.json of a TimeSformer, or of a captioner with one.
 
@@ -196,7 +206,10 @@ def facts_of_hf_caption(config: Mapping[str, Any], preprocess: Mapping[str, Any]
     """
     video = caption_config_of(config, source=source).video
     if video is None:
-        raise UserError(f"{source} has no video tower", hint="--init.weights name a tower, --decoder.weights a GPT-2")
+        raise UserError(
+            f"{source} has no video tower",
+            hint="name a video tower with --init.weights; a GPT-2 goes to --decoder.weights",
+        )
     trunk = video.size.trunk
     return SourceFacts(
         activation=trunk.activation,

@@ -1,6 +1,7 @@
 """Hugging Face's CLIPModel: names and configuration. q, k and v are matrices of their own, projections transposed."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from manifests.errors import UserError
 from train.models.dual_encoder import DualEncoderSize
 from train.weights.config_files import as_config, colours
 from train.weights.conversion import LOGIT_SCALE, Format, NameTable, SourceFacts, any_begins
+from train.weights.exported import save_json
 
 _OUR_BLOCK, _LAYER = "transformer.resblocks.N", "encoder.layers.N"
 _PROJECTIONS = {"video.proj": "visual_projection.weight", "text.text_projection": "text_projection.weight"}
@@ -121,6 +123,32 @@ def hf_config(size: DualEncoderSize, *, image_px: int, log_scale: float) -> dict
         architectures=["CLIPModel"],
     )
     return config.to_dict()
+
+
+# The special tokens under the names that OpenAI and transformers give them.
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+_SPECIAL = {"<start_of_text>": _START, "<end_of_text>": _END}
+
+
+def save_tokenizer(folder: Path, *, context_length: int) -> None:
+    """Writes CLIP's tokenizer for transformers, from the vocabulary that open_clip ships."""
+    from open_clip.tokenizer import SimpleTokenizer
+
+    tokenizer = SimpleTokenizer()
+    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": _END}
+    config = {
+        **special,
+        "add_prefix_space": False,
+        "do_lower_case": True,
+        "errors": "replace",
+        "model_max_length": context_length,
+        "tokenizer_class": "CLIPTokenizer",
+    }
+    merges = [" ".join(pair) for pair in tokenizer.bpe_ranks]
+    save_json(folder / "vocab.json", {_SPECIAL.get(token, token): index for token, index in tokenizer.encoder.items()})
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    save_json(folder / "special_tokens_map.json", special)
+    save_json(folder / "tokenizer_config.json", config)
 
 
 HF_CLIP = Format(

@@ -5,7 +5,7 @@ transformers that wrote them calls these parameters itself, except for some vers
 same order (t p p c).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from manifests.errors import UserError
 from train.config.training import ClipSettings
 from train.models.dual_encoder import size_of
-from train.models.transformer import TransformerSize
 from train.run.folder import RunFolder
 from train.weights.config_files import as_config, colours
 from train.weights.conversion import (
@@ -82,8 +81,8 @@ NAMES = NameTable(
 from_hf_videomae, to_hf_videomae = NAMES.read, NAMES.write
 
 _KEYS = (
-    "image_size num_channels num_attention_heads decoder_num_attention_heads hidden_act layer_norm_eps qv_bias "
-    "use_mean_pooling norm_pix_loss architectures"
+    "image_size num_channels hidden_size num_attention_heads decoder_num_attention_heads hidden_act layer_norm_eps "
+    "qv_bias use_mean_pooling norm_pix_loss architectures"
 )
 
 
@@ -133,31 +132,6 @@ def facts_of_hf_videomae(config: Mapping[str, Any], preprocess: Mapping[str, Any
     )
 
 
-def pretraining_config(decoder: TransformerSize) -> dict[str, Any]:
-    """The values of a VideoMAEForPreTraining's configuration besides its encoder's."""
-    return {
-        "architectures": ["VideoMAEForPreTraining"],
-        # Only without mean pooling does its encoder end with a layer norm.
-        "use_mean_pooling": False,
-        "norm_pix_loss": True,
-        "decoder_hidden_size": decoder.width,
-        "decoder_num_hidden_layers": decoder.depth,
-        "decoder_num_attention_heads": decoder.num_heads,
-        "decoder_intermediate_size": 4 * decoder.width,
-    }
-
-
-def classifier_config(classes: Sequence[str]) -> dict[str, Any]:
-    """The values of a VideoMAEForVideoClassification's configuration besides its encoder's."""
-    return {
-        "architectures": ["VideoMAEForVideoClassification"],
-        "use_mean_pooling": True,
-        "id2label": dict(enumerate(classes)),
-        "label2id": {name: index for index, name in enumerate(classes)},
-        "problem_type": "single_label_classification",
-    }
-
-
 def exported_videomae(
     run: RunFolder, settings: ClipSettings, weights: Tensors, *, form: str, model: Mapping[str, Any]
 ) -> Exported:
@@ -165,7 +139,7 @@ def exported_videomae(
 
     Args:
         form: videomae or hf.
-        model: from `pretraining_config` or `classifier_config`.
+        model: values of the VideoMAEConfig besides those of the encoder.
 
     Raises:
         UserError: the format cannot hold it.
@@ -199,7 +173,7 @@ def exported_videomae(
             preprocessor = preprocessor_config("VideoMAEImageProcessor", settings, kind="videomae")
             save_json(folder / "preprocessor_config.json", preprocessor)
 
-    remarks = () if is_rgb else ("latents are no pictures: there is no preprocessor_config.json",)
+    remarks = () if is_rgb else ("the model takes latents: there is no preprocessor_config.json",)
     return Exported(write=write, remarks=remarks)
 
 

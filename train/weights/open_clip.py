@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from manifests.errors import UserError
+from train.config.model import Init
+from train.models.dual_encoder import DualEncoderSize
+from train.models.transformer import NORM_EPS
 from train.weights.config_files import colours
 from train.weights.conversion import (
     CLIP_MEAN,
@@ -34,7 +37,6 @@ TEXT_ROOTS = {part: f"text.{part}" for part in _TEXT_PARTS} | {LOGIT_SCALE: LOGI
 _OPENAI_SIZES = frozenset({"input_resolution", "context_length", "vocab_size"})
 # Those, and masks of old versions of open_clip.
 BUFFERS = (*_OPENAI_SIZES, "attn_mask")
-_NORM_EPS = 1e-5
 
 NAMES = NameTable(owner="CLIP", roots={"visual": "video", "text": "text", **TEXT_ROOTS}, ignored=BUFFERS)
 from_open_clip = NAMES.read
@@ -95,7 +97,35 @@ def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], 
 
 
 def _eps(tower: Mapping[str, Any]) -> float:
-    return float((tower["norm_kwargs"] or {}).get("eps", _NORM_EPS))
+    return float((tower["norm_kwargs"] or {}).get("eps", NORM_EPS))
+
+
+def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
+    """open_clip_config.json of a CLIP for single frames. Defaults are left out: other versions know other fields."""
+    video, text = size.video.trunk, size.text.trunk
+    norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
+    return {
+        "model_cfg": {
+            "embed_dim": size.embedding_width,
+            "quick_gelu": video.activation == "quick_gelu",
+            "vision_cfg": {
+                "image_size": image_px,
+                "layers": video.depth,
+                "width": video.width,
+                "head_width": video.width // video.num_heads,
+                "patch_size": size.video.patch_px,
+                **norm,
+            },
+            "text_cfg": {
+                "context_length": size.text.context_length,
+                "vocab_size": size.text.vocabulary_size,
+                "width": text.width,
+                "heads": text.num_heads,
+                "layers": text.depth,
+            },
+        },
+        "preprocess_cfg": {"mean": list(init.pixel_mean or CLIP_MEAN), "std": list(init.pixel_std or CLIP_STD)},
+    }
 
 
 def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
@@ -147,5 +177,5 @@ OPENAI = Format(
     title="OpenAI's CLIP",
     convert=from_open_clip,
     matches=lambda names: _is_open_clip(names) and names >= _OPENAI_SIZES,
-    facts=SourceFacts(activation="quick_gelu", video_eps=_NORM_EPS, text_eps=_NORM_EPS, mean=CLIP_MEAN, std=CLIP_STD),
+    facts=SourceFacts(activation="quick_gelu", video_eps=NORM_EPS, text_eps=NORM_EPS, mean=CLIP_MEAN, std=CLIP_STD),
 )

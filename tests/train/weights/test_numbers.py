@@ -154,3 +154,23 @@ def test_a_temperature_that_is_not_finite_is_the_weights_fault(tmp_path: Path) -
     width = Towers(embedding_width=24)
     with pytest.raises(UserError, match=r"w\.pt .*: logit_scale holds numbers that are not finite"):
         effective_settings(DualEncoderSettings(model="tiny", towers=width), opened(tmp_path / "w.pt"), say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("caption", "encoder.embeddings.cls_token"),
+        ("caption", "encoder.embeddings.time_embeddings"),
+        ("videomae", QUERY),
+        ("clip", "vision_model.encoder.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_a_tensor_without_its_dimensions_is_read_and_compared(
+    folders: dict[str, Path], tmp_path: Path, model: str, name: str
+) -> None:
+    """Its layout cannot be converted; what does not fit is for the table to say."""
+    parts = [name.replace("query", part).replace("q_proj", f"{part[0]}_proj") for part in ("query", "key", "value")]
+    flat = {part: torch.tensor(1.0) for part in parts}
+    source = opened(changed(folders[model], tmp_path, lambda state: state | flat))
+    found = {**source.converted.unknown, **source.converted.tensors}
+    assert [one for one in found.values() if not one.ndim and one == 1]

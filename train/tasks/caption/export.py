@@ -38,9 +38,9 @@ def exported_captioner(run: RunFolder, weights: Tensors, *, form: str) -> Export
     kind = kind_of(settings.towers)
     if kind != "timesformer":
         raise UserError(
-            f"{run.path} is a captioner with a tower of the kind {settings.towers.kind}, and transformers have "
-            "captioners of TimeSformers",
-            hint="export one with --towers.kind timesformer",
+            f"{run.path} is a captioner with a tower of the kind {settings.towers.kind}, and the format takes a "
+            "TimeSformer only",
+            hint="export a run of --towers.kind timesformer",
         )
     parts = read_decoder_parts(run)
     captioner = build_captioner(settings, parts.size, attend=attend_with_sdpa)
@@ -84,8 +84,8 @@ def save_hf(
     tower, decoder = captioner.video, captioner.decoder
     if not isinstance(tower, TimeSformer):
         raise UserError(
-            f"transformers have no captioner with this encoder ({type(tower).__name__})",
-            hint="export one with a TimeSformer",
+            f"a captioner with a {type(tower).__name__} cannot be exported: the format takes a TimeSformer only",
+            hint="export a run of --towers.kind timesformer",
         )
     num_patches = len(tower.positional_embedding) - 1
     shape = TimeSformerShape(

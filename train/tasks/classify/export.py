@@ -1,5 +1,8 @@
 """Classifiers with a videomae tower as VideoMAE's own checkpoints, and for VideoMAEForVideoClassification."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from manifests.errors import UserError
 from train.config.files import load_settings
 from train.run.folder import RunFolder
@@ -7,7 +10,7 @@ from train.tasks.classify.commands import read_run_classes
 from train.tasks.classify.settings import ClassifySettings
 from train.weights.conversion import Tensors, kind_of_tensors
 from train.weights.exported import Exported, require_format
-from train.weights.hf_videomae import classifier_config, exported_videomae
+from train.weights.hf_videomae import exported_videomae
 
 
 def exported_classifier(run: RunFolder, weights: Tensors, *, form: str) -> Exported:
@@ -26,3 +29,14 @@ def exported_classifier(run: RunFolder, weights: Tensors, *, form: str) -> Expor
     # VideoMAE's own checkpoints do not name the classes.
     classes = read_run_classes(run).names if form == "hf" else ()
     return exported_videomae(run, settings, weights, form=form, model=classifier_config(classes))
+
+
+def classifier_config(classes: Sequence[str]) -> dict[str, Any]:
+    """The values of a VideoMAEForVideoClassification's configuration besides those of its encoder."""
+    return {
+        "architectures": ["VideoMAEForVideoClassification"],
+        "use_mean_pooling": True,
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: index for index, name in enumerate(classes)},
+        "problem_type": "single_label_classification",
+    }
