@@ -9,7 +9,7 @@ from train.registry import DEFAULT, task_named, task_names
 from train.run.checkpoint import read_weights
 from train.run.folder import open_run
 from train.spec import ExportRequest
-from train.weights.converted import require_finite
+from train.weights.conversion import require_finite
 from train.weights.exported import publish_folder
 
 

@@ -23,7 +23,7 @@ from train.models.dual_encoder import size_of
 from train.models.transformer import blocks_of
 from train.models.video_vit import VideoViT
 from train.tasks.mae.samples import ChunkClips
-from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.conversion import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 

@@ -33,7 +33,7 @@ from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from train.tasks.caption.start import decoder_of_start, start_of_captioner
-from train.weights.converted import MEANS, STDS
+from train.weights.conversion import MEANS, STDS
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source
 

@@ -40,7 +40,7 @@ from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import NORM_EPS, blocks_of, compile_blocks
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
 from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
+from train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
 from train.weights.effective import KINDS, effective_clip_settings
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source

@@ -41,7 +41,7 @@ from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import MaskedReconstruction
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, check_mask
-from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
+from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 

@@ -28,7 +28,7 @@ from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import effective_settings
 from train.tasks.mae.settings import MaeSettings
 from train.weights.effective import effective_clip_settings
-from train.weights.open_clip_format import to_open_clip
+from train.weights.open_clip import to_open_clip
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from tests.train.weights.small_videomae import State, hf_autoencoder, opened, ou
 from train.config.model import Towers
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import effective_settings
-from train.weights.converted import LOGIT_SCALE
+from train.weights.conversion import LOGIT_SCALE
 from train.weights.hf_caption import read_caption_folder
 from train.weights.loading import fit_to
-from train.weights.open_clip_format import to_open_clip
+from train.weights.open_clip import to_open_clip
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 
@@ -154,3 +154,23 @@ def test_a_temperature_that_is_not_finite_is_the_weights_fault(tmp_path: Path) -
     width = Towers(embedding_width=24)
     with pytest.raises(UserError, match=r"w\.pt .*: logit_scale holds numbers that are not finite"):
         effective_settings(DualEncoderSettings(model="tiny", towers=width), opened(tmp_path / "w.pt"), say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("caption", "encoder.embeddings.cls_token"),
+        ("caption", "encoder.embeddings.time_embeddings"),
+        ("videomae", QUERY),
+        ("clip", "vision_model.encoder.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_a_tensor_without_its_dimensions_is_read_and_compared(
+    folders: dict[str, Path], tmp_path: Path, model: str, name: str
+) -> None:
+    """Its layout cannot be converted; what does not fit is for the table to say."""
+    parts = [name.replace("query", part).replace("q_proj", f"{part[0]}_proj") for part in ("query", "key", "value")]
+    flat = {part: torch.tensor(1.0) for part in parts}
+    source = opened(changed(folders[model], tmp_path, lambda state: state | flat))
+    found = {**source.converted.unknown, **source.converted.tensors}
+    assert [one for one in found.values() if not one.ndim and one == 1]
