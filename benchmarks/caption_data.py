@@ -32,7 +32,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings, Visit
 from train.tasks.mae.samples import ChunkClips
-from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
+from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 
 NUM_FRAMES, SIZE_PX = 8, 224
 _MB = 1e6

@@ -33,8 +33,8 @@ from benchmarks.report import parser_for, print_report
 from train.config.machine import ParallelSettings, Schedule
 from train.data.batch import Batch
 from train.distributed.launch import open_world
-from train.distributed.partition import partition
 from train.distributed.pipeline import Pipeline
+from train.distributed.stages import partition
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.models.attention import attend_with_sdpa

@@ -16,8 +16,8 @@ from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
 from train.tasks.caption.decoding import write_captions
 from train.tasks.caption.settings import DecodingSettings, max_tokens_of
-from train.weights.hf_caption_configs import TimeSformerShape, hf_caption_config
-from train.weights.hf_caption_format import to_hf_caption
+from train.weights.hf_caption import to_hf_caption
+from train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
 
 END = 0
 

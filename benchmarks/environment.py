@@ -42,7 +42,7 @@ def ffmpeg_version() -> str:
         return "none"
 
 
-def surroundings() -> dict[str, str]:
+def describe_environment() -> dict[str, str]:
     """Machine, Python, ffmpeg, commit and date."""
     return {
         "machine": machine(),

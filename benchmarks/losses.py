@@ -21,9 +21,9 @@ from benchmarks.timing import seconds_of
 from train.data.batch import Batch
 from train.distributed.step import Step
 from train.distributed.world import World
-from train.losses.build import build_contrast
-from train.losses.global_contrast import GlobalSet
-from train.losses.settings import PUBLISHED, Kind, Loss
+from train.losses.contrastive import DatasetSize
+from train.losses.registry import LOSSES, build_contrast
+from train.losses.settings import Loss
 
 BASE = "infonce"
 OPEN_CLIP = "infonce, open_clip"
@@ -45,12 +45,12 @@ class Embeddings(nn.Module):
         return self.video, self.text
 
 
-def our_way(kind: Kind, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
+def our_way(kind: str, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
     """Gradients of an objective, averages moving on by half."""
-    settings = Loss(kind=kind, **({"gamma": 0.5, "gamma_schedule": "constant"} if "gamma" in PUBLISHED[kind] else {}))  # type: ignore[arg-type]
-    whole = GlobalSet(num_clips=NUM_SAMPLES, num_captions=NUM_SAMPLES, num_epochs=10)
+    settings = Loss(kind=kind, **({"gamma": 0.5, "gamma_schedule": "constant"} if LOSSES[kind].is_global else {}))  # type: ignore[arg-type]
+    dataset = DatasetSize(num_clips=NUM_SAMPLES, num_captions=NUM_SAMPLES, num_epochs=10)
     inputs = (model.video, model.text)
-    objective = build_contrast(settings, inputs=lambda batch: inputs, whole=whole, world=World()).to(device)
+    objective = build_contrast(settings, inputs=lambda batch: inputs, dataset=dataset, world=World()).to(device)
     step = Step(number=1, epoch=1.0)
 
     def once() -> None:
@@ -88,9 +88,8 @@ def openings_of(num_pairs: int, width: int, device: torch.device) -> dict[str, C
     model = Embeddings(num_pairs, width).to(device)
     ids = torch.randperm(NUM_SAMPLES)[:num_pairs]
     batch = Batch(input="latents", clip_id=ids, caption_id=ids)
-    kinds: list[Kind] = list(PUBLISHED)  # type: ignore[arg-type]
     ways: dict[str, Callable[[], Callable[[], None]]] = {
-        kind: partial(our_way, kind, model, batch, device) for kind in kinds
+        kind: partial(our_way, kind, model, batch, device) for kind in LOSSES
     }
     return ways | {name: partial(their_way, name, model, device) for name in (OPEN_CLIP, SIGLIP_OPEN_CLIP)}
 

@@ -13,8 +13,8 @@ from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
 from train.tasks.mae.masks import tube_masks
 from train.tasks.mae.objective import normalised_cubes, reconstruction_loss
-from train.weights.converted import IMAGENET_STD
-from train.weights.hf_videomae_format import to_hf_videomae
+from train.weights.conversion import IMAGENET_STD
+from train.weights.hf_videomae import to_hf_videomae
 
 OURS, HF = "clipmill", "transformers"
 NUM_FRAMES, MASK_RATIO = 16, 0.9

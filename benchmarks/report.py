@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import surroundings
+from benchmarks.environment import describe_environment
 
 
 def parser_for(description: str) -> argparse.ArgumentParser:
@@ -36,7 +36,7 @@ def print_report(
         further: tables that the same run measured, by their titles.
         figures: for the JSON file only, beside the tables.
     """
-    where = surroundings()
+    where = describe_environment()
     print(f"### {title}\n")
     print(
         f"{where['machine']}; Python {where['python']}, ffmpeg {where['ffmpeg']}; "

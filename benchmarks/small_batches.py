@@ -27,9 +27,9 @@ from train.config.model import Towers
 from train.data.batch import Batch
 from train.distributed.step import Step
 from train.distributed.world import World
-from train.losses.build import build_contrast
-from train.losses.global_contrast import GlobalSet
-from train.losses.settings import Convention, Kind, Loss
+from train.losses.contrastive import DatasetSize
+from train.losses.registry import build_contrast
+from train.losses.settings import Convention, Loss
 from train.models.attention import open_attention
 from train.models.dual_encoder import DualEncoder, DualEncoderSize
 from train.models.text import TextTowerSize
@@ -53,7 +53,7 @@ SIZE = DualEncoderSize(
     ),
     embedding_width=64,
 )
-WAYS: dict[str, tuple[Kind, Convention]] = {
+WAYS: dict[str, tuple[str, Convention]] = {
     "infonce": ("infonce", "fast_clip"),
     "fastclip-v3": ("fastclip-v3", "fast_clip"),
     "fastclip-v3, paper": ("fastclip-v3", "paper"),
@@ -116,9 +116,9 @@ def train(clips: Clips, loss: Loss, *, lr: float, steps: int, seed: int) -> Dual
     settings = DualEncoderSettings(
         steps=steps, batch=BATCH, lr=lr, warmup_steps=steps // 10, num_frames=NUM_FRAMES, size_px=SIZE_PX, loss=loss
     )
-    whole = GlobalSet(num_clips=NUM_TRAIN, num_captions=NUM_TRAIN, num_epochs=steps * BATCH / NUM_TRAIN)
+    dataset = DatasetSize(num_clips=NUM_TRAIN, num_captions=NUM_TRAIN, num_epochs=steps * BATCH / NUM_TRAIN)
     objective = build_contrast(
-        loss, inputs=lambda batch: (batch["latents"], batch["tokens"]), whole=whole, world=World()
+        loss, inputs=lambda batch: (batch["latents"], batch["tokens"]), dataset=dataset, world=World()
     )
     optimizer = make_optimizer(model, objective, settings)
     parameters = [*model.parameters(), *objective.parameters()]

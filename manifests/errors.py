@@ -134,3 +134,8 @@ def _exit_for(error: OSError) -> NoReturn:
         advice = "look at the disk or mount that it is on, and run the same command again"
         print(f"failed: {where}{reason}; what was finished is kept; {advice}", file=sys.stderr)
     sys.exit(EXIT_FAILED_WORK)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, for a message of one line; the error's type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -8,7 +8,7 @@ from pathlib import Path
 _CALLS_THAT_IMPORT = {"import_module", "__import__", "importorskip"}
 
 
-@cache  # every wall asks about every file
+@cache  # every contract asks about every file
 def imported_names(path: Path) -> set[str]:
     """Dotted names that `path` imports: at the top, in functions, by `importlib`, or as attributes of a package.
 

@@ -116,7 +116,7 @@ def test_no_file_names_a_registry_or_a_path_of_one_machine(repository: Path, rep
 
 
 @pytest.mark.parametrize("package", ["manifests", "shards", "prep", "train"])
-def test_every_room_has_a_readme_that_names_its_files(repository: Path, package: str) -> None:
+def test_every_package_has_a_readme_that_names_its_files(repository: Path, package: str) -> None:
     folders = {path.parent for path in (repository / package).rglob("*.py")}
     for folder in sorted(folders):
         readme = folder / "README.md"

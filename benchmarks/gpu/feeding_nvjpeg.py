@@ -34,7 +34,7 @@ from train.data.loader import LoaderSettings, Visit
 from train.data.order import SampleOrder
 from train.data.prefetch import prefetch
 from train.tasks.mae.samples import ChunkClips
-from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.conversion import CLIP_MEAN, CLIP_STD
 
 _GOAL = 2.0
 _NUM_FRAMES, _BATCHES_AHEAD, _SEED = 4, 2, 0

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import surroundings
+from benchmarks.environment import describe_environment
 from manifests.publish import published
 
 PACKAGES = ("torchvision", "transformers", "xformers", "open_clip_torch", "diffusers", "triton", "numpy")
@@ -208,7 +208,7 @@ def _device_error(setup: Setup) -> str | None:
 
 
 def _environment(setup: Setup) -> dict[str, str]:
-    found = {**surroundings(), "torch": torch.__version__, **versions(PACKAGES)}
+    found = {**describe_environment(), "torch": torch.__version__, **versions(PACKAGES)}
     if setup.device.type == "cuda":
         properties = torch.cuda.get_device_properties(setup.device)
         found |= {

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 EXTRAS = ("train", "columns")  # whose packages all parts use
 # Of the other extras: what part A and the peers of part B need.
-FURTHER = ("pytest", "pytest-timeout", "transformers")
+FURTHER = ("pytest", "pytest-timeout")
 # Import names that do not follow from the name of the distribution.
 IMPORT_NAMES = {
     "open-clip-torch": "open_clip",
@@ -22,7 +22,7 @@ LOSSES = {
     "open-clip-torch": "training from text and `prep text` in part A, the rows of open_clip in part B",
     "pytest": "part A",
     "pytest-timeout": "part A",
-    "transformers": "the rows of transformers in part B",
+    "transformers": "weights in Hugging Face's formats in part A, the rows of transformers in part B",
     "xformers": "attention by xformers in parts A and B",
 }
 EVERYTHING = "parts A, B and C"

@@ -15,7 +15,7 @@ from tests.train.device_reads import device_reads
 from tests.train.plane import settings
 from tests.train.test_late_numbers import SAID, Fault, FaultyTask, steps, train_plane
 from train.config.optim import OptimizerSettings
-from train.device.transfer import LateNumbers, Moment
+from train.device.transfer import DeviceEvent, LateMetrics
 from train.engine.agreement import AgreedBatch, FailureLog
 from train.run.checkpoint import all_checkpoints
 from train.run.folder import RunFolder, read_lines
@@ -37,14 +37,14 @@ def waits(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
     """Where the host waits, by the number of the step: as torch says, and where the journal reads a step's numbers."""
     found: list[tuple[int, str]] = []
     at = 0
-    next_batch, read = FailureLog.next_batch, LateNumbers.read
+    next_batch, read = FailureLog.next_batch, LateMetrics.read
 
     def beginning(self: FailureLog, *args: Any, **kwargs: Any) -> AgreedBatch:
         nonlocal at
         at += 1
         return next_batch(self, *args, **kwargs)
 
-    def reading(self: LateNumbers) -> dict[str, float]:
+    def reading(self: LateMetrics) -> dict[str, float]:
         if self._names:
             found.append((at, f"numbers of {self._numbers['step']}"))
         return read(self)
@@ -55,7 +55,7 @@ def waits(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
             found.append((at, f"{filename}:{lineno}"))
 
     patch.setattr(FailureLog, "next_batch", beginning)
-    patch.setattr(LateNumbers, "read", reading)
+    patch.setattr(LateMetrics, "read", reading)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         patch.setattr(warnings, "showwarning", said)
@@ -98,10 +98,10 @@ def test_torch_says_where_the_host_waits(cuda: torch.device, monkeypatch: pytest
 
 def test_numbers_are_there_when_they_are_read_and_nothing_waits_before(cuda: torch.device) -> None:
     value = torch.zeros((), device=cuda)
-    began = Moment(cuda)
+    began = DeviceEvent(cuda)
     torch.cuda._sleep(SLEEP_CYCLES)
     value += 0.5
-    late = LateNumbers({"step": 1, "loss": value}, cuda)
+    late = LateMetrics({"step": 1, "loss": value}, cuda)
     assert late.end._event is not None and not late.end._event.query(), "the host waited for the device"
     value += 1
     assert late.read() == {"step": 1, "loss": 0.5}

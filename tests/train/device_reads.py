@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import train.engine.loop
 from train.data.batch import TENSORS
-from train.device.transfer import LateNumbers
+from train.device.transfer import LateMetrics
 from train.engine.agreement import AgreedBatch, FailureLog
 from train.engine.state import State
 
@@ -95,7 +95,7 @@ def _by_mask(name: str, args: Any) -> bool:
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Has optimizers go a GPU's way: on a CPU they look at numbers, because nothing waits for them."""
-    patch.setattr("train.optim.optimizer.is_free_to_read", lambda tensor: False)
+    patch.setattr("train.optim.optimizer.is_on_host", lambda tensor: False)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def device_reads(patch: pytest.MonkeyPatch) -> Iterator[DeviceReads]:
 
 
 def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
-    new_state, agree, read_late = train.engine.loop.new_state, FailureLog.next_batch, LateNumbers.read
+    new_state, agree, read_late = train.engine.loop.new_state, FailureLog.next_batch, LateMetrics.read
 
     def started(*args: Any, **kwargs: Any) -> State:
         state = new_state(*args, **kwargs)
@@ -124,7 +124,7 @@ def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
         reads.take([value for name, value in agreed.loaded.batch.items() if name in TENSORS])
         return agreed
 
-    def read(self: LateNumbers) -> dict[str, float]:
+    def read(self: LateMetrics) -> dict[str, float]:
         if self._names:
             reads.note(numbers_of=int(self._numbers["step"]))
         with pytest.MonkeyPatch.context() as within:
@@ -133,7 +133,7 @@ def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(train.engine.loop, "new_state", started)
     patch.setattr(FailureLog, "next_batch", next_batch)
-    patch.setattr(LateNumbers, "read", read)
+    patch.setattr(LateMetrics, "read", read)
 
 
 def _follow_methods(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:

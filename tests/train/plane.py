@@ -14,7 +14,7 @@ from train.data.batch import Batch, Sample
 from train.data.cursor import LoaderState
 from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
 from train.data.outcomes import FailedSample, LoadedBatch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.objective import Objective
@@ -95,7 +95,7 @@ class Distance(Objective):
         self.slope = nn.Parameter(torch.tensor(3.0))
         self.num_seen = nn.Buffer(torch.zeros(()))
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         parts = batch["video"].view(torch.float32).to(self.slope.dtype).split(step.microbatch or len(batch["video"]))
         loss, worst = torch.zeros_like(self.slope), torch.zeros_like(self.slope)
         for number, part in enumerate(parts):

@@ -13,12 +13,12 @@ import torch
 from manifests.errors import FailedWork, UserError
 from train.distributed.world import World
 from train.run.checkpoint import (
-    Facts,
+    CheckpointMetadata,
     all_checkpoints,
     check_fits,
     file_facts,
     is_tiled,
-    read_facts,
+    read_metadata,
     read_table,
     read_weights,
 )
@@ -38,7 +38,7 @@ def write(
     writer = CheckpointWriter(folder, world=World(), keep=keep, best=best)
     for step in steps:
         numbers = {"score": values[step]} if values else {}
-        writer.save(TENSORS, Facts(task="t", step=step, loader=[], numbers=numbers))
+        writer.save(TENSORS, CheckpointMetadata(task="t", step=step, loader=[], numbers=numbers))
     writer.wait()
     writer.close()
 
@@ -47,7 +47,9 @@ def reseal(path: Path, **changed: Any) -> None:
     """Gives a checkpoint checksums that fit what was done to it."""
     content = json.loads((path / "checkpoint.json").read_bytes())
     files = {name: file_facts(path / name) for name in content["files"]}
-    facts = Facts(**{name: changed.get(name, content[name]) for name in Facts.__dataclass_fields__})
+    facts = CheckpointMetadata(
+        **{name: changed.get(name, content[name]) for name in CheckpointMetadata.__dataclass_fields__}
+    )
     (path / "checkpoint.json").write_text(json.dumps(facts.as_json(files)))
 
 
@@ -63,7 +65,7 @@ def test_what_is_trained_on_meanwhile_does_not_reach_the_checkpoint(tmp_path: Pa
     weight = torch.zeros(1000)
     for step in (1, 2):
         weight.fill_(step)
-        writer.save({"model.w": weight}, Facts(task="t", step=step, loader=[]))
+        writer.save({"model.w": weight}, CheckpointMetadata(task="t", step=step, loader=[]))
         weight.fill_(-1)
     writer.close()
     assert list(all_checkpoints(tmp_path)) == [2], "closing waits for what is being written"
@@ -168,7 +170,7 @@ def test_values_that_are_nested_too_deeply_are_named(tmp_path: Path, file: str) 
     path = tmp_path / "step_000003"
     (path / file).write_text("[" * 200_000)
     with pytest.raises(UserError, match="step_000003 cannot be read: it is nested too deeply"):
-        read_facts(path) if file == "checkpoint.json" else read_table(path)
+        read_metadata(path) if file == "checkpoint.json" else read_table(path)
 
 
 @pytest.fixture
@@ -189,9 +191,9 @@ def test_a_full_disk_is_said_to_be_full(small_disk: Path, capfd: pytest.CaptureF
     room.write_bytes(bytes(36_000 if num_values == 8_000 else 60_000 if num_values == 1_000 else 0))
     writer = CheckpointWriter(small_disk / "there", world=World(), keep=1, best=None)
     tensors = {name: torch.zeros(num_values) for name in ("model.a", "model.b")}
-    writer.save(tensors, Facts(task="t", step=1, loader=[]))
+    writer.save(tensors, CheckpointMetadata(task="t", step=1, loader=[]))
     with pytest.raises(
-        FailedWork, match=rf"could not write .* into {small_disk}.*: the disk is full.*go on with --resume"
+        FailedWork, match=rf"could not write .* into {small_disk}.*: the disk is full.*continue with --resume"
     ):
         writer.wait()
     writer.close()
@@ -208,7 +210,7 @@ def test_a_step_that_was_changed_does_not_pass(tmp_path: Path) -> None:
     path = tmp_path / "step_000003" / "checkpoint.json"
     path.write_text(path.read_text().replace('"step": 3', '"step": 7'))
     with pytest.raises(UserError, match=r"the checksum of checkpoint\.json does not fit"):
-        read_facts(path.parent)
+        read_metadata(path.parent)
 
 
 def test_tensors_of_another_model_are_listed(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_the_best_checkpoint_of_a_metric_is_kept(tmp_path: Path, metric: str, be
     for step, value in values.items():
         if writer.is_best({metric: value}):
             found.append(step)
-        writer.save(TENSORS, Facts(task="t", step=step, loader=[], numbers={metric: value}))
+        writer.save(TENSORS, CheckpointMetadata(task="t", step=step, loader=[], numbers={metric: value}))
     writer.close()
     assert list(all_checkpoints(tmp_path)) == [best, 5]
     assert found == ([1, 2] if metric == "score" else [1, 3])
@@ -246,7 +248,7 @@ def test_the_best_checkpoint_of_a_metric_is_kept(tmp_path: Path, metric: str, be
 def test_a_folder_that_cannot_be_written_fails_the_run_at_the_next_checkpoint(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "there", world=World(), keep=1, best=None)
     (tmp_path / "there" / ".tmp-step_000001").write_text("in the way")
-    writer.save(TENSORS, Facts(task="t", step=1, loader=[]))
+    writer.save(TENSORS, CheckpointMetadata(task="t", step=1, loader=[]))
     with pytest.raises(FailedWork, match="rank 0 could not write a checkpoint into"):
         writer.wait()
     writer.close()

@@ -17,7 +17,7 @@ from train.run.checkpoint import (
     checkpoint_name,
     is_intact,
     latest_checkpoint,
-    read_facts,
+    read_metadata,
     read_weights,
 )
 from train.run.checkpoint_writer import recover
@@ -67,7 +67,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again_when_the_run_is_told_to
     with pytest.raises(Stopped, match="step 2 is saved"):
         train_plane(chosen, StoppedPoints)
     (path,) = all_checkpoints(RunFolder(chosen.out).checkpoints).values()
-    assert read_facts(path).step == 2 and "error" in read_facts(path).numbers
+    assert read_metadata(path).step == 2 and "error" in read_metadata(path).numbers
 
 
 def test_a_complete_checkpoint_takes_the_place_of_a_damaged_one_and_not_of_an_intact_one(tmp_path: Path) -> None:

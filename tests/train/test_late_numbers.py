@@ -22,7 +22,7 @@ from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
 from train.data.loader import TrainingSet, Visit
 from train.data.outcomes import FailedSample
-from train.device.transfer import LateNumbers, Number, Soundness
+from train.device.transfer import LateMetrics, Scalar, StepGuard
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.engine.state import State
@@ -45,7 +45,7 @@ class FaultyDistance(Distance):
         self._faults = faults
         self.keys: dict[int, list[str]] = {}
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         numbers = super().backward(model, batch, step)
         self.keys[step.number] = list(batch["key"])
         faults = self._faults.get(step.number, ())
@@ -246,7 +246,7 @@ def test_fp16_leaves_a_step_out_and_goes_on(tmp_path: Path, monkeypatch: pytest.
 def test_a_step_after_a_bad_one_is_not_taken_though_its_own_numbers_are_good() -> None:
     nan, one = torch.tensor(float("nan")), torch.tensor(1.0)
     for skips in (True, False):
-        soundness = Soundness(CPU)
+        soundness = StepGuard(CPU)
         assert soundness.after(one, one, skips=skips)
         assert not soundness.after(one, nan, skips=skips)
         assert bool(soundness.after(one, one, skips=skips)) == skips
@@ -255,7 +255,7 @@ def test_a_step_after_a_bad_one_is_not_taken_though_its_own_numbers_are_good() -
 
 
 def test_numbers_come_in_their_order_with_those_that_the_host_knew() -> None:
-    late = LateNumbers({"step": 3, "loss": torch.tensor(0.1), "lr": 0.3, "norm": torch.tensor(float("inf"))}, CPU)
+    late = LateMetrics({"step": 3, "loss": torch.tensor(0.1), "lr": 0.3, "norm": torch.tensor(float("inf"))}, CPU)
     assert list(late.read()) == ["step", "loss", "lr", "norm"]
     assert late.read() == {"step": 3, "loss": torch.tensor(0.1).item(), "lr": 0.3, "norm": torch.inf}
-    assert LateNumbers({"lr": 0.3}, CPU).read() == {"lr": 0.3}
+    assert LateMetrics({"lr": 0.3}, CPU).read() == {"lr": 0.3}

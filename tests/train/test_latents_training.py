@@ -18,7 +18,7 @@ from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
 from train.data.inputs import spread
 from train.device.random import uniform
-from train.run.checkpoint import latest_checkpoint, read_facts, read_weights
+from train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
 from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
@@ -128,7 +128,7 @@ def test_temperatures_that_began_by_the_older_rule_are_evaluated_and_not_resumed
     RunFolder(out).settings.write_text(settings.replace("convention: paper", "convention: fast_clip"))
     path = latest_checkpoint(RunFolder(out).checkpoints)
     assert path is not None
-    reseal(path, settings={**read_facts(path).settings, "loss.convention": "fast_clip"})
+    reseal(path, settings={**read_metadata(path).settings, "loss.convention": "fast_clip"})
     capsys.readouterr()
     assert train("dual-encoder", "--resume", "--out", out) == 2
     said = capsys.readouterr().err

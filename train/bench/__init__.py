@@ -1,1 +1,1 @@
-"""`train bench`: how fast each link from disk to weights is by itself, and which one holds up the others."""
+"""`train bench`: profile the input pipeline and training step, and report the bottleneck."""

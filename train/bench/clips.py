@@ -1,7 +1,7 @@
-"""What the loader's threads do to a sample, one link after the other: read, decode, crop, tokens.
+"""Rates of the loader's operations on a sample: read, decode, crop, tokens.
 
-The loader runs them one after the other in each thread; here all threads do one of them at a time. Samples come in
-training order, so that what is read is as cold, or as warm, as training would find it.
+A loader thread runs them in sequence; here all threads run one of them at a time. Samples come in training order, so
+that reads are as cold, or as warm, as in training.
 """
 
 import time
@@ -25,13 +25,12 @@ from train.data.outcomes import SampleFailed
 from train.data.video_captions import VideoCaptions
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
-CLIP_LINKS = ("read", "decode", "crop", "tokens")
-_SAMPLES_A_ROUND = 64
+_SAMPLES_PER_ROUND = 64
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Visits that are loaded together because they share a chunk, and what the links so far have made of them."""
+    """Samples that are loaded together because they share a chunk, and the results of the operations so far."""
 
     visits: tuple[Visit, ...]
     plans: tuple[ClipPlan, ...] = ()
@@ -43,46 +42,35 @@ class _Work:
 
 @dataclass(frozen=True)
 class ClipRates:
-    """What was measured, and samples to go on with.
-
-    Attributes:
-        rates: by link.
-        read_bytes_an_item: bytes that were read for a sample.
-        samples: those made last, at most a batch of them.
-        failed: of each sample that could not be had, which and why.
-    """
+    """Rates by operation, the last samples (at most a batch), and the errors of samples that failed."""
 
     rates: dict[str, Rate]
-    read_bytes_an_item: float
+    read_bytes_per_item: float
     samples: list[Sample]
     failed: list[str]
 
 
-class ClipLinks:
-    """The links on the samples of a set."""
+class ClipOperations:
+    """The operations on the samples of a set."""
 
     def __init__(self, samples: VideoCaptions, settings: DualEncoderSettings) -> None:
         self._samples, self._settings = samples, settings
         self._order = SampleOrder(len(samples), settings.seed, settings.samples_per_chunk)
-        self._failed: dict[int, str] = {}  # by sample, which may be tried again and again
+        self._failed: dict[int, str] = {}  # by sample, which may be tried repeatedly
 
     def measure(self, *, seconds: float) -> ClipRates:
-        """Every link for about `seconds`.
-
-        Raises:
-            FailedWork: no sample came through.
-        """
-        links = dict(zip(CLIP_LINKS, (self._read, self._decode, self._crop, self._tokens), strict=True))
-        rounds = {name: Rounds() for name in links}
+        """Measure each operation for about `seconds`; FailedWork if too many samples fail."""
+        operations = {"read": self._read, "decode": self._decode, "crop": self._crop, "tokens": self._tokens}
+        rounds = {name: Rounds() for name in operations}
         samples: list[Sample] = []
         num_read = size_bytes = num_rounds = 0
         with ThreadPoolExecutor(self._settings.workers) as pool:
             while sum(each.total_s for each in rounds.values()) < seconds * len(rounds):
                 work = self._visits_of_round(num_rounds)
                 is_warm = bool(samples)
-                for name, link in links.items():
+                for name, operation in operations.items():
                     began = time.perf_counter()
-                    work = [done for done in pool.map(partial(self._tried, link), work) if done is not None]
+                    work = [done for done in pool.map(partial(self._tried, operation), work) if done is not None]
                     took_s, num_items = time.perf_counter() - began, sum(len(one.visits) for one in work)
                     if is_warm and num_items:
                         rounds[name].add(took_s, num_items=num_items)
@@ -92,31 +80,31 @@ class ClipLinks:
                 size_bytes += sum(content.size_bytes for one in work for content in one.contents.values())
                 failed = list(self._failed.values())
                 if len(failed) > self._settings.max_failures or len(failed) == len(self._samples):
-                    raise FailedWork(f"{len(failed)} samples cannot be had; the first: {failed[0]}")
+                    raise FailedWork(f"{len(failed)} samples could not be loaded; the first: {failed[0]}")
         rates = {name: each.median_rate for name, each in rounds.items()}
         return ClipRates(rates, size_bytes / num_read, samples, list(self._failed.values()))
 
     def _visits_of_round(self, number: int) -> list[_Work]:
         group, seed = self._settings.samples_per_chunk, self._settings.seed
-        num_groups = -(-min(self._settings.batch, _SAMPLES_A_ROUND) // group)
+        num_groups = -(-min(self._settings.batch, _SAMPLES_PER_ROUND) // group)
         positions = group * num_groups * number + np.arange(group * num_groups, dtype=np.int64)
         visits = [
             Visit(sample, position, seed)
             for sample, position in zip(self._order.at(positions).tolist(), positions.tolist(), strict=True)
         ]
         groups = [visits[begin : begin + group] for begin in range(0, len(visits), group)]
-        # Where the order has an empty place, it has no sample.
+        # Empty places of the order have no sample.
         return [_Work(tuple(visit for visit in one if visit.sample >= 0)) for one in groups]
 
-    def _tried(self, link: Callable[[_Work], _Work], work: _Work) -> _Work | None:
+    def _tried(self, operation: Callable[[_Work], _Work], work: _Work) -> _Work | None:
         try:
-            return link(work)
+            return operation(work)
         except SampleFailed as error:
             self._failed |= {visit.sample: str(error) for visit in work.visits}
             return None
 
     def _read(self, work: _Work) -> _Work:
-        """Which frames are shown, where their bytes lie, and reading them."""
+        """Choose frames, locate their bytes and read them."""
         plans = tuple(self._samples.clips.plan(visit) for visit in work.visits)
         wanted: dict[int, set[int]] = {}
         for plan in plans:

@@ -1,4 +1,4 @@
-"""What the rates of the links say: which side holds up the other, by which link, and what would help."""
+"""Rates of operations, the bottleneck that follows from them, advice, and the table that `train bench` prints."""
 
 import time
 from collections.abc import Callable
@@ -6,17 +6,71 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-COMPUTE_LINKS = ("augment", "model")
+_COMPUTE = ("augment", "model")
+_WHAT = {
+    "read": "read the packets of the frames",
+    "decode": "decode packets to frames",
+    "crop": "crop and resize planes",
+    "tokens": "tokenize captions",
+    "collate": "copy samples into a batch",
+    "transfer": "copy to the device",
+    "augment": "convert to RGB, jitter, blur, normalise",
+    "model": "forward, backward, optimizer step",
+}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Speed of an operation, over `num_rounds` rounds."""
+
+    items_per_s: float
+    num_rounds: int
+
+
+class Rounds:
+    """Timings of an operation."""
+
+    def __init__(self) -> None:
+        self.seconds_per_item: list[float] = []
+        self.total_s = 0.0
+
+    def add(self, seconds: float, *, num_items: int) -> None:
+        """Add a round."""
+        self.total_s += seconds
+        self.seconds_per_item.append(seconds / num_items)
+
+    @property
+    def median_rate(self) -> Rate:
+        """For independent rounds."""
+        return Rate(1 / median(self.seconds_per_item), len(self.seconds_per_item))
+
+    @property
+    def mean_rate(self) -> Rate:
+        """For rounds that take from a queue, where a fast one only means that others have waited."""
+        return Rate(1 / fmean(self.seconds_per_item), len(self.seconds_per_item))
+
+
+def repeat(work: Callable[[], object], *, num_items: int, seconds: float) -> Rate:
+    """Rate of `work`, which processes `num_items` synchronously; the first call is not counted."""
+    work()
+    rounds = Rounds()
+    while rounds.total_s < seconds:
+        began = time.perf_counter()
+        work()
+        rounds.add(time.perf_counter() - began, num_items=num_items)
+    return rounds.median_rate
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes:
-    slowest: of all links, each by itself.
-    bound: "data" where the loader is slower than what uses its batches.
-    cause: the slowest link of that side.
-    compute_items_per_s: of augment and model, one after the other.
-    expected_wait_share: of a step, where loader and model overlap and do not share the processor.
+    """The bottleneck.
+
+    Attributes:
+        slowest: the slowest operation by itself.
+        bound: "data" if the loader is slower than augmentation and model together.
+        cause: the slowest operation on that side.
+        compute_items_per_s: rate of augmentation and model in sequence.
+        expected_wait_share: share of a step spent waiting for data, if loader and model do not share cores.
     """
 
     slowest: str
@@ -26,15 +80,15 @@ class Verdict:
     expected_wait_share: float
 
 
-def judge(links: dict[str, float], *, loader_items_per_s: float) -> Verdict:
-    """The verdict on items per second, by link."""
-    compute = 1 / sum(1 / links[name] for name in COMPUTE_LINKS)
+def judge(rates: dict[str, float], *, loader_items_per_s: float) -> Verdict:
+    """Find the bottleneck from items per second, by operation."""
+    compute = 1 / sum(1 / rates[name] for name in _COMPUTE)
     is_data_bound = loader_items_per_s < compute
-    of_side = [name for name in links if (name in COMPUTE_LINKS) != is_data_bound]
+    of_side = [name for name in rates if (name in _COMPUTE) != is_data_bound]
     return Verdict(
-        slowest=min(links, key=links.__getitem__),
+        slowest=min(rates, key=rates.__getitem__),
         bound="data" if is_data_bound else "compute",
-        cause=min(of_side, key=links.__getitem__),
+        cause=min(of_side, key=rates.__getitem__),
         compute_items_per_s=compute,
         expected_wait_share=max(0.0, 1 - loader_items_per_s / compute),
     )
@@ -44,8 +98,8 @@ def advice(verdict: Verdict, *, workers: int, cores: int, decode: str, samples_p
     """What to change, the most promising first."""
     if verdict.bound == "compute":
         return {
-            "augment": ["lower --augment.blur: blur is what costs most there"],
-            "model": ["the data keeps up; to go faster, use a faster device, a smaller --model or fewer --num-frames"],
+            "augment": ["lower --augment.blur: blur is the most expensive augmentation"],
+            "model": ["the data keeps up; for more speed use a faster device, a smaller --model or fewer --num-frames"],
         }[verdict.cause]
     found = []
     if verdict.cause == "decode" and decode != "packets":
@@ -53,11 +107,11 @@ def advice(verdict: Verdict, *, workers: int, cores: int, decode: str, samples_p
     if verdict.cause in ("decode", "crop", "tokens") and workers < cores:
         found.append(f"more --workers: {workers} of {cores} cores are used")
     if verdict.cause in ("read", "decode") and samples_per_chunk == 1:
-        found.append("--samples-per-chunk 2 or more: chunks are read and decoded once for several samples")
+        found.append("--samples-per-chunk 2 or more, so that a chunk is read and decoded once for several samples")
     found += {
         "read": [
             "a faster disk, or chunks of a lower bitrate",
-            "more --workers: they wait for the disk, not for cores",
+            "more --workers, which wait for the disk and not for cores",
         ],
         "decode": ["chunks that are cheaper to decode: a smaller short side, or every frame a key frame"],
         "crop": ["chunks of a smaller short side, or a smaller --size-px"],
@@ -68,23 +122,8 @@ def advice(verdict: Verdict, *, workers: int, cores: int, decode: str, samples_p
     return found
 
 
-# The table that `train bench` prints.
-
-
-_WHAT = {
-    "read": "bytes of the packets that are needed",
-    "decode": "packets to frames",
-    "crop": "cut out and resize planes",
-    "tokens": "captions to tokens",
-    "collate": "samples to a batch",
-    "transfer": "host to device",
-    "augment": "planes to pictures, jitter, blur, normalise",
-    "model": "forward, backward, step",
-}
-
-
 def print_report(result: dict[str, Any]) -> None:
-    """Prints a result of `train.bench.run.run_bench`."""
+    """Print a result of `train.bench.run.run_bench`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -96,16 +135,18 @@ def print_report(result: dict[str, Any]) -> None:
         f"{settings['size_px']} px, model {settings['model']}",
         markup=False,
     )
-    table = Table("link", "what it does", box=None, padding=(0, 2, 0, 0))
-    for name in ("items/s", "ms an item"):
+    table = Table("operation", "what it does", box=None, padding=(0, 2, 0, 0))
+    for name in ("items/s", "ms per item"):
         table.add_column(name, justify="right")
     for link in result["links"]:
         mark = " ←" if link["link"] == result["slowest"] else ""
         table.add_row(link["link"] + mark, _WHAT[link["link"]], *_cells(link["items_per_s"]))
     table.add_section()
-    table.add_row("loader", f"disk to batches, {settings['workers']} workers", *_cells(result["loader_items_per_s"]))
+    table.add_row(
+        "loader", f"from disk to batches, {settings['workers']} workers", *_cells(result["loader_items_per_s"])
+    )
     table.add_row("compute", "augment, then model", *_cells(result["compute_items_per_s"]))
-    table.add_row("step", "all of it, overlapping", *_cells(result["step_items_per_s"]))
+    table.add_row("step", "loader and compute, overlapping", *_cells(result["step_items_per_s"]))
     console.print(table)
     for line in _conclusion(result):
         console.print(line, markup=False)
@@ -118,65 +159,22 @@ def _cells(items_per_s: float | None) -> tuple[str, str]:
 def _conclusion(result: dict[str, Any]) -> list[str]:
     loader, compute = result["loader_items_per_s"], result["compute_items_per_s"]
     if result["bound"] == "data":
-        meaning = f"data-bound: the loader gives {loader:,.1f} items/s, augment and model would take {compute:,.1f}"
+        meaning = f"data-bound: the loader gives {loader:,.1f} items/s, augment and model could process {compute:,.1f}"
         meaning += f"; they would wait for {result['expected_wait_share']:.0%} of a step"
     else:
-        meaning = f"compute-bound: augment and model take {compute:,.1f} items/s, the loader could give {loader:,.1f}"
+        meaning = (
+            f"compute-bound: augment and model process {compute:,.1f} items/s, the loader could give {loader:,.1f}"
+        )
     lines = [
-        f"slowest link: {result['slowest']}",
-        f"{meaning}; measured: {result['wait_share']:.0%} of a step is waiting for data",
-        f"a sample takes {result['read_bytes_per_item'] / 1000:,.0f} kB from the disk",
+        f"slowest operation: {result['slowest']}",
+        f"{meaning}; measured: {result['wait_share']:.0%} of a step",
+        f"{result['read_bytes_per_item'] / 1000:,.0f} kB are read from the disk per sample",
     ]
     if result["cause"] != result["slowest"]:
-        lines.append(f"what holds up the step is {result['cause']}: the links before the model add up in each thread")
+        lines.append(f"the bottleneck is {result['cause']}: operations before the model add up in each loader thread")
     if result["device"] == "cpu":
-        lines.append("the model runs on the cores that decode: together each is slower than alone")
+        lines.append("the model shares the cores with decoding, so together each is slower than alone")
     lines += [f"what to change ({result['cause']}): {advice}" for advice in result["advice"]]
     if result["num_failed"]:
-        lines.append(f"{result['num_failed']} samples could not be had; the first: {result['first_failure']}")
+        lines.append(f"{result['num_failed']} samples could not be loaded; the first: {result['first_failure']}")
     return lines
-
-
-# Repeating a piece of work for a given time: a round to warm up, then rounds that count.
-
-
-@dataclass(frozen=True)
-class Rate:
-    """How fast a link is, over `num_rounds` rounds."""
-
-    items_per_s: float
-    num_rounds: int
-
-
-class Rounds:
-    """Seconds an item of the rounds so far, of one link."""
-
-    def __init__(self) -> None:
-        self.seconds_an_item: list[float] = []
-        self.total_s = 0.0
-
-    def add(self, seconds: float, *, num_items: int) -> None:
-        """Counts one round."""
-        self.total_s += seconds
-        self.seconds_an_item.append(seconds / num_items)
-
-    @property
-    def median_rate(self) -> Rate:
-        """Of rounds that do not depend on one another."""
-        return Rate(1 / median(self.seconds_an_item), len(self.seconds_an_item))
-
-    @property
-    def mean_rate(self) -> Rate:
-        """Of rounds that take from a queue, where a quick one only means that others have waited."""
-        return Rate(1 / fmean(self.seconds_an_item), len(self.seconds_an_item))
-
-
-def repeat(work: Callable[[], object], *, num_items: int, seconds: float) -> Rate:
-    """The rate of `work`, which handles `num_items` each time and returns when all of it is done."""
-    work()
-    rounds = Rounds()
-    while rounds.total_s < seconds:
-        began = time.perf_counter()
-        work()
-        rounds.add(time.perf_counter() - began, num_items=num_items)
-    return rounds.median_rate

@@ -1,4 +1,4 @@
-"""One run of `train bench`: every link by itself, then all of them together."""
+"""A run of `train bench`: every operation by itself, then whole steps."""
 
 import math
 import os
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
-from train.bench.clips import ClipLinks
+from train.bench.clips import ClipOperations
 from train.bench.rates import Rate, advice, judge
-from train.bench.steps import BatchLinks
+from train.bench.steps import BatchOperations
 from train.data.outcomes import TooManyFailures
 from train.data.video_captions import VideoCaptions
 from train.device.precision import choose_device, open_precision
@@ -22,11 +22,11 @@ from train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
 
 
 def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any]:
-    """Measures every link for about `seconds` and judges; the result is made of plain values.
+    """Measure every operation for about `seconds` and find the bottleneck; returns plain values.
 
     Raises:
-        UserError: there is no such data, too little for a batch, or it is not made of pixels.
-        FailedWork: more samples than `settings.max_failures` cannot be had.
+        UserError: there is no such data, less than a batch of it, or the input is not pixels.
+        FailedWork: more samples than `settings.max_failures` could not be loaded.
     """
     if not (math.isfinite(seconds) and seconds > 0):
         raise UserError(f"--seconds is {seconds}", hint="it must be more than 0")
@@ -42,21 +42,21 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
     if not isinstance(samples, VideoCaptions):
         raise UserError(f"train bench measures a data folder, not {settings.shards}", hint="name one: --shards DIR")
     check_batch(settings, samples)
-    clips = ClipLinks(samples, settings).measure(seconds=seconds)
-    steps = BatchLinks(task, samples, settings, device=device)
+    clips = ClipOperations(samples, settings).measure(seconds=seconds)
+    steps = BatchOperations(task, samples, settings, device=device)
     rates: dict[str, Rate | None] = {**clips.rates, **steps.measure(clips.samples, seconds=seconds)}
     found = {name: rate.items_per_s for name, rate in rates.items() if rate is not None}
     try:
         loader = steps.loader(seconds=seconds)
         verdict = judge(found, loader_items_per_s=loader.items_per_s)
-        # Where the model must wait, it shows only when the batches that were made ahead are used up.
+        # Waiting shows only once the prefetched batches are used up.
         min_steps = settings.batches_ahead + 2 if verdict.bound == "data" else 1
         whole = steps.whole(seconds=seconds, min_steps=min_steps)
     except TooManyFailures as error:
         raise FailedWork(
             f"more samples failed than --max-failures {settings.max_failures}; the last: {error}"
         ) from error
-    cores = len(os.sched_getaffinity(0))
+    cores, per_chunk = len(os.sched_getaffinity(0)), settings.samples_per_chunk
     return {
         "links": [
             {"link": name, "items_per_s": rate and rate.items_per_s, "num_rounds": rate.num_rounds if rate else 0}
@@ -71,13 +71,9 @@ def run_bench(settings: DualEncoderSettings, *, seconds: float) -> dict[str, Any
         "expected_wait_share": verdict.expected_wait_share,
         "wait_share": whole.wait_share,
         "advice": advice(
-            verdict,
-            workers=settings.workers,
-            cores=cores,
-            decode=settings.decode,
-            samples_per_chunk=settings.samples_per_chunk,
+            verdict, workers=settings.workers, cores=cores, decode=settings.decode, samples_per_chunk=per_chunk
         ),
-        "read_bytes_per_item": clips.read_bytes_an_item,
+        "read_bytes_per_item": clips.read_bytes_per_item,
         "num_failed": len(clips.failed),
         "first_failure": clips.failed[0] if clips.failed else None,
         "data": samples.describe(),

@@ -1,4 +1,4 @@
-"""What happens to a batch: collate, transfer, augment, model; and everything together, as training runs it."""
+"""Rates of the operations on a batch (collate, transfer, augment, model), of the loader, and of whole steps."""
 
 import time
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from train.tasks.dual_encoder.task import DualEncoderTask
 
 @dataclass(frozen=True)
 class WholeSteps:
-    """Training as it is, and the part of its time that it waits for the next batch."""
+    """The rate of training steps, and the share of their time spent waiting for data."""
 
     rate: Rate
     wait_share: float
 
 
-class BatchLinks:
-    """The links on a batch of the task's own size."""
+class BatchOperations:
+    """The operations on a batch of the task."""
 
     def __init__(
         self, task: DualEncoderTask, samples: VideoCaptions, settings: DualEncoderSettings, *, device: torch.device
@@ -40,7 +40,7 @@ class BatchLinks:
         self._optimizer = make_optimizer(self._model, self._objective, settings)
 
     def measure(self, samples: list[Sample], *, seconds: float) -> dict[str, Rate | None]:
-        """The links for `seconds` each, on `samples` (repeated up to a batch); None where there is nothing to do."""
+        """Measure each operation for `seconds` on `samples`, repeated to fill a batch; None if it is not needed."""
         size = self._settings.batch
         chosen = list(islice(cycle(samples), size))
         ring = BatchRing(size, pin=self._device.type == "cuda")
@@ -55,7 +55,7 @@ class BatchLinks:
         }
 
     def loader(self, *, seconds: float) -> Rate:
-        """The loader from disk to batches, with nothing that uses them."""
+        """Measure the loader alone, from disk to batches."""
         batches = self._samples.batches(position=0, max_failures=self._settings.max_failures)
         rounds = Rounds()
         try:
@@ -69,17 +69,17 @@ class BatchLinks:
         return rounds.mean_rate
 
     def whole(self, *, seconds: float, min_steps: int) -> WholeSteps:
-        """Steps of training, `min_steps` of them at least."""
+        """Measure at least `min_steps` training steps."""
         settings = self._settings
         batches = prefetch(self._samples.batches(position=0, max_failures=settings.max_failures), self._device)
         rounds, waited_s = Rounds(), 0.0
         try:
             self._learn(next(batches).batch, number=1)
-            while rounds.total_s < seconds or len(rounds.seconds_an_item) < min_steps:
+            while rounds.total_s < seconds or len(rounds.seconds_per_item) < min_steps:
                 began = time.perf_counter()
                 loaded = next(batches)
                 waited_s += time.perf_counter() - began
-                self._learn(loaded.batch, number=len(rounds.seconds_an_item) + 2)
+                self._learn(loaded.batch, number=len(rounds.seconds_per_item) + 2)
                 rounds.add(time.perf_counter() - began, num_items=settings.batch)
         finally:
             batches.close()
@@ -100,7 +100,7 @@ class BatchLinks:
         self._wait()
 
     def _pass(self, clips: torch.Tensor, captions: torch.Tensor) -> None:
-        """The model's share of a step, and the optimizer's; the objective by itself costs next to nothing."""
+        """Model and optimizer of a step; the cost of the objective itself is negligible."""
         self._optimizer.zero_grad(set_to_none=True)
         video_BE, text_BE = self._model(clips, captions)
         (video_BE * text_BE).sum().backward()

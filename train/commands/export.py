@@ -54,7 +54,7 @@ def export_run(
             such a model.
     """
     from train.run.checkpoint import read_weights
-    from train.weights.converted import require_finite
+    from train.weights.conversion import require_finite
     from train.weights.exported import publish_folder
 
     run = open_run(run_path)

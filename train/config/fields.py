@@ -111,21 +111,27 @@ class Checked:
 
 
 class _Said(NamedTuple):
+    name: str
     default: Any
     range: Range | None
     goes_with: GoesWith | None
     needs: Needs | None
 
 
+def _said_by(settings: Checked) -> tuple[_Said, ...]:
+    kind: Any = type(settings)
+    return _said_of(kind)
+
+
 @cache
-def _said_of(kind: Any) -> dict[str, _Said]:
-    """What the fields of a class of settings say, by name; of an annotation within another, the outer one counts."""
-    hints, found = get_type_hints(kind, include_extras=True), {}
+def _said_of(kind: Any) -> tuple[_Said, ...]:
+    """What the fields of a class of settings say; of an annotation within another, the outer one counts."""
+    hints, found = get_type_hints(kind, include_extras=True), []
     for field in fields(kind):
         said = {type(one): one for one in getattr(hints[field.name], "__metadata__", ())}
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        found[field.name] = _Said(default, said.get(Range), said.get(GoesWith), said.get(Needs))
-    return found
+        found.append(_Said(field.name, default, said.get(Range), said.get(GoesWith), said.get(Needs)))
+    return tuple(found)
 
 
 def mistakes(settings: Checked) -> list[UserError]:
@@ -137,13 +143,13 @@ def _examined(settings: Checked) -> tuple[list[UserError], Any]:
     """The mistakes, and the settings with defaults in place of values out of range, which rules need not expect."""
     found: list[UserError] = []
     sound: dict[str, object] = {}
-    for name, said in _said_of(type(settings)).items():
-        value = getattr(settings, name)
+    for said in _said_by(settings):
+        name, value = said.name, getattr(settings, said.name)
         if isinstance(value, Checked):
             inner, sound[name] = _examined(value)
             found += inner
         elif said.range is not None and not said.range.holds(value):
-            hint = said.range.hint or f"it must be {said.range}"
+            hint = said.range.hint or f"{settings.flag(name)} must be {said.range}"
             found.append(UserError(f"{settings.flag(name)} is {value}", hint=hint))
             sound[name] = said.default
         elif said.needs is not None and value != said.default:
@@ -174,8 +180,8 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
     Args:
         typed: flags of the command line with their values.
     """
-    for name, said in _said_of(type(settings)).items():
-        value, flag, goes_with = getattr(settings, name), settings.flag(name), said.goes_with
+    for said in _said_by(settings):
+        value, flag, goes_with = getattr(settings, said.name), settings.flag(said.name), said.goes_with
         if isinstance(value, Checked):
             yield from flags_without_effect(value, typed)
         if goes_with is None or flag not in typed or value == said.default:

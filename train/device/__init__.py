@@ -1,1 +1,1 @@
-"""What every layer needs of a device: copies that do not wait, precision, random numbers."""
+"""Device and precision, asynchronous copies, and counter-based random numbers."""

@@ -1,4 +1,4 @@
-"""In which precision a model computes. Weights, optimizer and losses are float32 in all of them."""
+"""Device and precision of a run. Weights, optimizer state and losses are float32 in every precision."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from manifests.errors import UserError
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 
 PrecisionChoice = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 
@@ -19,41 +19,40 @@ _STEPS_TO_DOUBLE = 2000
 
 @dataclass
 class Precision:
-    """The precision of a run and, for fp16, the scale that keeps small gradients from vanishing.
+    """The precision of a run and, for fp16, dynamic loss scaling.
 
-    The scale follows torch.amp.GradScaler: a step whose gradients are not finite is left out and halves it, 2000 good
-    steps in a row double it. It asks for the norm of all gradients, on all ranks, which clipping knows anyway: so all
-    ranks decide alike, whatever part of the gradients each of them has. What is decided stays on the device; the host
-    does not wait for it.
+    Loss scaling follows torch.amp.GradScaler: a step with non-finite gradients is skipped and halves the scale, 2000
+    successful steps in a row double it. The decision uses the global gradient norm, which clipping computes anyway, so
+    that all ranks decide alike. It stays on the device, without synchronising with the host.
 
     Attributes:
-        reason: why this one, for the log.
-        loss_scale: what losses are multiplied by before their backward pass; a tensor of the device once the first norm
-            of an fp16 run has been seen, float64 without dimensions, and so the two below.
-        num_skipped: steps that were left out so far.
-        num_good: steps that were taken since the last one that was not, or since the scale was doubled.
+        reason: why it was selected, for the log.
+        loss_scale: factor of losses before their backward pass. After the first fp16 step this and the two counts are
+            zero-dimensional float64 tensors on the device.
+        num_skipped: number of skipped steps.
+        num_good: number of steps taken since the last skipped one or since the scale was doubled.
     """
 
     name: str
     reason: str
     device_type: str
-    loss_scale: Number = 1.0
-    num_skipped: Number = 0
-    num_good: Number = 0
+    loss_scale: Scalar = 1.0
+    num_skipped: Scalar = 0
+    num_good: Scalar = 0
 
     @property
     def products(self) -> torch.dtype | None:
-        """What matrix products are computed in; None for the precision of the weights."""
+        """Dtype of matrix products; None for that of the weights."""
         return _HALVES.get(self.name)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """A context in which matrix products are computed in this precision."""
+        """Autocast context of this precision."""
         if self.products is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.products)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss whose backward pass may be taken; `clip_gradients` divides by `loss_scale` again."""
+        """Scale a loss for its backward pass; `clip_gradients` unscales the gradients."""
         if self.name != "fp16":
             return loss
         scale = self.loss_scale
@@ -61,15 +60,11 @@ class Precision:
 
     @property
     def skips_steps(self) -> bool:
-        """Whether gradients that are not finite are left out, and the run goes on."""
+        """Whether steps with non-finite gradients are skipped and the run goes on."""
         return self.name == "fp16"
 
-    def accepts(self, grad_norm: Number) -> torch.Tensor:
-        """Whether the optimizer may step with gradients of this norm; called once a step, it moves the scale.
-
-        Returns:
-            A bool where the norm is.
-        """
+    def accepts(self, grad_norm: Scalar) -> torch.Tensor:
+        """Whether to step with this gradient norm, a bool on its device; updates the scale. Called once a step."""
         norm = torch.as_tensor(grad_norm)
         if not self.skips_steps:
             return torch.ones_like(norm, dtype=torch.bool)
@@ -81,33 +76,28 @@ class Precision:
             )
         num_good = self.num_good + 1
         is_doubled = is_good & (num_good == _STEPS_TO_DOUBLE)
-        # Never in place: what was logged of the step before may still be on its way.
+        # Not in place, because metrics of the previous step may still be in transfer.
         self.loss_scale = self.loss_scale * torch.where(is_good, torch.where(is_doubled, 2.0, 1.0), 0.5)
         self.num_skipped = self.num_skipped + ~is_good
         self.num_good = torch.where(is_good & ~is_doubled, num_good, 0.0)
         return is_good
 
     def state_dict(self) -> dict[str, float]:
-        """What a run that is resumed goes on with; the device is waited for."""
-        return {
-            "loss_scale": float(self.loss_scale),
-            "num_skipped": int(self.num_skipped),
-            "num_good": int(self.num_good),
-        }
+        """State for checkpoints; synchronises with the device."""
+        scale, num_skipped, num_good = float(self.loss_scale), int(self.num_skipped), int(self.num_good)
+        return {"loss_scale": scale, "num_skipped": num_skipped, "num_good": num_good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Restore the state of `state_dict`."""
         self.loss_scale = float(state["loss_scale"])
         self.num_skipped, self.num_good = int(state["num_skipped"]), int(state["num_good"])
 
 
 def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
-    """Chooses a precision for a device (`cpu`, `cuda`), and sets whether torch may round to TF32.
+    """Select a precision for a device (`cpu`, `cuda`) and set whether torch may use TF32.
 
-    Only tf32 rounds float32: similarities at a temperature of 0.01 are not what rounding spares.
-
-    Raises:
-        UserError: bf16 was asked for and the GPU does not have it.
+    TF32 is used with --precision tf32 only: it is too coarse for similarities at a temperature of 0.01. Raises a
+    UserError if bf16 was requested and the GPU does not support it.
     """
     has_bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if choice == "bf16" and device_type == "cuda" and not has_bf16:
@@ -127,11 +117,7 @@ def open_precision(choice: PrecisionChoice, *, device_type: str) -> Precision:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `--device`.
-
-    Raises:
-        UserError: cuda was asked for and there is none.
-    """
+    """The device of `--device`; UserError if cuda was requested and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("torch finds no CUDA device (asked for by --device cuda)", hint="use --device cpu or auto")
     if name == "auto":

@@ -1,14 +1,18 @@
-"""What a step says of itself, read a step late: the host begins the next step before it waits for this one's numbers.
+"""Transfers without synchronisation: metrics read one step late, and small values sent to a device.
 
-    host      begin step 1 | begin step 2 | read 1 | begin step 3 | read 2 | ...
-    device                 | step 1 .......... | step 2 .......... | ...
+The host launches the next step before it reads the metrics of the current one:
 
-So the device always has work, and in a step the host waits for it once: for the end of the step before. Numbers are
-stacked and copied into pinned memory by the step itself; to read them is to wait for one event. Where something depends
-on them (a checkpoint, an evaluation, an order to stop, the end) they are read at once.
+    host      launch step 1 | launch step 2 | read 1 | launch step 3 | read 2 | ...
+    device                  | step 1 ........... | step 2 ........... | ...
 
-Between a bad number and the moment it is read, one more step is begun. `Soundness` keeps that step, and the bad one,
-from changing what the optimizer has made.
+The device always has work, and the host waits once a step, for the end of the previous one. Metrics are stacked and
+copied to pinned memory as part of the step, so that reading them means waiting for one event. They are read at once if
+something depends on them (a checkpoint, an evaluation, a request to stop, the last step).
+
+One more step is launched before a non-finite metric is read. `StepGuard` keeps both steps from changing the weights.
+
+`torch.tensor(..., device="cuda")` and `.to` without `non_blocking` wait for all work queued on the GPU, and a copy from
+pageable memory may do so too. A training step uses `sent` and `constant` instead.
 """
 
 import time
@@ -20,51 +24,44 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Number = float | torch.Tensor
+Scalar = float | torch.Tensor
 
 
-def is_free_to_read(tensor: torch.Tensor) -> bool:
-    """Whether the host has what a tensor holds without a wait: what a CPU computes is there when it returns."""
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether reading a tensor does not synchronise with a device."""
     return tensor.device.type == "cpu"
 
 
-class Moment:
-    """A point in the work of a device: the end of all that it has been given until now."""
+class DeviceEvent:
+    """The end of all work queued on a device so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         self._at_s = 0.0
         if device.type == "cuda":
-            # `blocking`: who waits sleeps, and leaves its core to the loader's threads.
+            # `blocking`: a waiting thread sleeps and leaves its core to the data loader.
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)
             self._event.record(torch.cuda.current_stream(device))
         else:
             self._at_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Until it has come."""
+        """Block until it is reached."""
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, other: "Moment") -> float:
-        """Seconds from another moment of the device to this one; both have come."""
+    def since(self, other: "DeviceEvent") -> float:
+        """Seconds from another event of the device to this one; both must have been reached."""
         if self._event is None or other._event is None:
             return self._at_s - other._at_s
         return other._event.elapsed_time(self._event) / 1e3
 
 
-class LateNumbers:
-    """Numbers that a device has not computed yet, on their way to the host.
+class LateMetrics:
+    """Numbers and zero-dimensional tensors in transfer to the host; `end` is the event after which they are there."""
 
-    Args:
-        numbers: scalars, those of the device as tensors without dimensions.
-
-    Attributes:
-        end: when they are there.
-    """
-
-    def __init__(self, numbers: Mapping[str, Number], device: torch.device) -> None:
-        self._numbers: dict[str, Number] = dict(numbers)
+    def __init__(self, numbers: Mapping[str, Scalar], device: torch.device) -> None:
+        self._numbers: dict[str, Scalar] = dict(numbers)
         waiting = {name: one for name, one in numbers.items() if isinstance(one, torch.Tensor)}
         self._names, self._values = list(waiting), torch.empty(0)
         if waiting:
@@ -74,10 +71,10 @@ class LateNumbers:
                 self._values.copy_(values, non_blocking=True)
             else:
                 self._values = values
-        self.end = Moment(device)
+        self.end = DeviceEvent(device)
 
     def read(self) -> dict[str, float]:
-        """All of them, in their order, as soon as they are there."""
+        """All metrics in their order; waits for the transfer."""
         if self._names:
             self.end.wait()
             self._numbers |= dict(zip(self._names, self._values.tolist(), strict=True))
@@ -85,21 +82,17 @@ class LateNumbers:
         return cast(dict[str, float], dict(self._numbers))
 
 
-class Soundness:
-    """Whether all steps so far had finite numbers, on the device: after one that had not, no step changes a weight.
+class StepGuard:
+    """Prevents optimizer steps after a non-finite loss or gradient norm, without synchronising with the device.
 
-    All ranks have the same numbers, so all of them leave out the same steps.
+    All ranks have the same metrics and therefore skip the same steps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_sound = torch.ones((), dtype=torch.bool, device=device)
 
-    def after(self, loss: Number, grad_norm: Number, *, skips: bool) -> torch.Tensor:
-        """Whether the optimizer may take this step, a bool on the device.
-
-        Args:
-            skips: gradients that are not finite are left out and forgiven, as fp16 has them.
-        """
+    def after(self, loss: Scalar, grad_norm: Scalar, *, skips: bool) -> torch.Tensor:
+        """Whether to take this step, a bool on the device; with `skips` a bad norm prevents this step only (fp16)."""
         is_loss_good, is_norm_good = (
             torch.as_tensor(one, device=self._is_sound.device).isfinite() for one in (loss, grad_norm)
         )
@@ -110,26 +103,20 @@ class Soundness:
         return may_step
 
 
-# Small values of the host, brought to a device without a wait for what it still computes.
-#
-# `torch.tensor(..., device="cuda")`, and `.to` without `non_blocking`, wait until the GPU has done all that it was
-# given before; a copy from memory that is not pinned may do so too. None of the three belongs into a training step.
-
-
 def sent(values: torch.Tensor | NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """`values` on `device`, through pinned memory where that is a GPU; the host may change them at once.
+    """Copy to `device` without synchronising, through pinned memory; `values` may be changed at once.
 
-    Where the device is a CPU, or they lie on it already, memory is shared.
+    Memory is shared if the device is a CPU or already holds them.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=True)
-    # A copy, even of what is pinned already: that belongs to someone who may write into it.
+    # A copy even of pinned tensors, because their owner may write to them.
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 @cache
 def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that are the same in every step, as deep as their tuples, sent once; nobody may write into them."""
+    """A cached tensor of nested tuples that are the same in every step; must not be written to."""
     return torch.tensor(values, dtype=dtype, device=device)

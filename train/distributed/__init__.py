@@ -1,1 +1,1 @@
-"""Several processes that train one model: ranks, what they tell one another, how a model is spread over them."""
+"""Distributed training: ranks, collectives, data and pipeline parallelism, distributed checkpoints."""

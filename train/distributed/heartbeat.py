@@ -1,11 +1,11 @@
-"""Ranks that watch one another, so that none waits long for one that is gone.
+"""Heartbeats between ranks, so that no rank waits long for one that is lost.
 
-A collective waits for all ranks; on a GPU, where no connection breaks, for ten minutes and more. So a thread of every
-rank says every few seconds that it lives, and leaves the process when another one has been silent for too long or has
-said why it stopped.
+A collective waits for all ranks: on GPUs, where no connection breaks, for ten minutes and more. So a thread of every
+rank updates a counter every few seconds, and exits the process when another rank has been silent for too long or has
+reported why it stopped.
 
-What they say lies in a store that rank 0 keeps where no torchrun does. If that process is frozen, or its machine gone
-without a word, a call of the store never returns: so a second thread times the calls of the first one.
+The counters are in a store hosted by torchrun, or else by rank 0. If that process freezes or its machine is lost, a
+call of the store never returns, so a second thread times the calls of the first one.
 """
 
 import os
@@ -22,13 +22,13 @@ from train.distributed.world import World
 BEAT_S = 5.0
 SILENT_S = 40.0
 _TICK_S = 1.0
-# A rank that says why it stops breaks connections too: the others have this long to notice by themselves.
+# A failing rank also breaks connections; the others have this long to notice by themselves.
 _GRACE_S = 10.0
 _LEFT, _FAILED = "left", "failed: "
 
 
 class Heartbeat:
-    """Beats from now on, until `end`."""
+    """Sends heartbeats until `end`."""
 
     def __init__(self, world: World, *, host: str, port: int, attempt: str) -> None:
         self._world = world
@@ -36,20 +36,20 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         if world.size == 1:
             return
-        # A connection of its own: the process group's may be waiting for an answer.
+        # A separate connection, because that of the process group may be waiting for an answer.
         store = dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENT_S / 2)
         )
         self._store = dist.PrefixStore(f"{attempt}/heartbeat", store)
         self._store.set(str(world.rank), "0")
         self._clock = _RunningClock()
-        self._called_s: float | None = None  # when the call of the store began that has not returned yet
+        self._called_s: float | None = None  # start of the pending call of the store
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
         threading.Thread(target=self._time_calls, name="heartbeat-timer", daemon=True).start()
 
     def end(self, *, error: BaseException | None = None) -> None:
-        """Tells the others that this rank is done, or why it stops."""
+        """Tell the other ranks that this rank is done, or why it failed."""
         if self._thread is None:
             return
         self._is_over.set()
@@ -57,11 +57,11 @@ class Heartbeat:
         is_stuck = self._thread.is_alive()
         self._thread = None
         if is_stuck:
-            return  # in a call of the store, which would not take another one
+            return  # in a call of the store, which blocks further calls
         try:
             self._store.set(str(self._world.rank), _LEFT if error is None else f"{_FAILED}{_described(error)}")
         except RuntimeError:
-            pass  # the store is gone with the rank that had it, and so are all that would have read this
+            pass  # the store is lost, and with it all ranks that would have read this
 
     def _run(self) -> None:
         watch = Watch(self._world)
@@ -88,43 +88,42 @@ class Heartbeat:
         if reason is None or self._is_over.is_set():
             return
         sys.stderr.write(
-            f"failed: {reason}; rank {self._world.rank} stops too, go on from the latest checkpoint with --resume\n"
+            f"failed: {reason}; rank {self._world.rank} stops too, resume from the latest checkpoint with --resume\n"
         )
         sys.stderr.flush()
-        # The main thread waits in a collective that will not end.
+        # The main thread is blocked in a collective.
         os._exit(EXIT_FAILED_WORK)
 
 
 class _RunningClock:
-    """Seconds in which this process ran. While it is suspended (Ctrl-Z, SIGSTOP), others' silence tells it nothing."""
+    """Seconds in which this process ran; while it is suspended (Ctrl-Z, SIGSTOP), silence of others does not count."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
-        """Goes on by the time since the last tick, or by the little that a process which runs needs for one."""
+        """Advance by the time since the last tick, at most by what a running process needs for one."""
         now_s = monotonic()
         self.now_s += min(now_s - self._ticked_s, 2 * _TICK_S)
         self._ticked_s = now_s
 
 
 class Watch:
-    """What is known of the other ranks; time is given, so that it can be tested."""
+    """The last known state of the other ranks. Times are arguments, for tests."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._said: dict[int, str] = {}
-        self._heard_s: dict[int, float] = {}
+        self._seen_s: dict[int, float] = {}
         self._failed_s: float | None = None
         self._reached_s: float | None = None
 
     def reason_to_stop(self, said: list[str] | None, *, now_s: float) -> str | None:
-        """Why this rank should stop, given what each rank said last (None where the store does not answer)."""
+        """Why this rank should stop, given the last message of each rank (None if the store does not answer)."""
         if said is None:
             self._reached_s = now_s if self._reached_s is None else self._reached_s
-            silent = now_s - self._reached_s >= SILENT_S
-            return _unanswered() if silent else None
+            return _unanswered() if now_s - self._reached_s >= SILENT_S else None
         self._reached_s = now_s
         for rank, text in enumerate(said):
             if rank == self._world.rank or text == _LEFT:
@@ -134,9 +133,9 @@ class Watch:
                 if now_s - self._failed_s >= _GRACE_S:
                     return f"rank {rank} has stopped: {text.removeprefix(_FAILED)}"
             elif self._said.get(rank) != text:
-                self._said[rank], self._heard_s[rank] = text, now_s
-            elif now_s - self._heard_s[rank] >= SILENT_S:
-                return f"rank {rank} has not been heard of for {SILENT_S:g} s"
+                self._said[rank], self._seen_s[rank] = text, now_s
+            elif now_s - self._seen_s[rank] >= SILENT_S:
+                return f"rank {rank} has sent no heartbeat for {SILENT_S:g} s"
         return None
 
 

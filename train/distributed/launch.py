@@ -1,37 +1,50 @@
-"""Where a world begins and ends: from the environment that torchrun makes to a process group, and out of it again."""
+"""Joining and leaving a process group under torchrun, after checking that all ranks were started alike.
 
+Ranks with different arguments or data would hang in the first collective, abort in it, or train on silently, each with
+its own learning rate.
+"""
+
+import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from manifests.errors import FailedWork, UserError
-from train.distributed.comparing import Start, require_same_start
+from manifests.errors import FailedWork, UserError, first_line
 from train.distributed.heartbeat import Heartbeat
 from train.distributed.world import World
 
+# How one rank was started: values by flag or by the name of another property that must be the same on all ranks.
+Start = Mapping[str, object]
+COMMAND = "command"
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# How gloo and NCCL say that another process, or the way to it, is gone.
+# Words in gloo's and NCCL's errors after the loss of another process or of the connection to it.
+_MAX_SHOWN = 6
+_POLL_S = 0.02
+_TIMEOUT = timedelta(minutes=30)  # torch's own for a process group
+# Rank 0 may host the store and then leaves last, but does not wait longer for ranks that are gone.
+_LEAVE_TIMEOUT = timedelta(seconds=10)
 _LOST = ("closed by peer", "connection reset", "connection refused", "broken pipe", "timed out", "nccl", "gloo")
 
 
 @contextmanager
 def open_world(*, device_type: str, start: Start | None = None, hint: str = "") -> Iterator[World]:
-    """The world that torchrun launched this process into; one of size 1 where nothing launched it.
+    """Join the process group that torchrun set up, or yield a world of size 1 without a launcher.
 
     Args:
-        start: how this rank was started; the ranks compare it before there is anything else between them.
-        hint: what to do where they were started differently.
+        start: how this rank was started, compared between ranks before any other communication.
+        hint: what to do if they differ.
 
     Raises:
-        UserError: the environment is half there, this machine has fewer GPUs than processes, or the ranks were not
-            started alike.
-        FailedWork: another rank is gone; this one cannot go on without it.
+        UserError: the environment is incomplete, this machine has fewer GPUs than processes, or the ranks were started
+            differently.
+        FailedWork: another rank was lost.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World()
@@ -39,14 +52,14 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     world = _from_environment()
     if device_type == "cuda":
         _take_gpu(world)
-    # The ranks find one another through a store that torchrun keeps, or rank 0 where something else launched them.
+    # The store is hosted by torchrun, or by rank 0 under other launchers.
     try:
         store, _, _ = next(dist.rendezvous("env://"))
         attempt = name_attempt(store, world)
     except RuntimeError as error:
         raise FailedWork(
-            f"rank {world.rank} of {world.size} finds no other ranks at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} ({_first_line(error)}); what they said stands in their own logs"
+            f"rank {world.rank} of {world.size} cannot reach the other ranks at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} ({first_line(error)}); see their logs"
         ) from error
     store = dist.PrefixStore(attempt, store)
     if start is not None and world.size > 1:
@@ -56,7 +69,7 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
     heartbeat = Heartbeat(world, host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]), attempt=attempt)
     try:
         yield world
-        # Nobody leaves before all are done: the store may be in one of the processes.
+        # No rank leaves before all are done, since one of the processes may host the store.
         world.gather(torch.zeros(1))
         heartbeat.end()
         dist.destroy_process_group()
@@ -65,11 +78,11 @@ def open_world(*, device_type: str, start: Start | None = None, hint: str = "") 
         if world.size == 1 or not any(word in str(error).lower() for word in _LOST):
             raise
         raise FailedWork(
-            f"rank {world.rank} of {world.size} has lost another rank ({_first_line(error)}); "
-            "what that one said last stands above or in its own log; go on from the latest checkpoint with --resume"
+            f"rank {world.rank} of {world.size} has lost another rank ({first_line(error)}); "
+            "its last messages are above or in its own log; resume from the latest checkpoint with --resume"
         ) from error
     except BaseException as error:
-        # The group is left as it is: to take it down may mean to wait for those who wait for this rank.
+        # The process group is not destroyed: that may block on ranks which wait for this one.
         heartbeat.end(error=error)
         raise
 
@@ -100,40 +113,24 @@ def _take_gpu(world: World) -> None:
     torch.cuda.set_device(world.local_rank)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-# A name for one attempt of a launch, which its ranks agree on through a store that may hold what earlier ones left.
-#
-# torchrun restarts processes and keeps its store. Addresses of ranks that are gone still lie there, and whoever reads
-# them before the new ones are written waits for a process that does not exist. How often the processes of a machine
-# were restarted is no name for the attempt: each machine counts for itself.
-
-
-_POLL_S = 0.02
-_PATIENCE = timedelta(minutes=30)  # as torch's own for a process group
-
-
 def name_attempt(store: dist.Store, world: World) -> str:
-    """A new name, the same on all ranks; all ranks call it.
+    """Agree on a new name for this attempt of the launch; all ranks call it.
 
-    Each rank asks under a random key of its own, which no earlier process can have answered. Rank 0 answers until all
-    have said that they know the name.
-
-    Raises:
-        FailedWork: a rank did not come.
+    torchrun restarts processes but keeps its store, which may still hold addresses of ranks that no longer exist. (The
+    restart count cannot serve as a name, because each machine counts for itself.) Each rank asks under a random key,
+    which no earlier process can have answered; rank 0 answers until all ranks have acknowledged the name, or raises
+    FailedWork after a timeout.
     """
     own = secrets.token_hex(8)
     if not world.is_first:
         store.set(f"asks/{world.rank}", own)
         answer = f"answer/{own}"
-        store.wait([answer], _PATIENCE)
+        store.wait([answer], _TIMEOUT)
         name = str(store.get(answer).decode())
         store.set(f"knows/{name}/{world.rank}", "")
         return name
     missing, answered = set(range(1, world.size)), dict[int, str]()
-    latest_s = time.monotonic() + _PATIENCE.total_seconds()
+    latest_s = time.monotonic() + _TIMEOUT.total_seconds()
     while missing:
         for rank in sorted(missing):
             if store.check([f"knows/{own}/{rank}"]):
@@ -142,6 +139,69 @@ def name_attempt(store: dist.Store, world: World) -> str:
                 store.set(f"answer/{asked}", own)
                 answered[rank] = asked
         if missing and time.monotonic() > latest_s:
-            raise FailedWork(f"rank {min(missing)} of {world.size} did not come within {_PATIENCE}")
+            raise FailedWork(f"rank {min(missing)} of {world.size} did not join within {_TIMEOUT}")
         time.sleep(_POLL_S if missing else 0)
     return own
+
+
+def require_same_start(start: Start, *, store: dist.Store, world: World, hint: str) -> None:
+    """Compare through the store how the ranks were started; if they differ, every rank raises the same UserError."""
+    store = dist.PrefixStore("start", store)
+    try:
+        store.set(str(world.rank), json.dumps(start))
+        if world.is_first:
+            found = difference([json.loads(store.get(str(rank))) for rank in range(world.size)])
+            store.set("found", found or "")
+        else:
+            found = store.get("found").decode()
+    except RuntimeError as error:
+        raise FailedWork(
+            f"rank {world.rank} of {world.size} waited in vain for another rank to start "
+            f"({first_line(error)}); see its log"
+        ) from error
+    if found:
+        _leave_together(store, world)
+        raise UserError(f"the ranks were not started alike: {found}", hint=hint)
+
+
+def difference(ranks: Sequence[Start]) -> str | None:
+    """Describe the values that differ between ranks; None if there are none."""
+    names = list(dict.fromkeys(name for start in ranks for name in start))
+    values = {name: [_shown(start, name) for start in ranks] for name in names}
+    differing = {name: of_ranks for name, of_ranks in values.items() if len(set(of_ranks)) > 1}
+    if COMMAND in differing:
+        # Other commands have other flags, whose differences are not informative.
+        differing = {COMMAND: differing[COMMAND]}
+    if not differing:
+        return None
+    parts = [f"{name} is {_by_rank(of_ranks)}" for name, of_ranks in differing.items()]
+    more = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
+    return "; ".join(parts[:_MAX_SHOWN]) + more
+
+
+def _shown(start: Start, name: str) -> str:
+    value = start.get(name, "not there")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return " and ".join(f"{value} on {_named(its)}" for value, its in ranks.items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else "")
+
+
+def _leave_together(store: dist.Store, world: World) -> None:
+    store.set(f"left-{world.rank}", "")
+    if world.is_first:
+        try:
+            store.wait([f"left-{rank}" for rank in range(world.size)], _LEAVE_TIMEOUT)
+        except RuntimeError:
+            pass

@@ -1,9 +1,9 @@
-"""A model spread over ranks: copies that average their gradients (DDP, ZeRO-1), or parts (FSDP2).
+"""Data parallelism: replicated (DDP, ZeRO-1) or sharded (FSDP2) models.
 
-strategy   weights      gradients    optimizer's state
-ddp        everywhere   everywhere   everywhere
-zero1      everywhere   everywhere   in parts            (train.distributed.parallel)
-fsdp       in parts     in parts     in parts
+strategy   weights      gradients    optimizer state
+ddp        replicated   replicated   replicated
+zero1      replicated   replicated   sharded
+fsdp       sharded      sharded      sharded
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from train.config.machine import Strategy
 from train.distributed.world import World
 
 
-def spread(
+def wrap_model(
     model: nn.Module,
     *,
     strategy: Strategy,
@@ -30,40 +30,36 @@ def spread(
     device: torch.device,
     products: torch.dtype | None,
 ) -> nn.Module:
-    """What stands for `model` in forward and backward passes; its parameters stay those of `model`.
+    """Wrap `model` for forward and backward passes; its parameters remain those of `model`.
 
-    Averaged over ranks, the gradients are in place after a backward pass within `synced(..., True)`. With FSDP `model`
-    itself becomes a module whose parameters are DTensors.
+    After a backward pass within `synced(..., True)` the gradients are averaged over ranks. With FSDP `model` itself is
+    modified and its parameters become DTensors.
 
     Args:
         units: submodules that FSDP gathers one by one.
-        products: what FSDP gathers weights in: the precision of the model's products, None for that of the weights.
-            Gradients are summed in the precision of the weights.
+        products: dtype in which FSDP gathers weights, that of the matrix products; None for the weights' own. Gradients
+            are reduced in the dtype of the weights.
     """
     if world.size == 1:
         return model
     if strategy == "fsdp":
         mesh = init_device_mesh(device.type, (world.size,))
-        # Autocast decides what is computed in which precision, as it does without FSDP.
+        # Autocast decides the precision of each operation, as it does without FSDP.
         policy = MixedPrecisionPolicy(
-            param_dtype=products,
-            reduce_dtype=None if products is None else torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=products, reduce_dtype=None if products is None else torch.float32, cast_forward_inputs=False
         )
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
     return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
+        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
 
 
 @contextmanager
 def synced(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """A forward and backward pass of the spread `model`; ranks exchange gradients if it is the last of a step."""
+    """Context for forward and backward passes of a wrapped model; gradients are reduced if it is the step's last."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
         yield
@@ -73,8 +69,8 @@ def synced(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
-    """Within, every rank has all weights of `model`, and forward passes exchange nothing."""
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Context in which every rank has all weights of `model`, so that forward passes need no communication."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         yield
@@ -87,12 +83,12 @@ def whole(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            # As fully_shard sets it: the root is needed again at once, when the backward pass begins.
+            # As fully_shard sets it: the backward pass begins with the root, which therefore stays gathered.
             unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Averages gradients over ranks, where no wrapper does it: together, after the backward pass."""
+    """Average gradients over ranks after the backward pass, for models without a wrapper that does so."""
     if world.size == 1:
         return
     for bucket in buckets([one.grad for one in parameters if one.grad is not None]):
@@ -101,17 +97,14 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
             gradient.copy_(averaged.view_as(gradient))
 
 
-# ZeRO-1: each rank has the optimizer's state of its own parameters, and sends them to the others after a step.
-#
-# (Rajbhandari et al. 2020, section 5.1.) Parameters are given away whole, so that every optimizer works as it does on
-# one process, and to the bit with the same result.
-
-
 class ZeroOptimizer:
-    """Keeps an optimizer's state for a part of its parameters on each rank.
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): shards the optimizer state over ranks by whole parameters.
+
+    Each rank steps its own parameters and sends them to the others. Whole parameters give every optimizer bit-identical
+    results to those of one process.
 
     Args:
-        optimizer: of all parameters, without state yet; keeps those of this rank from now on.
+        optimizer: optimizer of all parameters, without state; restricted to the parameters of this rank.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -127,7 +120,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Every rank gets what the others' optimizers made of their parameters."""
+        """Send the updated parameters of each rank to all others."""
         for rank, parameters in enumerate(self._of_rank):
             for bucket in buckets(parameters):
                 flat = torch.cat([one.flatten() for one in bucket])
@@ -138,7 +131,7 @@ class ZeroOptimizer:
 
 
 def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """A rank for each of some things of given sizes; the largest first, each to the rank that has least."""
+    """Assign items of given sizes to ranks: greedily, the largest first, each to the rank with the least load."""
     loads = [0] * num_ranks
     ranks = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -147,15 +140,12 @@ def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return ranks
 
 
-# Tensors that are exchanged together: many small ones cost as little as one, and the copy of all of them is small.
-
-
 Some = TypeVar("Some", bound=torch.Tensor)
 _BUCKET_BYTES = 64 << 20
 
 
 def buckets(tensors: Sequence[Some]) -> list[list[Some]]:
-    """Runs of tensors of one type, each small enough that its copy does not weigh."""
+    """Group consecutive tensors of one dtype into buckets for communication, small enough to be copied."""
     found: list[list[Some]] = []
     size_bytes = 0
     for one in tensors:

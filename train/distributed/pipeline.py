@@ -1,6 +1,6 @@
-"""A model cut into stages, one on each rank of a replica: microbatches go through them one behind the other.
+"""Pipeline parallelism: a model is divided into stages, one on each rank of a replica.
 
-What goes from stage to stage is one tensor a sample, [R, ...], and with it perhaps one a token, [R * K, L, ...].
+Stages exchange one tensor with a row per sample, [R, ...], and optionally one with a row per token, [R * K, L, ...].
 
 Shape suffixes: B samples of a replica, R of a microbatch, K texts of a sample, L tokens of a text.
 """
@@ -29,13 +29,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineBatch:
-    """What a step goes through; all stages of a replica have the same but for the inputs.
+    """A batch for a pipeline, the same on all stages of a replica except for the inputs.
 
     Attributes:
-        inputs: what the first stage is given of some samples; only called there.
-        tokens_BKL: int64, what a decoder is given.
-        targets_BKL: int64, what the last stage's output is compared with.
-        loss: of an output and its targets: a summand of the whole batch's.
+        inputs: gives the first stage's input for a slice of samples; only called there.
+        tokens_BKL: int64, decoder inputs.
+        targets_BKL: int64, targets of the last stage's output.
+        loss: loss of an output and its targets, a summand of the whole batch's loss.
     """
 
     inputs: Callable[[slice], torch.Tensor]
@@ -45,21 +45,21 @@ class PipelineBatch:
 
 
 class Pipeline(nn.Module):
-    """This rank's stage of a model, and the way to those before and behind it.
+    """This rank's stage of a model.
 
     Args:
-        part: this stage's layers, called with what the stage before gives (the first: with inputs) and with `tokens`.
-            A parameter that several stages have, under one name, stays equal on all of them.
+        part: this stage's layers, called with the previous stage's output (the first: with the inputs) and `tokens`.
+            Parameters with the same name on several stages are tied.
 
     Attributes:
-        repeated: parameters of this stage that an earlier one has too.
+        repeated: parameters of this stage that are tied to those of an earlier one.
     """
 
     def __init__(self, part: nn.Module, *, settings: ParallelSettings, world: World, device: torch.device) -> None:
         super().__init__()
         self.part = part
         self._settings, self._world, self._device = settings, world, device
-        self._others = _stages_with_the_same(part, world.stages)
+        self._others = _tied(part, world.stages)
         own = dict(part.named_parameters())
         first = {name for name, others in self._others.items() if min(others) < world.stages.rank}
         self.repeated = [own[name] for name in sorted(first)]
@@ -68,10 +68,10 @@ class Pipeline(nn.Module):
         self._schedule: tuple[tuple[int, ...], PipelineScheduleSingle] | None = None
 
     def backward(self, batch: PipelineBatch, step: Step) -> torch.Tensor:
-        """Adds the gradients of the whole batch's loss to those of this stage's parameters, on all replicas alike.
+        """Accumulate the gradients of the batch's loss, averaged over replicas, in this stage's parameters.
 
         Returns:
-            The replica's part of the loss, equal on all of its stages.
+            The replica's part of the loss, equal on all stages.
         """
         num_samples = len(batch.tokens_BKL)
         size = step.microbatch or num_samples
@@ -80,7 +80,7 @@ class Pipeline(nn.Module):
         def loss_of(output: torch.Tensor, targets_RKL: torch.Tensor) -> torch.Tensor:
             loss = batch.loss(output, targets_RKL)
             losses.append(loss.detach())
-            # Gradients are averaged over replicas, and this is a summand.
+            # A summand, scaled because gradients are averaged over replicas.
             return step.scale(loss * step.world.size)
 
         with self._running.of(batch, step, size=size), _own_errors():
@@ -94,7 +94,7 @@ class Pipeline(nn.Module):
         return stages.sum(total)
 
     def _given(self, num_samples: int) -> tuple[torch.Tensor, ...]:
-        # The rows stand for the samples: only what is computed becomes pictures.
+        # Row numbers stand for the samples, so that only computed samples are turned into pictures.
         return (torch.arange(num_samples),) if self._world.stages.is_first else ()
 
     def _also_given(self, batch: PipelineBatch) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class Pipeline(nn.Module):
         return given
 
     def _schedule_for(self, batch: PipelineBatch, *, size: int) -> "PipelineScheduleSingle":
-        """A schedule for microbatches of this size and texts of this length; the last one, where they are as before."""
-        # Heavy, and nothing that one process needs.
+        """The schedule for this microbatch size and text length; the last one is reused."""
+        # A slow import that a single process does not need.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         num_samples, num_texts, num_tokens = batch.tokens_BKL.shape
@@ -120,7 +120,7 @@ class Pipeline(nn.Module):
         stages = self._world.stages
         is_last = stages.rank == stages.size - 1
         before = _sized(self._borders[0], size, num_texts, num_tokens, num_of_samples=1)
-        # What the last stage gives is all of tokens; some versions of torch compare its shape.
+        # All outputs of the last stage have a row per token; some versions of torch check the shapes.
         behind = _sized(self._borders[1], size, num_texts, num_tokens, num_of_samples=0 if is_last else 1)
         stage = PipelineStage(
             self._running,
@@ -137,10 +137,7 @@ class Pipeline(nn.Module):
         return schedule
 
     def _measured(self, batch: PipelineBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What comes in and goes out for one sample with one token, without its values.
-
-        Every stage runs once, after the one before it: shapes and precisions are whatever they turn out to be.
-        """
+        """Find shapes and dtypes of inputs and outputs by running the stages in turn on one sample with one token."""
         stages = self._world.stages
         before: list[torch.Tensor] = []
         behind: list[torch.Tensor] = []
@@ -155,7 +152,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _sum_repeated(self) -> None:
-        """Parameters that several stages have get the sum of their gradients, to the bit the same on each."""
+        """Sum the gradients of tied parameters, with bit-identical results on all stages."""
         stages = self._world.stages
         own = dict(self.part.named_parameters())
         for name, others in self._others.items():
@@ -165,7 +162,8 @@ class Pipeline(nn.Module):
             of_others = {rank: torch.empty_like(gradient) for rank in others}
             exchanges = [dist.P2POp(dist.isend, gradient, group=stages.group, group_peer=rank) for rank in others]
             exchanges += [
-                dist.P2POp(dist.irecv, room, group=stages.group, group_peer=rank) for rank, room in of_others.items()
+                dist.P2POp(dist.irecv, buffer, group=stages.group, group_peer=rank)
+                for rank, buffer in of_others.items()
             ]
             for work in dist.batch_isend_irecv(exchanges):
                 work.wait()
@@ -174,11 +172,11 @@ class Pipeline(nn.Module):
 
 
 def check_microbatches(num_samples: int, *, size: int, settings: ParallelSettings) -> None:
-    """Raises a UserError where microbatches of `size` do not divide a replica's samples, or are too few."""
+    """Raise a UserError if microbatches of `size` do not divide a replica's samples or are too few."""
     if num_samples % size:
         raise UserError(
             f"--microbatch is {size}, and a pipeline's share of --batch is {num_samples} samples",
-            hint="microbatches of a pipeline are equally large: use a divisor of its share",
+            hint="microbatches of a pipeline must have equal sizes: use a divisor of its share",
         )
     num_parts = num_samples // size
     if settings.schedule == "1f1b" and num_parts < settings.stages:
@@ -187,12 +185,12 @@ def check_microbatches(num_samples: int, *, size: int, settings: ParallelSetting
         raise UserError(
             f"a pipeline of {settings.stages} stages needs as many microbatches, and its share of --batch, "
             f"{num_samples} samples, makes {num_parts} with --microbatch {size}",
-            hint=f"{hint}, or --parallel.schedule gpipe, which stands still for most of the time then",
+            hint=f"{hint}, or --parallel.schedule gpipe, which is idle for most of the time then",
         )
 
 
 class _Running(nn.Module):
-    """A stage's layers as a schedule calls them: with the numbers of the samples, in order."""
+    """A stage's layers as a schedule calls them: with row numbers of samples instead of inputs."""
 
     def __init__(self, part: nn.Module, *, is_first: bool) -> None:
         super().__init__()
@@ -205,7 +203,7 @@ class _Running(nn.Module):
 
     @contextmanager
     def of(self, batch: PipelineBatch, step: Step, *, size: int) -> Iterator[None]:
-        """Within, it runs microbatches of a batch."""
+        """Context in which microbatches of `batch` are run."""
         self._batch, self._step, self._size = batch, step, size
         try:
             yield
@@ -213,7 +211,7 @@ class _Running(nn.Module):
             self._batch, self.loss = None, None
 
     def forward(self, *given: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor | None = None) -> Any:
-        """What the stage gives of a microbatch."""
+        """The stage's output for a microbatch."""
         assert self._batch is not None
         if self._is_first:
             rows = given[0]
@@ -225,18 +223,18 @@ class _Running(nn.Module):
             return self.part(*given, tokens=tokens)
 
     def loss_of(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of the batch that runs."""
+        """The loss of a microbatch of the current batch."""
         assert self.loss is not None
         return self.loss(output, targets)
 
     def measured(self, before: Sequence[torch.Tensor], batch: PipelineBatch) -> list[torch.Tensor]:
-        """What the stage gives of one sample with one token, on the meta device."""
+        """The stage's outputs for one sample with one token, as meta tensors."""
         tokens_111 = batch.tokens_BKL[:1, :1, :1]
         given = [torch.zeros_like(one, device=tokens_111.device).requires_grad_(one.requires_grad) for one in before]
         with torch.enable_grad(), self._step.autocast():
             if self._is_first:
                 given = [batch.inputs(slice(0, 1))]
-            # Not called: what counts its calls shall not count this one.
+            # `forward` is called directly so that hooks do not count this call.
             out = self.part.forward(*given, tokens=tokens_111)
         return [
             torch.empty_like(one, device="meta").requires_grad_(one.requires_grad)
@@ -247,7 +245,7 @@ class _Running(nn.Module):
 def _sized(
     border: Sequence[torch.Tensor], size: int, num_texts: int, num_tokens: int, *, num_of_samples: int
 ) -> tuple[torch.Tensor, ...]:
-    """The border for microbatches of `size`: its first tensors have a row a sample, the others one a token."""
+    """Resize measured tensors: the first `num_of_samples` have a row per sample, the others one per token."""
     shapes = [(size, *one.shape[1:]) for one in border[:num_of_samples]]
     shapes += [(size * num_texts, num_tokens, *one.shape[2:]) for one in border[num_of_samples:]]
     return tuple(
@@ -256,8 +254,8 @@ def _sized(
     )
 
 
-def _stages_with_the_same(part: nn.Module, stages: World) -> dict[str, list[int]]:
-    """The other stages that have a parameter too, by its name."""
+def _tied(part: nn.Module, stages: World) -> dict[str, list[int]]:
+    """The other stages that have the same parameter, by name."""
     own = {name for name, _ in part.named_parameters()}
     of_each = stages.gather_objects(sorted(own))
     found = {
@@ -273,7 +271,7 @@ def _divisor(number: int, *, most: int) -> int:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Within, errors of a stage's layers come out as they are: torch.distributed.pipelining wraps them."""
+    """Unwrap errors of a stage's layers, which torch.distributed.pipelining wraps."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks (DTensors): the part that lies here, norms of the whole, and back to parts."""
+"""Sharded tensors (DTensors): local parts, norms of whole tensors, and tables with rows on all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,53 +14,50 @@ from train.distributed.world import World
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, sharing its memory; the whole of a plain one."""
+    """The local part of a DTensor, sharing its memory; plain tensors are returned as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def norms(parts: Sequence[torch.Tensor], *, like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of each of N tensors, float64 [N], with one exchange between ranks for all of them.
+    """Euclidean norms of N whole tensors, float64 [N], with one collective for all of them.
 
     Args:
-        parts: what this rank has of each.
-        like: for each, a tensor that is whole or spread over ranks as it is; every rank gives the same.
+        parts: the local part of each.
+        like: for each, a tensor with the same sharding; the same on every rank.
     """
     squares_N = torch.stack([norm.double() for norm in torch._foreach_norm(list(parts))]) ** 2
-    spread: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = {}
+    sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = {}
     for index, tensor in enumerate(like):
         if isinstance(tensor, DTensor):
-            spread.setdefault((tensor.device_mesh, _summands(tensor.placements)), []).append(index)
-    for (mesh, placements), numbers in spread.items():
-        indices = sent(torch.tensor(numbers), squares_N.device)
-        # Where a mesh has one rank, or all have the whole, this exchanges nothing.
+            sharded.setdefault((tensor.device_mesh, _summands(tensor.placements)), []).append(index)
+    for (mesh, placements), members in sharded.items():
+        indices = sent(torch.tensor(members), squares_N.device)
+        # No communication for meshes of one rank and for replicated tensors.
         squares_N[indices] = DTensor.from_local(squares_N[indices], mesh, placements, run_check=False).full_tensor()
     return squares_N.sqrt()
 
 
 def _summands(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """How sums over the parts of a tensor are placed: a shard has a summand, a copy has the sum."""
+    """Placement of sums over local parts: partial for shards, replicated for copies."""
     return tuple(Replicate() if placement.is_replicate() else Partial() for placement in placements)
 
 
 def reshard(model: nn.Module) -> None:
-    """Gives back what FSDP has gathered of a model's weights: its parameters are the sharded ones again."""
+    """Free the weights that FSDP has gathered, so that the parameters are the sharded ones again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-# A table with a row for each of many things, of which each rank keeps an equal part.
-
-
 class ShardedRows(nn.Module):
-    """[num_rows, C] numbers; rank k keeps the k-th of equal parts of the rows, as DTensor's Shard(0) lays them out.
+    """A table [num_rows, C] sharded over ranks by rows, with the layout of DTensor's Shard(0).
 
-    In `state_dict` it is one tensor `rows`, a DTensor where there are several ranks, so that
-    torch.distributed.checkpoint gives each rank of another world its part.
+    In `state_dict` it is one tensor `rows`, a DTensor with several ranks, which torch.distributed.checkpoint can load
+    into a world of another size.
 
     Args:
-        start: each row at the beginning, C numbers.
+        start: initial value of each row, C numbers.
     """
 
     rows: torch.Tensor
@@ -73,19 +70,19 @@ class ShardedRows(nn.Module):
         part = -(-num_rows // world.size)
         self._first = min(num_rows, world.rank * part)
         self._num_own = min(num_rows, self._first + part) - self._first
-        # One row more, for what belongs to other ranks: then nothing depends on how many are ours.
+        # One more row stands for rows of other ranks, so that no shape depends on how many are local.
         self.register_buffer("rows", torch.tensor(start).repeat(self._num_own + 1, 1))
         self.register_state_dict_post_hook(_show_whole)
         self.register_load_state_dict_pre_hook(_take_own)
 
     def read(self, ids_B: torch.Tensor) -> torch.Tensor:
-        """Rows [B, C] of `ids_B`, the same on all ranks, which all call it with the same ids."""
+        """Rows [B, C] of `ids_B`; all ranks call it with the same ids."""
         place_B = self._places(ids_B)
         is_own_B1 = (place_B < self._num_own)[:, None]
         return self._world.sum(torch.where(is_own_B1, self.rows[place_B], 0))
 
     def write(self, ids_B: torch.Tensor, values_BC: torch.Tensor) -> None:
-        """Sets rows; all ranks call it with the same values, and an id that occurs twice has equal ones."""
+        """Set rows; all ranks call it with the same values, which must be equal for ids that occur twice."""
         self.rows[self._places(ids_B)] = values_BC.to(self.rows.dtype)
 
     def _places(self, ids_B: torch.Tensor) -> torch.Tensor:
@@ -93,7 +90,7 @@ class ShardedRows(nn.Module):
         return torch.where((place_B >= 0) & (place_B < self._num_own), place_B, self._num_own)
 
     def whole(self) -> torch.Tensor:
-        """All rows [num_rows, C], sharing memory with what is kept here; a DTensor where there are several ranks."""
+        """All rows [num_rows, C], sharing memory with the local ones; a DTensor with several ranks."""
         own = self.rows[: self._num_own]
         if self._world.size == 1:
             return own
@@ -104,7 +101,7 @@ class ShardedRows(nn.Module):
         )
 
     def with_spare(self, rows: torch.Tensor) -> torch.Tensor:
-        """What `rows` keeps for `whole` rows, or for this rank's part of them."""
+        """The buffer `rows` for all rows or for this rank's part of them."""
         own = rows.to_local() if isinstance(rows, DTensor) else rows
         if not isinstance(rows, DTensor) and len(rows) == self._shape[0]:
             own = rows[self._first : self._first + self._num_own]

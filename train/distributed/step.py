@@ -1,4 +1,4 @@
-"""What a task knows of the step that it computes gradients for."""
+"""The optimizer step as an objective sees it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,13 +17,13 @@ class Step:
 
     Attributes:
         number: 1, 2, ...
-        world: those that share the batch.
-        epoch: visits of the whole set that are over before this step, a float; 0 where the set has no end.
-        microbatch: samples of this rank that go through the model at once; None for all of them.
-        autocast: makes a context in which a model computes in the run's precision.
-        scale: of a loss before its backward pass (1 unless fp16 needs it).
-        synced: makes a context for the forward and backward pass of a microbatch; ranks exchange gradients in the
-            step's last one only, where it is given True.
+        world: the ranks that share the batch.
+        epoch: epochs completed before this step, a float; 0 for sets without end.
+        microbatch: samples of this rank per forward pass; None for all of them.
+        autocast: context in which the model computes in the run's precision.
+        scale: scales a loss before its backward pass, for fp16.
+        synced: context for the forward and backward pass of a microbatch; gradients are synchronised if given True,
+            for the last microbatch of the step.
     """
 
     number: int
@@ -37,18 +37,18 @@ class Step:
 
     @contextmanager
     def random(self, part: int) -> Iterator[None]:
-        """Sets torch's generators for microbatch `part`: a function of seed, step, rank, part and stage alone.
+        """Seed torch's generators for microbatch `part` from seed, step, rank, part and pipeline stage.
 
-        So a microbatch can be computed twice with the same dropout, and no generator needs a place in a checkpoint.
+        A microbatch can so be computed twice with the same dropout, and checkpoints hold no generator state.
         """
-        # The first stage draws what one process draws.
+        # The first stage draws the same numbers as a single process.
         stage = (self.world.stages.rank,) if self.world.stages.rank else ()
         torch.manual_seed(seed_of(self.seed, self.number, self.world.rank, part, *stage))
         yield
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed in which each of some whole numbers counts."""
+    """Combine whole numbers into a seed."""
     mixed = 0
     for number in numbers:
         # SplitMix64's finalizer (Steele, Lea, Flood 2014).

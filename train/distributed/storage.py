@@ -1,13 +1,13 @@
-"""Tensors on disk by torch.distributed.checkpoint, and back, whole or in parts, on any number of ranks.
+"""Whole or sharded tensors on disk through torch.distributed.checkpoint, for any number of ranks.
 
-What torch writes has a pickled table beside the tensors; nothing here reads it. The table that is read is plain JSON,
-and tensors are read by torch.load(weights_only=True), so that a checkpoint cannot make anybody execute anything.
+torch's own metadata file is a pickle and is never read. A JSON table replaces it, and tensors are loaded with
+torch.load(weights_only=True), so that reading a checkpoint cannot execute code.
 """
 
 import io
 import os
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,40 +29,35 @@ from torch.distributed.checkpoint.metadata import (
 
 from train.distributed.world import World
 
-# Two threads a rank keep a disk busy.
-_NUM_THREADS = 2
+_NUM_THREADS = 2  # per rank; enough to keep a disk busy
 
-# One process needs no process group, which is what torch warns of.
+# torch warns if there is no process group, which one process does not need.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 Table = dict[str, Any]
 
 
 class Storage:
-    """Reads and writes the tensors of checkpoints. Every method is called by all ranks in the same order."""
+    """Writes the tensors of checkpoints. All ranks call its methods in the same order."""
 
     def __init__(self, world: World) -> None:
-        # Ranks write beside the training, whose exchanges must not meet theirs.
+        # A separate group, because checkpoints are written during training with its own collectives.
         self._group: dist.ProcessGroup | None = None
         if world.size > 1:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        # No pinned memory, no processes: copies wait for nothing that outlives them. (DefaultStager, which has one of
-        # these, can be used only once in torch 2.11.)
+        # Without pinned or shared memory, so that no resource outlives the copies. (DefaultStager can be used only once
+        # in torch 2.11.)
         self._stager = StateDictStager(pin_memory=False, share_memory=False)
 
     def staged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies on the CPU; they take the place of those of the call before."""
+        """Copy tensors to the CPU, reusing the memory of the previous call."""
         return cast(dict[str, torch.Tensor], self._stager.stage(dict(tensors)))
 
     def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Table:
-        """Writes this rank's parts of `tensors` into `folder`; what all have equal is written once.
+        """Write this rank's parts of `tensors` into `folder`; replicated tensors are written once.
 
-        Returns:
-            What is where: plain values, the same on all ranks.
-
-        Raises:
-            OSError: this rank's parts could not be written.
-            FailedElsewhere: those of another rank could not.
+        Returns the table of all pieces and their files, the same on all ranks. Raises OSError if this rank could not
+        write its parts, FailedElsewhere if another could not.
         """
         files = _Files()
         writer = _Writer(str(folder), thread_count=_NUM_THREADS, sync_files=False)
@@ -82,7 +77,7 @@ class Storage:
         return _table(metadata)
 
     def gather(self, value: Any) -> list[Any]:
-        """Plain values of all ranks, for the thread that writes."""
+        """All-gather plain values in the writing thread."""
         if self._group is None:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -91,11 +86,7 @@ class Storage:
 
 
 def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *, world: World) -> None:
-    """Fills `tensors`, whole or spread over ranks, with those of the same names and sizes; all ranks call it.
-
-    Raises:
-        ValueError: what is there cannot be read.
-    """
+    """Load stored tensors into whole or sharded ones of the same names and sizes (or ValueError); all ranks call it."""
     try:
         dcp.load(
             dict(tensors),
@@ -109,30 +100,22 @@ def read_into(folder: Path, table: Table, tensors: Mapping[str, torch.Tensor], *
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that the table calls `name`; ValueError where there is none."""
+    """The dtype by its name in the table; ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return dtype
 
 
-def files_of(table: Table) -> set[str]:
-    """Names of the files that a table points into."""
-    return {piece["file"] for entry in table.values() for piece in entry["pieces"]}
-
-
 class FailedElsewhere(Exception):
-    """Another rank could not write what it has; that one says why."""
+    """Another rank could not write its parts and reports the reason."""
 
 
 class _Files(FileSystem):
-    """Files that are flushed to the disk, and that keep the first error of the disk in place of raising it.
+    """Files that are flushed to disk and record the first write error in `error` instead of raising it.
 
-    torch writes from threads of its own. An error that is raised in one of them is printed and lost, and one in the
-    middle of a tensor becomes a message about the inside of an archive.
-
-    Attributes:
-        error: the first one; what is written after it goes nowhere.
+    torch writes from its own threads: an error raised there is printed and lost, or turned into a message about the
+    internals of an archive. Writes after an error are discarded.
     """
 
     def __init__(self) -> None:
@@ -182,7 +165,7 @@ class _Stream(io.RawIOBase):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Has `dcp.save` return where each tensor is: torch 2.11 says so only in the file that it writes."""
+    """Makes `dcp.save` return the location of each tensor, which torch 2.11 only stores in its file."""
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
@@ -190,7 +173,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads by a table of plain values in place of the pickled one."""
+    """Reads by a table of plain values instead of the pickled one."""
 
     def __init__(self, folder: Path, table: Table) -> None:
         super().__init__(str(folder))
@@ -204,26 +187,15 @@ def _table(metadata: Metadata) -> Table:
     table: Table = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name} is no tensor: checkpoints have tensors here, and all else in their JSON")
+            raise TypeError(f"{name} is no tensor: only tensors are stored here, and all other values in JSON")
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         pieces = []
         for chunk in entry.chunks:
-            place = _place_of(metadata.storage_data, name, chunk.offsets)
-            pieces.append(
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": place.relative_path,
-                    "begin": place.offset,
-                    "length": place.length,
-                }
-            )
+            place: _StorageInfo = metadata.storage_data[MetadataIndex(name, torch.Size(chunk.offsets))]
+            where = {"file": place.relative_path, "begin": place.offset, "length": place.length}
+            pieces.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where})
         table[name] = {"dtype": dtype, "size": list(entry.size), "pieces": pieces}
     return table
-
-
-def _place_of(places: Mapping[MetadataIndex, _StorageInfo], name: str, offsets: Iterable[int]) -> _StorageInfo:
-    return places[MetadataIndex(name, torch.Size(offsets))]
 
 
 def _metadata(table: Table) -> Metadata:

@@ -1,13 +1,11 @@
-"""The ranks of a run, and what they tell one another: the one interface to torch.distributed's collectives.
+"""The ranks of a run and their collectives: the only interface to torch.distributed's collectives.
 
-One process without a launcher is a world of size 1, in which every exchange gives back what it got. Tensors travel by
-the backend of their device: gloo on CPUs, NCCL on GPUs.
-
-Ranks that make pipelines are worlds within the world. 6 ranks with pipelines of 2 stages:
+A process without a launcher is a world of size 1, in which every collective returns its input. The backend follows the
+device of a tensor: gloo for CPUs, NCCL for GPUs. Pipelines are worlds within the world; 6 ranks with 2 stages:
 
     rank      0  1  2  3  4  5
-    replica   0  0  1  1  2  2    its ranks have the whole model between them, and the same samples: `along`
-    stage     0  1  0  1  0  1    its ranks have the same layers, and share the samples of a batch: `across`
+    replica   0  0  1  1  2  2    its ranks hold one copy of the model and get the same samples: `World.stages`
+    stage     0  1  0  1  0  1    its ranks have the same layers and share the batch: `World.replicas`
 """
 
 from collections.abc import Callable
@@ -24,13 +22,13 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's place among all of a run.
+    """The rank of this process among the ranks of a group.
 
     Attributes:
         rank: 0 ... size - 1.
-        local_rank: the same within this machine; the number of its GPU.
-        group: through which these ranks talk; None for all ranks that were launched.
-        across, along: `replicas` and `stages`, where the ranks make pipelines.
+        local_rank: rank within this machine, which is the index of its GPU.
+        group: process group; None for all launched ranks.
+        across, along: `replicas` and `stages` of a world with pipelines.
     """
 
     rank: int = 0
@@ -42,25 +40,21 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes what is written once."""
+        """Whether this is rank 0, which writes the files that are written once."""
         return self.rank == 0
 
     @property
     def replicas(self) -> "World":
-        """Those of this rank's stage, one a replica: whom batches are shared among, and gradients averaged."""
+        """The ranks of this stage, one per replica, that share batches and average gradients."""
         return self.across or self
 
     @property
     def stages(self) -> "World":
-        """Those of this rank's replica, one a stage; this one alone where there are no pipelines."""
+        """The ranks of this replica, one per stage; this rank alone without pipelines."""
         return self.along or World()
 
     def cut(self, num_stages: int) -> "World":
-        """The same ranks, making pipelines of so many stages; all ranks call it.
-
-        Raises:
-            UserError: the ranks cannot be divided into such pipelines.
-        """
+        """Divide the ranks into pipelines; all ranks call it. UserError if their number is not a multiple."""
         if num_stages == 1:
             return self
         if self.size % num_stages:
@@ -72,7 +66,7 @@ class World:
         num_replicas = self.size // num_stages
         replica, stage = divmod(self.rank, num_stages)
         ranks = range(self.size)
-        # Every rank takes part in making every group.
+        # Every rank must take part in creating every group.
         of_stage = [_group(ranks[at::num_stages]) for at in range(num_stages)]
         of_replica = [_group(ranks[at : at + num_stages]) for at in ranks[::num_stages]]
         along = World(rank=stage, size=num_stages, local_rank=self.local_rank, group=of_replica[replica])
@@ -80,11 +74,7 @@ class World:
         return replace(self, across=across, along=along)
 
     def share(self, batch: int) -> int:
-        """This rank's samples of a batch.
-
-        Raises:
-            UserError: the ranks cannot have equal shares.
-        """
+        """Number of samples of a batch on this rank; UserError if the ranks cannot have equal shares."""
         if batch % self.size:
             fitting = max(self.size, batch - batch % self.size)
             raise UserError(
@@ -94,7 +84,7 @@ class World:
         return batch // self.size
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, [size * N, ...] in the order of ranks, without gradient; every rank gives N rows."""
+        """All-gather N rows per rank, [size * N, ...] in rank order, without gradient."""
         rows = rows.detach().contiguous()
         if self.size == 1:
             return rows
@@ -103,14 +93,14 @@ class World:
         return gathered
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, elementwise, without gradient."""
+        """All-reduce by sum, without gradient."""
         summed = values.detach().clone()
         if self.size > 1:
             dist.all_reduce(summed, group=self.group)
         return summed
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The plain values of all ranks, in their order."""
+        """All-gather plain values, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -118,11 +108,7 @@ class World:
         return gathered
 
     def each(self, work: Callable[[], Outcome]) -> Outcome:
-        """What `work` gives on this rank, once every rank has called its own and none has failed.
-
-        Raises:
-            ClipmillError: `work` raised it on a rank, the lowest such rank's; every rank raises the same.
-        """
+        """Call `work` on every rank and return this rank's result; if one fails, all raise the lowest rank's error."""
         if self.size == 1:
             return work()
         try:
@@ -135,19 +121,11 @@ class World:
         return cast(Outcome, outcome)
 
     def first(self, work: Callable[[], Outcome]) -> Outcome:
-        """What `work` gives on rank 0, where alone it is called, on all ranks.
-
-        Raises:
-            ClipmillError: `work` raised it; every rank raises the same.
-        """
+        """Call `work` on rank 0 only and broadcast its result, or the ClipmillError that it raised."""
         return self.one(0, work)
 
     def one(self, rank: int, work: Callable[[], Outcome]) -> Outcome:
-        """What `work` gives on a rank, where alone it is called, on all ranks.
-
-        Raises:
-            ClipmillError: `work` raised it; every rank raises the same.
-        """
+        """Call `work` on one rank only and broadcast its result, or the ClipmillError that it raised."""
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, None]
@@ -166,14 +144,8 @@ def _group(ranks: range) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(list(ranks)))
 
 
-# Rows of all ranks where ranks have different numbers of them.
-
-
 def gather_uneven(rows: torch.Tensor, world: World) -> torch.Tensor:
-    """The rows of all ranks in their order, without gradient; a rank may have none, of whatever width.
-
-    Shorter parts are filled up for the exchange and cut after it.
-    """
+    """All-gather different numbers of rows (padded for the collective) in rank order; a rank may have none."""
     shapes = world.gather(torch.tensor([rows.shape], device=rows.device)).cpu()
     num_rows, width = shapes[:, 0].tolist(), shapes[:, 1:].amax(dim=0).tolist()
     longest = max(num_rows)

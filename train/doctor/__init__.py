@@ -1,1 +1,1 @@
-"""What a machine has, what training will use of it, and what is wrong (`train doctor`)."""
+"""`train doctor`: examine a machine, what training would use of it, and its problems."""

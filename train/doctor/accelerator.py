@@ -1,7 +1,7 @@
-"""torch, the GPUs, the driver, and attention that is tried there: what only a process that loads torch can say.
+"""torch, GPUs, driver and trials of attention: everything that needs a process with torch.
 
-As a program (`python -m train.doctor.accelerator`) it prints one JSON object: `train doctor` starts it as a process of
-its own, because a damaged driver can hang or kill whoever asks it.
+As a program (`python -m train.doctor.accelerator`) it prints one JSON object. `train doctor` runs it as a child process
+with a timeout (`ask_child`), because a damaged driver can hang or kill the process that uses it.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -15,17 +15,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import first_line
+from train.run.environment import installed_version
+
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_TIMEOUT_S = 180.0
+_KILL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as torch sees it; `free_bytes` is what no process has taken, None where it was not asked."""
+    """A GPU as torch reports it; `free_bytes` is None if it was not queried."""
 
     name: str
     memory_bytes: int
@@ -35,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """An implementation of attention on the device: its kernels in words, or why it does not work."""
+    """A trial of an attention backend on the device: its kernels, or its error."""
 
     attention: str
     kind: str
@@ -46,18 +50,18 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """What is known of torch and the GPUs.
+    """torch and the GPUs.
 
     Attributes:
-        torch_error: why torch cannot be used; all else is unknown then.
-        torch_cuda: CUDA that torch was built for; None in a build without.
-        driver: version of the NVIDIA driver, where there is one.
-        driver_cuda: CUDA that the driver supports, as (12, 8).
-        cuda_error: why torch finds no GPU, in its own words.
-        architectures: that torch was built for (sm_90).
-        xformers: "not installed", "works", or why it cannot be loaded.
-        xformers_library: what xformers says of its own compiled library, where that does not load.
-        has_triton: torch.compile can make kernels for a GPU.
+        torch_error: why torch cannot be used; everything else is then unknown.
+        torch_cuda: CUDA version that torch was built for; None without CUDA.
+        driver: version of the NVIDIA driver, if there is one.
+        driver_cuda: CUDA version that the driver supports, such as (12, 8).
+        cuda_error: torch's reason for finding no GPU.
+        architectures: GPU architectures that torch was built for (sm_90).
+        xformers: its version, "not installed" or "not loaded".
+        xformers_library: why xformers' own compiled library cannot be loaded.
+        has_triton: triton, with which torch.compile generates GPU kernels, is installed.
     """
 
     torch_error: str | None = None
@@ -78,7 +82,7 @@ class Accelerator:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver by its file in /proc; None where there is none."""
+    """Version of the NVIDIA driver from /proc; None if there is none."""
     try:
         text = _DRIVER_FILE.read_text()
     except OSError:
@@ -88,17 +92,16 @@ def driver_version() -> str | None:
 
 
 def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Accelerator:
-    """Looks at torch and at the GPUs.
+    """Examine torch and the GPUs.
 
     Args:
-        tries: run each implementation of attention on the device, and load xformers; it changes settings of torch, so
-            a run leaves it out.
-        has_gpus: look for GPUs, for which CUDA must be initialised.
+        tries: run each attention backend on the device and load xformers, which changes global settings of torch.
+        has_gpus: look for GPUs, which initialises CUDA.
     """
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Accelerator(torch_error=_first_line(error), driver=driver_version(), driver_cuda=_driver_cuda())
+        return Accelerator(torch_error=first_line(error), driver=driver_version(), driver_cuda=_driver_cuda())
     from train.models.attention_kernels import cudnn_version
 
     found: dict[str, Any] = {
@@ -109,7 +112,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         "num_threads": torch.get_num_threads(),
         "architectures": torch.cuda.get_arch_list(),
         "has_triton": find_spec("triton") is not None,
-        "xformers": _version("xformers"),
+        "xformers": installed_version("xformers"),
     }
     if has_gpus:
         try:
@@ -117,7 +120,7 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
             found["gpus"] = [_gpu(index, asks_free=tries) for index in range(torch.cuda.device_count())]
             found["cudnn"] = cudnn_version()
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
-            found["cuda_error"] = _first_line(error)
+            found["cuda_error"] = first_line(error)
     if tries:
         found |= _tried("cuda" if found.get("gpus") else "cpu")
     return Accelerator(**found)
@@ -127,7 +130,7 @@ def _tried(device_type: str) -> dict[str, Any]:
     from train.device.precision import open_precision
 
     precision = open_precision("auto", device_type=device_type).name
-    found = {"precision": precision, "xformers": _version("xformers"), **_xformers()}
+    found = {"precision": precision, "xformers": installed_version("xformers"), **_xformers()}
     has_xformers = found["xformers"] not in ("not installed", "not loaded")
     return {**found, "tried": _try_attention(device_type, precision, has_xformers=has_xformers)}
 
@@ -144,7 +147,7 @@ def _gpu(index: int, *, asks_free: bool) -> Gpu:
     import torch
 
     of = torch.cuda.get_device_properties(index)
-    # Who asks gets a context on that GPU, some hundred megabytes: not for a run that has another one.
+    # The query creates a context of some hundred megabytes on that GPU, which a run on another GPU must not have.
     free_bytes = torch.cuda.mem_get_info(index)[0] if asks_free else None
     return Gpu(name=of.name, memory_bytes=of.total_memory, free_bytes=free_bytes, capability=(of.major, of.minor))
 
@@ -156,12 +159,12 @@ def _xformers() -> dict[str, Any]:
         return {}
     try:
         return {"xformers_library": load_xformers()}
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # as it meets a torch that it does not know
-        return {"xformers": "not loaded", "xformers_library": _first_line(error)}
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # with an unsupported torch
+        return {"xformers": "not loaded", "xformers_library": first_line(error)}
 
 
 def _try_attention(device_type: str, precision: str, *, has_xformers: bool) -> list[Tried]:
-    """Forward and backward passes of each implementation: of clips (all tokens) and of packed captions."""
+    """Run forward and backward passes of each backend: full attention of clips, and of packed captions."""
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
@@ -193,72 +196,38 @@ def _try_one(name: str, kind: str, dtype: Any, device: Any) -> Tried:
         if qkv.grad is None or not bool(qkv.grad.isfinite().all()):
             return Tried(**tried, error="its gradients are not finite")
         return Tried(**tried, kernels=str(kernels_of(name, *qkv.unbind(2), causal=is_packed, packing=packing)))
-    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # of libraries that do not suit each other
-        return Tried(**tried, error=_first_line(error))
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # with mismatched libraries
+        return Tried(**tried, error=first_line(error))
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """CUDA's version that the driver supports, asked of the driver's own library."""
+    """The CUDA version that the driver supports, from the driver's library."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        number = ctypes.c_int()
+        version_code = ctypes.c_int()
         ask: Callable[..., int] = library.cuDriverGetVersion
-        if ask(ctypes.byref(number)) != 0:
+        if ask(ctypes.byref(version_code)) != 0:
             return None
     except (OSError, AttributeError):
         return None
-    return number.value // 1000, number.value % 1000 // 10
+    return version_code.value // 1000, version_code.value % 1000 // 10
 
 
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _main() -> None:
-    # Whatever a library prints goes elsewhere: standard output has the JSON alone.
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    json.dump(asdict(examine_accelerator()), answer)
-    answer.flush()
-    # Libraries of a damaged driver can hang at their end, too.
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _main()
-
-
-# Asks a process of its own about the accelerator, and waits so long and no longer.
-
-
-_PATIENCE_S = 180.0
-_TO_DIE_S = 5.0
-
-
-def ask_child(*, patience_s: float = _PATIENCE_S, module: str = "train.doctor.accelerator") -> Accelerator:
-    """What `train.doctor.accelerator` prints; where it hangs or dies, that is what is known."""
+def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "train.doctor.accelerator") -> Accelerator:
+    """Examine in a child process; a hang or crash becomes `torch_error`."""
     command = [sys.executable, "-m", module]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
-        printed, complaints = process.communicate(timeout=patience_s)
+        printed, complaints = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         try:
-            process.communicate(timeout=_TO_DIE_S)
+            process.communicate(timeout=_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            pass  # it waits in the kernel, for a driver that does not answer; nobody can end it
-        reason = f"torch and the GPU gave no answer within {patience_s:.0f} s"
+            pass  # blocked in the kernel by a driver that does not respond
+        reason = f"torch and the GPU gave no answer within {timeout_s:.0f} s"
         return Accelerator(torch_error=reason, driver=driver_version())
     try:
         return accelerator_of(json.loads(printed))
@@ -269,3 +238,18 @@ def ask_child(*, patience_s: float = _PATIENCE_S, module: str = "train.doctor.ac
             torch_error=f"a process that tried torch and attention ended with {process.returncode}: {what}",
             driver=driver_version(),
         )
+
+
+def _main() -> None:
+    # Output of libraries goes to standard error, so that standard output has the JSON alone.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    json.dump(asdict(examine_accelerator()), answer)
+    answer.flush()
+    # Libraries of a damaged driver can hang at exit, too.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

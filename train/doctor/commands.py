@@ -1,22 +1,27 @@
-"""What `train doctor` does, and what a run's page has of it."""
+"""`train doctor`: the command, its report of about ten lines and findings, and the part of it that a run's page has."""
 
 import json
+import shutil
+import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
-from train.doctor.examined import as_json, examine, examine_in_run
-from train.doctor.judge import judge
-from train.doctor.report import lines_of, print_report
+from train.doctor.examined import CODECS, Examined, as_json, examine, examine_in_run, used_by_training
+from train.doctor.judge import Finding, judge
+
+_LABEL_WIDTH = 11
+_MAX_COLUMNS = 100
 
 
 def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
-    """Examines this machine and prints what was found.
+    """Examine this machine and print the report.
 
     Raises:
-        UserError: there is no such folder, or it is a file.
-        FailedWork: something would stop training.
+        UserError: `shards` is not a folder.
+        FailedWork: a finding would stop training.
     """
     if shards is not None and not shards.is_dir():
         what = f"{shards} is a file, not a data folder" if shards.exists() else f"there is no folder {shards}"
@@ -34,6 +39,148 @@ def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
 
 
 def doctor_facts(*, asked_device: str, device_type: str) -> dict[str, Any]:
-    """Lines and findings for run.json: the part that takes a run no time."""
+    """Lines and findings for run.json, without anything that takes time."""
     examined = examine_in_run(asked_device=asked_device, device_type=device_type)
     return {"lines": lines_of(examined), "findings": [asdict(finding) for finding in judge(examined)]}
+
+
+def lines_of(examined: Examined) -> dict[str, str]:
+    """The lines of the report by label."""
+    return {label: text for label, describe in _LINES.items() if (text := describe(examined))}
+
+
+def print_report(examined: Examined, findings: list[Finding]) -> None:
+    """Print lines and findings, wrapped to the width of the terminal."""
+    columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS) if sys.stdout.isatty() else 80
+    for label, text in lines_of(examined).items():
+        print(_filled(text, label=label, columns=columns))
+    for finding in findings:
+        print()
+        print(_filled(finding.what, label=f"{finding.level}:", columns=columns))
+        print(_filled(finding.hint, label="hint:", columns=columns))
+    if not findings:
+        print("\nNothing is wrong.")
+
+
+def _filled(text: str, *, label: str, columns: int) -> str:
+    return textwrap.fill(
+        text,
+        width=columns,
+        initial_indent=label.ljust(_LABEL_WIDTH),
+        subsequent_indent=" " * _LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _gpus(examined: Examined) -> str:
+    accelerator = examined.accelerator
+    driver = f"; driver {accelerator.driver}" if accelerator.driver else ""
+    if accelerator.driver_cuda:
+        driver += f" (CUDA {'.'.join(map(str, accelerator.driver_cuda))})"
+    if not accelerator.gpus:
+        return f"none{driver or '; no NVIDIA driver'}"
+    kinds: dict[str, int] = {}
+    for gpu in accelerator.gpus:
+        capability = ".".join(map(str, gpu.capability))
+        kind = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {capability}"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + driver
+
+
+def _torch(examined: Examined) -> str:
+    accelerator = examined.accelerator
+    if accelerator.torch is None:
+        return "cannot be used"
+    parts = [accelerator.torch, f"CUDA {accelerator.torch_cuda}" if accelerator.torch_cuda else "without CUDA"]
+    if accelerator.cudnn:
+        parts.append(f"cuDNN {accelerator.cudnn}")
+    parts.append(f"xformers {accelerator.xformers}")
+    return ", ".join(parts)
+
+
+def _attention(examined: Examined) -> str:
+    """Backends with the kernels that they run, grouped."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    for one in examined.accelerator.tried:
+        kernels = "fails" if one.error else one.kernels
+        texts.setdefault(one.attention, {}).setdefault(kernels, []).append(one.kind)
+    found = []
+    for name, kinds in texts.items():
+        each = [text if len(kinds) == 1 else f"{text} ({', '.join(its)})" for text, its in kinds.items()]
+        found.append(f"{name}: {', '.join(each)}")
+    return "; ".join(found)
+
+
+def _decoder(examined: Examined) -> str:
+    decoder = examined.decoder
+    if decoder.error is not None:
+        return "cannot be used"
+    available = [codec for codec in CODECS if codec not in decoder.missing]
+    return f"PyAV {decoder.pyav}, libavcodec {decoder.libavcodec}: {', '.join(available) or 'none'}"
+
+
+def _processor(examined: Examined) -> str:
+    host = examined.host
+    text = f"{host.processor}, {host.num_cores} cores"
+    if host.memory_bytes is not None:
+        text += f"; memory {host.memory_bytes / 2**30:.0f} GiB"
+        text += f" ({host.free_bytes / 2**30:.0f} GiB free)" if host.free_bytes is not None else ""
+    return text + (f"; /dev/shm {host.shm_bytes / 2**30:.1f} GiB" if host.shm_bytes is not None else "; no /dev/shm")
+
+
+def _threads(examined: Examined) -> str:
+    host = examined.host
+    text = f"{host.allowed_cores} cores allowed"
+    if host.quota_cores is not None:
+        text += f", the cgroup's limit is {host.quota_cores:g}"
+    if examined.accelerator.num_threads is not None:
+        text += f"; torch uses {examined.accelerator.num_threads} threads"
+    variables = ", ".join(f"{name}={value}" for name, value in host.thread_variables.items())
+    return f"{text}; {variables or 'OMP_NUM_THREADS is not set'}"
+
+
+def _disk(examined: Examined) -> str:
+    disk = examined.disk
+    if disk is None:
+        return ""
+    kinds = {
+        "local": "local",
+        "network": "a network file system",
+        "host": "a folder of the host",
+        "memory": "in memory",
+        "unknown": "not known whether local",
+    }
+    text = f"{disk.path}: {disk.file_system or 'file system not known'}, {kinds[disk.kind]}"
+    if disk.free_bytes is not None:
+        text += f", {disk.free_bytes / 1e9:.0f} GB free"
+    if disk.write_bytes_per_s is not None:
+        text += f"; writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
+    if disk.read_bytes_per_s is not None and disk.piece_ms is not None:
+        sources = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
+        text += f"; reads {disk.read_bytes_per_s / 1e6:,.0f} MB/s, 64 KiB in {disk.piece_ms:.2f} ms"
+        text += f" ({sources[disk.cached]})"
+    return text
+
+
+def _software(examined: Examined) -> str:
+    versions = examined.versions
+    shown = [f"{name} {versions[name]}" for name in ("clipmill", "python", "numpy", "pyarrow") if name in versions]
+    return f"{', '.join(shown)}; {examined.system}"
+
+
+def _training(examined: Examined) -> str:
+    if examined.is_run:
+        return ""
+    used = used_by_training(examined)
+    compiles = "--compile works" if used.compiles else "no --compile"
+    return (
+        f"{used.device}, {used.precision}, attention: {used.attention}; "
+        f"{used.loader_threads} loader threads; {compiles}"
+    )
+
+
+_LINES = {
+    **{"gpu": _gpus, "torch": _torch, "attention": _attention, "decoder": _decoder, "processor": _processor},
+    **{"threads": _threads, "disk": _disk, "software": _software, "training": _training},
+}

@@ -1,4 +1,4 @@
-"""All that is known of a machine, and what training will use of it."""
+"""Everything that is known about a machine, and what training uses of it."""
 
 import platform
 from dataclasses import asdict, dataclass
@@ -10,13 +10,13 @@ from train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
 from train.doctor.host import Disk, Host, examine_disk, examine_host
 from train.run.environment import versions
 
-# Decoders of what `prep chunk` writes (train.data.decoding.packets), the default's first.
+# Decoders for what `prep chunk` writes (train.data.decoding.packets), that of the default codec first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """PyAV and its libavcodec; `missing` are those of `CODECS` that it lacks, `error` says why it is not there."""
+    """PyAV and its libavcodec, the missing ones of `CODECS`, or the error of importing it."""
 
     pyav: str | None = None
     libavcodec: str | None = None
@@ -29,10 +29,10 @@ class Examined:
     """A machine.
 
     Attributes:
-        asked_device: of `--device`.
-        is_run: of a run that begins, which says elsewhere what it uses.
-        disk: of the data folder or the current one; None where it was not looked at.
-        versions: of Python and packages, as on a run's page.
+        asked_device: the value of `--device`.
+        disk: disk of the data folder or the current one; None if not examined.
+        versions: versions of Python and packages, as on a run's page.
+        is_run: examined by a starting run, which reports elsewhere what it uses.
     """
 
     asked_device: str
@@ -47,7 +47,7 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """What training uses where nothing else is asked for."""
+    """What training uses by default."""
 
     device: str
     precision: str
@@ -57,12 +57,7 @@ class Used:
 
 
 def examine(*, device: str, shards: Path | None) -> Examined:
-    """Looks at everything, in some 10 seconds; torch and GPUs in a process of their own.
-
-    Args:
-        device: auto, cpu or cuda, as of a training command.
-        shards: data folder; without one the disk of the current folder is measured.
-    """
+    """Examine everything in about 10 seconds, with the disk of `shards` or, if None, of the current folder."""
     return Examined(
         asked_device=device,
         host=examine_host(),
@@ -75,7 +70,7 @@ def examine(*, device: str, shards: Path | None) -> Examined:
 
 
 def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
-    """What a run's page has: nothing is measured or tried, and torch is the one of this process. Milliseconds."""
+    """Examine in this process what takes milliseconds, without measurements or trials, for a run's page."""
     return Examined(
         asked_device=asked_device,
         host=examine_host(),
@@ -89,7 +84,7 @@ def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
 
 
 def examine_decoder() -> Decoder:
-    """Looks at PyAV, by making a decoder of each codec."""
+    """Examine PyAV by creating a decoder for each codec."""
     try:
         import av
     except (ImportError, OSError) as error:
@@ -100,12 +95,12 @@ def examine_decoder() -> Decoder:
             av.CodecContext.create(codec, "r")
         except (ValueError, av.FFmpegError):
             missing.append(codec)
-    number = ".".join(map(str, av.library_versions.get("libavcodec", ())))
-    return Decoder(pyav=av.__version__, libavcodec=number, missing=tuple(missing))
+    version = ".".join(map(str, av.library_versions.get("libavcodec", ())))
+    return Decoder(pyav=av.__version__, libavcodec=version, missing=tuple(missing))
 
 
 def used_by_training(examined: Examined) -> Used:
-    """What the training commands choose by themselves on such a machine."""
+    """What training commands select by default on this machine."""
     accelerator = examined.accelerator
     is_cuda = bool(accelerator.gpus) and examined.asked_device != "cpu"
     has_xformers = accelerator.xformers not in ("not installed", "not loaded")
@@ -120,7 +115,7 @@ def used_by_training(examined: Examined) -> Used:
 
 
 def as_json(examined: Examined) -> dict[str, Any]:
-    """Plain values of all that is known, and of what training uses."""
+    """Everything as plain values."""
     return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}
 
 

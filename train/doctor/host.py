@@ -1,9 +1,10 @@
-"""The disk of a folder: file system, network or not, free space, and how fast it is, in about two seconds.
+"""The host (processor, usable cores, memory, compiler) and the disk of a folder (file system, free space, speed).
 
-A data folder is only read: parts of a tar that is there. Elsewhere a file of 48 MB is written, flushed, read and
-removed. The kernel keeps what was read or written in memory, and a read from there says nothing of a disk: the pages
-are given up first (posix_fadvise), and `cached` says whether that worked, asked of the kernel by reads that must not
-wait (RWF_NOWAIT).
+The host is read from /proc and /sys; values whose file is missing, as in many containers, are None.
+
+The disk takes about two seconds. A data folder is only read, namely parts of one of its tars; elsewhere a file of 48 MB
+is written, flushed, read and removed. Reads from the page cache say nothing about a disk, so the pages are dropped
+first (posix_fadvise), and `cached` says whether that worked, by reads that must not block (RWF_NOWAIT).
 """
 
 import errno
@@ -22,28 +23,124 @@ _BLOCK = 1 << 22
 _NUM_BLOCKS = 12
 _PIECE = 1 << 16
 _NUM_PIECES = 64
-_LONGEST_S = 2.0
-_PATIENCE_S = 15.0
+_MAX_S = 2.0
+_TIMEOUT_S = 15.0
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "pvfs2"),
     *("orangefs", "wekafs", "davfs", "fuse.davfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs"),
     *("fuse.ceph", "fuse.rclone", "fuse.goofys", "fuse.juicefs", "fuse.mount-s3", "fuse.blobfuse2"),
 }
-# Folders of a host that a virtual machine or a sandbox sees; what is behind them cannot be known from within.
+# Folders of a host in a virtual machine or sandbox, which cannot be examined from within.
 _OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_CGROUP = Path("/sys/fs/cgroup")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The host.
+
+    Attributes:
+        allowed_cores: number of cores in this process's affinity mask.
+        quota_cores: CPU time per wall-clock time that the cgroup allows, if limited.
+        memory_bytes, free_bytes: of the machine, or of the cgroup if that is less.
+        shm_bytes: size of /dev/shm.
+    """
+
+    processor: str
+    num_cores: int
+    allowed_cores: int
+    quota_cores: float | None
+    memory_bytes: int | None
+    free_bytes: int | None
+    shm_bytes: int | None
+    thread_variables: dict[str, str]
+    compiler: str | None
+
+
+def examine_host() -> Host:
+    """Examine this machine; takes milliseconds."""
+    total, free = _memory()
+    limit = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
+    if limit is not None and (total is None or limit < total):
+        used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
+        total, free = limit, min(limit - used, free if free is not None else limit)
+    # Where torch.compile looks.
+    compilers = (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "clang", "g++")
+    return Host(
+        processor=processor(),
+        num_cores=os.cpu_count() or 1,
+        allowed_cores=len(os.sched_getaffinity(0)),
+        quota_cores=_quota(),
+        memory_bytes=total,
+        free_bytes=free,
+        shm_bytes=_shared_memory(),
+        thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
+        compiler=next((found for name in compilers if name and (found := shutil.which(name))), None),
+    )
+
+
+def quota_of(text: str) -> float | None:
+    """Number of cores that a line of cpu.max allows ("200000 100000": 2.0); None without a limit."""
+    quota, _, period = text.strip().partition(" ")
+    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _quota() -> float | None:
+    found = quota_of(_read(_CGROUP / "cpu.max") or "")
+    if found is not None:
+        return found
+    quota = (_read(_CGROUP / "cpu/cpu.cfs_quota_us") or "").strip()  # cgroup v1
+    period = (_read(_CGROUP / "cpu/cpu.cfs_period_us") or "").strip()
+    return quota_of(f"{quota} {period}")
+
+
+def _limit(*paths: Path) -> int | None:
+    for path in paths:
+        text = (_read(path) or "").strip()
+        if text.isdigit() and int(text) < 2**60:  # cgroup v1 uses a huge number for no limit
+            return int(text)
+    return None
+
+
+def _memory() -> tuple[int | None, int | None]:
+    fields = {}
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if words and words[0].isdigit():
+            fields[name] = int(words[0]) * 1024
+    return fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
+
+
+def _shared_memory() -> int | None:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """What is known of the disk of a folder; a speed is None where it was not measured.
+    """The disk of a folder; speeds are None if not measured.
 
     Attributes:
         kind: local, network, host (a folder of the host), memory, or unknown.
-        cached: whether reads came from the page cache; None where the kernel does not say.
-        piece_ms: of reading 64 KiB somewhere, as a loader reads packets; the median.
-        problem: why nothing, or not all, could be measured.
+        piece_ms: median time of random reads of 64 KiB, as a data loader reads packets.
+        cached: reads came from the page cache; None if the kernel does not tell.
+        problem: why something could not be measured.
     """
 
     path: str
@@ -58,24 +155,20 @@ class Disk:
 
 
 def examine_disk(folder: Path, *, is_data: bool) -> Disk:
-    """Measures the disk of a folder, within 15 seconds even where its file system does not answer.
-
-    Args:
-        is_data: nothing is written, and what is read is a tar in it.
-    """
+    """Measure the disk of a folder, within 15 seconds even if it does not respond; data folders are only read."""
     found: list[Disk] = []
-    # A mount whose server is gone holds up whoever asks, for ever: such a thread is left behind.
+    # A mount whose server is gone blocks forever; the thread is then abandoned.
     worker = threading.Thread(target=lambda: found.append(_examine(folder, is_data=is_data)), daemon=True)
     worker.start()
-    worker.join(_PATIENCE_S)
+    worker.join(_TIMEOUT_S)
     if found:
         return found[0]
     kind, file_system = file_system_of(folder, _mounts())
-    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=f"no answer within {_PATIENCE_S:.0f} s")
+    return Disk(path=str(folder), kind=kind, file_system=file_system, problem=f"no answer within {_TIMEOUT_S:.0f} s")
 
 
 def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
-    """Kind and type of the file system of an absolute path, by the text of /proc/self/mountinfo."""
+    """Kind and type of the file system of an absolute path, from the text of /proc/self/mountinfo."""
     best, file_system = "", None
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
@@ -84,7 +177,7 @@ def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         is_above = mount == "/" or str(folder) == mount or str(folder).startswith(f"{mount}/")
-        if is_above and len(mount) >= len(best):  # the last of two on the same folder lies on top
+        if is_above and len(mount) >= len(best):  # of two mounts on the same folder, the last is on top
             best, file_system = mount, types[0]
     if file_system is None:
         return "unknown", None
@@ -98,11 +191,11 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
     path = folder.absolute()
     try:
         path = folder.resolve(strict=True)
-        room = os.statvfs(path)
+        stat = os.statvfs(path)
     except OSError as error:
         return Disk(path=str(path), problem=_unreadable(error))
     kind, file_system = file_system_of(path, _mounts())
-    free_bytes = room.f_bavail * room.f_frsize
+    free_bytes = stat.f_bavail * stat.f_frsize
     known = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
     try:
         return Disk(**known, **(_of_data(path) if is_data else _of_new_file(path, free_bytes)))  # type: ignore[arg-type]
@@ -128,11 +221,7 @@ def _of_data(folder: Path) -> dict[str, float | bool | str | None]:
 
 
 def _some_tar(folder: Path) -> Path | None:
-    """The largest tar of the first variant that has some.
-
-    Raises:
-        OSError: one of the folders cannot be read (glob would pass over it).
-    """
+    """The largest tar of the first variant with tars; OSError for unreadable folders, which glob would skip."""
     variants = [variant for column in _folders(folder) for variant in _folders(column)]
     tars = [[entry for entry in os.scandir(variant) if entry.name.endswith(".tar")] for variant in variants]
     first = next(filter(None, tars), [])
@@ -140,7 +229,7 @@ def _some_tar(folder: Path) -> Path | None:
 
 
 def _folders(folder: Path) -> list[Path]:
-    # What belongs to the file system (lost+found) or is hidden is no column.
+    # Columns are neither hidden nor the file system's own lost+found.
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     return [folder / name for name in names if name != "lost+found" and not name.startswith(".")]
 
@@ -148,10 +237,10 @@ def _folders(folder: Path) -> list[Path]:
 def _of_new_file(folder: Path, free_bytes: int) -> dict[str, float | bool | str | None]:
     if free_bytes < 4 * _NUM_BLOCKS * _BLOCK:
         return {"problem": "not measured: hardly any space is left"}
-    block = random.Random(0).randbytes(_BLOCK)  # zeros would be compressed, or not be written at all
+    block = random.Random(0).randbytes(_BLOCK)  # zeros might be compressed or not written
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begin_s, num_bytes = time.perf_counter(), 0
-        while num_bytes < _NUM_BLOCKS * _BLOCK and time.perf_counter() - begin_s < _LONGEST_S:
+        while num_bytes < _NUM_BLOCKS * _BLOCK and time.perf_counter() - begin_s < _MAX_S:
             num_bytes += file.write(block)
         os.fsync(file.fileno())
         write_s = time.perf_counter() - begin_s
@@ -159,33 +248,33 @@ def _of_new_file(folder: Path, free_bytes: int) -> dict[str, float | bool | str 
 
 
 def _reads(file: int) -> dict[str, float | bool | str | None]:
-    """Speed of reading a file from its beginning, and of pieces of it somewhere."""
+    """Measure sequential reads from the beginning of a file, and random reads."""
     size = min(os.fstat(file).st_size, _NUM_BLOCKS * _BLOCK)
     if size < 2 * _PIECE:
-        return {"problem": "the file is too small to measure by"}
+        return {"problem": "the file is too small to measure"}
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     cached = _is_cached(file, size)
     places = random.Random(0).sample(range(size // _PIECE), min(_NUM_PIECES, size // _PIECE))
     times_ms: list[float] = []
     begin_s = time.perf_counter()
-    os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # or the kernel reads what lies between as well
+    os.posix_fadvise(file, 0, size, os.POSIX_FADV_RANDOM)  # disables read-ahead
     for place in places:
         start_s = time.perf_counter()
         os.pread(file, _PIECE, place * _PIECE)
         times_ms.append(1000 * (time.perf_counter() - start_s))
-        if time.perf_counter() - begin_s > _LONGEST_S:
+        if time.perf_counter() - begin_s > _MAX_S:
             break
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_NORMAL)
     os.posix_fadvise(file, 0, size, os.POSIX_FADV_DONTNEED)
     begin_s, num_bytes = time.perf_counter(), 0
-    while num_bytes < size and time.perf_counter() - begin_s < _LONGEST_S:
+    while num_bytes < size and time.perf_counter() - begin_s < _MAX_S:
         num_bytes += len(os.pread(file, _BLOCK, num_bytes))
     speed = num_bytes / (time.perf_counter() - begin_s)
     return {"read_bytes_per_s": speed, "piece_ms": sorted(times_ms)[len(times_ms) // 2], "cached": cached}
 
 
 def _is_cached(file: int, size: int) -> bool | None:
-    """Whether most of a file is in the page cache; None where the kernel does not say."""
+    """Whether most of a file is in the page cache; None if the kernel does not tell."""
     places = range(0, size - 4096, max(4096, size // 32))
     num_cached = 0
     for place in places:
@@ -199,117 +288,4 @@ def _is_cached(file: int, size: int) -> bool | None:
 
 
 def _mounts() -> str:
-    try:
-        return Path("/proc/self/mountinfo").read_text()
-    except OSError:
-        return ""
-
-
-# The host: processor, cores that this process may use, memory, shared memory, what torch.compile needs.
-#
-# Only files of /proc and /sys are read. Where one is missing, which containers and sandboxes have in common, the
-# value is None and nothing is said of it.
-
-
-_CGROUP = Path("/sys/fs/cgroup")
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """What doctor looks at.
-
-    Attributes:
-        num_cores: of the machine.
-        allowed_cores: those that this process may run on (its affinity).
-        quota_cores: CPU time per time that its cgroup allows, where it sets a limit.
-        memory_bytes, free_bytes: of the machine, or of the cgroup where that allows less.
-        shm_bytes: size of /dev/shm.
-        thread_variables: those of the environment that set a number of threads.
-        compiler: path of a C compiler.
-    """
-
-    processor: str
-    num_cores: int
-    allowed_cores: int
-    quota_cores: float | None
-    memory_bytes: int | None
-    free_bytes: int | None
-    shm_bytes: int | None
-    thread_variables: dict[str, str]
-    compiler: str | None
-
-
-def examine_host() -> Host:
-    """Looks at this machine; takes milliseconds."""
-    total, free = _memory()
-    limit = _limit(_CGROUP / "memory.max", _CGROUP / "memory/memory.limit_in_bytes")
-    if limit is not None and (total is None or limit < total):
-        used = _limit(_CGROUP / "memory.current", _CGROUP / "memory/memory.usage_in_bytes") or 0
-        total, free = limit, min(limit - used, free if free is not None else limit)
-    return Host(
-        processor=processor(),
-        num_cores=os.cpu_count() or 1,
-        allowed_cores=len(os.sched_getaffinity(0)),
-        quota_cores=_quota(),
-        memory_bytes=total,
-        free_bytes=free,
-        shm_bytes=_shared_memory(),
-        thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
-        compiler=next((found for name in _compilers() if (found := shutil.which(name))), None),
-    )
-
-
-def quota_of(text: str) -> float | None:
-    """Cores that a line of cpu.max allows ("200000 100000": 2.0); None without a limit."""
-    quota, _, period = text.strip().partition(" ")
-    if not quota.isdigit() or not period.isdigit() or int(period) == 0:
-        return None
-    return int(quota) / int(period)
-
-
-def _quota() -> float | None:
-    found = quota_of(_read(_CGROUP / "cpu.max") or "")
-    if found is not None:
-        return found
-    quota = (_read(_CGROUP / "cpu/cpu.cfs_quota_us") or "").strip()  # the first version of cgroups
-    period = (_read(_CGROUP / "cpu/cpu.cfs_period_us") or "").strip()
-    return quota_of(f"{quota} {period}")
-
-
-def _limit(*paths: Path) -> int | None:
-    for path in paths:
-        text = (_read(path) or "").strip()
-        if text.isdigit() and int(text) < 2**60:  # the first version says "no limit" by a huge number
-            return int(text)
-    return None
-
-
-def _memory() -> tuple[int | None, int | None]:
-    fields = {}
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        name, _, value = line.partition(":")
-        number = value.split()
-        if number and number[0].isdigit():
-            fields[name] = int(number[0]) * 1024
-    return fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
-
-
-def _shared_memory() -> int | None:
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return found.f_blocks * found.f_frsize
-
-
-def _compilers() -> list[str]:
-    # Where torch.compile looks.
-    return [name for name in (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "clang", "g++") if name]
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return None
+    return _read(Path("/proc/self/mountinfo")) or ""

@@ -17,7 +17,7 @@ from train.config.training import TrainingSettings, flat, plain_values
 from train.data.loader import TrainingSet
 from train.data.remote.files import is_remote
 from train.data.streams.tars import names_tars
-from train.distributed.comparing import COMMAND, Start, difference
+from train.distributed.launch import COMMAND, Start, difference
 from train.distributed.world import World
 from train.run.environment import versions
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from train.device.transfer import LateNumbers, Moment
+from train.device.transfer import DeviceEvent, LateMetrics
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.engine.agreement import Shown, require_finite
@@ -28,8 +28,8 @@ class Taken:
     """
 
     step: Step
-    numbers: LateNumbers
-    began: Moment
+    numbers: LateMetrics
+    began: DeviceEvent
     waited_s: float
     num_failed: int
     shown: Shown
@@ -52,7 +52,7 @@ class Journal:
         self._is_evaluated = False
 
     @property
-    def end(self) -> Moment | None:
+    def end(self) -> DeviceEvent | None:
         """When the step that it keeps is done; None if it keeps none."""
         return None if self._taken is None else self._taken.numbers.end
 

@@ -22,7 +22,7 @@ from train.data.batch import PICTURES, TENSORS, to_device
 from train.data.loader import TrainingSet
 from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
-from train.device.transfer import LateNumbers, Moment, Number, Soundness
+from train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
 from train.distributed.parallel import average_gradients, synced
 from train.distributed.step import Step
 from train.distributed.world import World
@@ -82,7 +82,7 @@ def train(
     )
     throughput = Throughput(device=device, precision=state.precision.name)
     journal = Journal(trackers, throughput, run=run, world=world, num_samples=settings.batch)
-    soundness = Soundness(device)
+    soundness = StepGuard(device)
 
     def save(numbers: dict[str, float]) -> None:
         nonlocal saved_step
@@ -105,7 +105,7 @@ def train(
         StopSignal().heard() as stop,
     ):
         while state.step < settings.steps:
-            began = journal.end or Moment(device)
+            began = journal.end or DeviceEvent(device)
             try:
                 agreed = failures.next_batch(batches, stops=stop.has_come)
             except ClipmillError:
@@ -132,7 +132,7 @@ def train(
             passed = {"epoch": _epoch(state, samples)} if samples.num_samples else {}
             taken = Taken(
                 step=step,
-                numbers=LateNumbers(numbers | passed, device),
+                numbers=LateMetrics(numbers | passed, device),
                 began=began,
                 waited_s=agreed.waited_s,
                 num_failed=failures.num_failed,
@@ -177,8 +177,8 @@ def _take(
     *,
     world: World,
     throughput: Throughput,
-    soundness: Soundness,
-) -> dict[str, Number]:
+    soundness: StepGuard,
+) -> dict[str, Scalar]:
     """One step of the optimizer: from a batch to new weights; the step's numbers, which the device may not have yet."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.model.zero_grad(set_to_none=True)

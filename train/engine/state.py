@@ -14,7 +14,7 @@ from train.config.training import TrainingSettings, require_same, shaping
 from train.data.cursor import Cursor, LoaderState, together
 from train.data.loader import TrainingSet
 from train.device.precision import Precision, open_precision
-from train.distributed.parallel import ZeroOptimizer, spread, whole
+from train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
 from train.distributed.pipeline import Pipeline
 from train.distributed.storage import dtype_of
 from train.distributed.world import World
@@ -24,7 +24,7 @@ from train.losses.objective import Objective
 from train.optim.ema import Ema
 from train.optim.groups import plain_name
 from train.optim.optimizer import make_optimizer
-from train.run.checkpoint import Facts, check_fits, fill, read_facts, read_table
+from train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table
 
 Of = TypeVar("Of")
 
@@ -81,12 +81,12 @@ class State:
         *,
         world: World,
         numbers: dict[str, float],
-    ) -> Facts:
+    ) -> CheckpointMetadata:
         """Everything else, and the numbers of an evaluation; all ranks call it."""
         own = LoaderState(
             position=self.place.position, ahead=list(self.place.ahead), seed=settings.seed, samples=samples.fingerprint
         )
-        return Facts(
+        return CheckpointMetadata(
             task=task.name,
             step=self.step,
             # The stages of a replica stand at the same place.
@@ -98,14 +98,14 @@ class State:
 
     def restore(
         self, path: Path, samples: TrainingSet, settings: TrainingSettings, *, task: Task, world: World
-    ) -> Facts:
+    ) -> CheckpointMetadata:
         """Takes over a checkpoint, whatever number of ranks wrote it; all ranks call it.
 
         Raises:
             UserError: it cannot be read, is not finite, or is of another task, model, set of samples, or of other
                 settings.
         """
-        facts = read_facts(path, world=world)
+        facts = read_metadata(path, world=world)
         if facts.task != task.name:
             raise UserError(f"{path} is of a run of {facts.task}", hint="begin a new run with another --out")
         require_same(facts.settings, shaping(settings), where=str(path))
@@ -137,7 +137,7 @@ class State:
         with ExitStack() as stack:
             if self.ema is not None:
                 stack.enter_context(self.ema.swapped(self.model))
-            stack.enter_context(whole(self.model))
+            stack.enter_context(unsharded(self.model))
             stack.enter_context(torch.no_grad())
             self.model.eval()
             try:
@@ -191,7 +191,7 @@ def new_state(
     if world.stages.size > 1:
         trained = Pipeline(model, settings=settings.parallel, world=world, device=device)
     else:
-        trained = spread(
+        trained = wrap_model(
             model,
             strategy=settings.parallel.strategy,
             units=task.units(model),

@@ -14,8 +14,8 @@ from manifests.errors import UserError
 from train.config.machine import ParallelSettings
 from train.config.training import TrainingSettings
 from train.data.loader import TrainingSet
-from train.distributed.partition import LayerCost, partition
 from train.distributed.pipeline import check_microbatches
+from train.distributed.stages import LayerCost, partition
 from train.distributed.world import World
 from train.engine.common_start import NamedSamples
 from train.losses.objective import Objective

@@ -13,7 +13,7 @@ from train.config.training import ClipSettings, require_same, shaping
 from train.device.precision import Precision, choose_device, open_precision
 from train.engine.attention_choice import as_before
 from train.models.attention import AttentionBackend, open_attention
-from train.run.checkpoint import read_facts, read_table, read_weights
+from train.run.checkpoint import read_metadata, read_table, read_weights
 from train.run.folder import RunFolder
 
 Settings = TypeVar("Settings", bound=ClipSettings)
@@ -78,7 +78,7 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
             ask for what this machine does not have.
     """
     checkpoint = run.require_checkpoint()
-    facts = read_facts(checkpoint)
+    facts = read_metadata(checkpoint)
     require_same(
         facts.settings,
         shaping(settings),

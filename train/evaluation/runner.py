@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from train.config.training import ClipSettings, flat
 from train.data.outcomes import FailedSample
 from train.engine.trained_run import TrainedRun, open_trained_run, read_settings
-from train.run.folder import RunFolder
-from train.run.results import result_name
+from train.run.folder import RunFolder, result_name
 from train.spec import EvaluationSpec, TaskSpec
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from train.run.results import other_data
+from train.run.folder import other_data
 
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
 FEW_CLASSES = 5  # top-5 of so many classes cannot be wrong

@@ -1,91 +1,141 @@
-"""What contrastive losses have in common as objectives: pairs of clips and captions, embedded and compared."""
+"""Contrastive objectives: towers embed pairs of clips and captions, a loss compares them all, gradients flow back.
 
+b: pairs of this rank. B: pairs of all ranks. E: embedding width. R: pairs of a microbatch.
+
+The loss needs all embeddings of a batch at once, the towers need not hold the activations of all (GradCache, Gao et al.
+2021): embed the microbatches without a graph, compute the gradients of the loss with respect to the embeddings, embed
+each microbatch again, with the same dropout, and backpropagate its part of the gradients.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from train.data.batch import Batch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
-from train.losses.cached import Inputs, backward_through
+from train.distributed.world import World
 from train.losses.objective import Objective
-from train.losses.scores import Scores
 from train.losses.settings import Loss
+from train.losses.similarities import Similarities
 
-# Rows of equal captions differ by rounding.
-_SAME = 1e-5
+# Turns a batch into the arguments of the model; may draw from torch's generators.
+Inputs = Callable[[Batch], tuple[Any, ...]]
+FeatureGradients = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+_TOLERANCE = 1e-5  # similarities with equal captions differ by rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSize:
+    """What a global loss must know of the training set.
+
+    Attributes:
+        num_clips: clip ids are 0 ... num_clips - 1.
+        num_captions: caption ids likewise.
+        num_epochs: passes over the set in the whole run.
+    """
+
+    num_clips: int
+    num_captions: int
+    num_epochs: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """What a loss finds in a batch. The gradients' mean over ranks is that of the whole batch.
+    """Loss of a batch and its gradients. Averaged over ranks, the gradients are those of the whole batch.
 
     Attributes:
         loss: of the whole batch, a scalar.
-        video_grad_bE: by the embeddings of this rank's clips.
+        video_grad_bE: with respect to the embeddings of this rank's clips.
         text_grad_bE: of this rank's captions.
-        own_grads: by the objective's own parameters, by their names.
-        numbers: scalars for the log, equal on all ranks.
+        own_grads: with respect to the objective's parameters, by name.
+        metrics: scalars for the log, equal on all ranks.
     """
 
     loss: torch.Tensor
     video_grad_bE: torch.Tensor
     text_grad_bE: torch.Tensor
     own_grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    numbers: dict[str, Number] = field(default_factory=dict)
+    metrics: dict[str, Scalar] = field(default_factory=dict)
 
 
 class ContrastiveObjective(Objective):
-    """A loss of pairs. The model takes clips and captions and gives their embeddings, of unit length.
+    """A loss of pairs. The model returns embeddings of clips and of captions, [b, E] each, of unit length.
 
     Args:
-        inputs: clips and captions of a batch, as the model takes them.
+        inputs: turns a batch into the arguments of the model.
+        dataset, world: for losses with state per sample.
+
+    Attributes:
+        logit_scale: log of 1 / temperature, as CLIP stores it. Each loss that takes `temperature` has it, except for
+            global losses with another parameter; None in others.
     """
 
-    def __init__(self, inputs: Inputs, settings: Loss) -> None:
+    logit_scale: nn.Parameter | None
+
+    def __init__(self, settings: Loss, *, inputs: Inputs, dataset: DatasetSize | None, world: World) -> None:
         super().__init__()
         self._inputs = inputs
         self._settings = settings
+        self.register_parameter("logit_scale", None)
+        if "temperature" in settings.spec.settings and not settings.spec.is_global:
+            self.add_logit_scale(is_trained=not settings.freeze_temperature)
 
-    def contrast(self, scores: Scores, batch: Batch, step: Step) -> Contrast:
-        """Loss and gradients of a batch whose similarities are `scores`; state per sample moves on."""
+    def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:
+        """Loss and gradients of a batch; updates state per sample. Called without grad mode."""
         raise NotImplementedError
 
-    def log_scale(self) -> torch.Tensor | None:
-        """log of 1 / temperature, as CLIP's files store it; None for a loss without one."""
-        return None
+    def add_logit_scale(self, *, is_trained: bool) -> None:
+        """Add `logit_scale`, at the temperature of the settings."""
+        start = torch.tensor(-math.log(self._settings.number("temperature")))
+        self.logit_scale = nn.Parameter(start, requires_grad=is_trained)
 
-    def learning_rate(self, scheduled: float) -> Number:
-        """The temperature's own, where it has one."""
+    def log_scale(self) -> torch.Tensor | None:
+        """log of 1 / temperature, detached; None for a loss without a temperature."""
+        return None if self.logit_scale is None else self.logit_scale.detach()
+
+    def learning_rate(self, scheduled: float) -> Scalar:
+        """The temperature's own rate, where it has one."""
         return self._settings.own_temperature_lr or scheduled
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
-        """Adds the gradients of the loss over the batches of all ranks.
+    @torch.no_grad()
+    def after_step(self, step: Step) -> None:
+        """Clamp the temperature between its lower bound and 1, as CLIP does."""
+        if self.logit_scale is not None:
+            self.logit_scale.clamp_(0, -math.log(self._settings.min_temperature))
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
+        """Add the gradients of the loss over the batches of all ranks.
 
         Returns:
-            loss; batch_accuracy: share of clips to which no caption is nearer than their own; temperature, where the
-            loss has one, before the step; and what the loss adds.
+            loss; batch_accuracy: share of clips with no caption nearer than their own; temperature before the step,
+            where the loss has one; and the metrics of the loss.
         """
-        found: dict[str, Number] = {}
+        metrics: dict[str, Scalar] = {}
 
         def gradients(video_bE: torch.Tensor, text_bE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.no_grad():
-                scores = Scores(video_bE, text_bE, step.world)
-                contrast = self.contrast(scores, batch, step)
+                similarities = Similarities(video_bE, text_bE, step.world)
+                contrast = self.contrast(similarities, batch, step)
                 for name, gradient in contrast.own_grads.items():
                     _add_gradient(self.get_parameter(name), step.scale(gradient))
-                # Equal captions are as near, and right as well.
-                is_right_b = scores.pair_b >= scores.nearest_b - _SAME
-                found["loss"] = contrast.loss
-                found["batch_accuracy"] = step.world.sum(is_right_b.to(contrast.loss.dtype).sum()) / scores.num
+                # A caption equal to the clip's own is as near, and counts as correct.
+                is_right_b = similarities.pair_b >= similarities.nearest_b - _TOLERANCE
+                num_right = step.world.sum(is_right_b.to(contrast.loss.dtype).sum())
+                metrics["loss"] = contrast.loss
+                metrics["batch_accuracy"] = num_right / similarities.num_pairs
                 if (log_scale := self.log_scale()) is not None:
-                    found["temperature"] = (-log_scale).exp()
-                found.update(contrast.numbers)
+                    metrics["temperature"] = (-log_scale).exp()
+                metrics.update(contrast.metrics)
             return contrast.video_grad_bE, contrast.text_grad_bE
 
         backward_through(model, self._inputs, batch, step, gradients)
-        return found
+        return metrics
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -93,3 +143,61 @@ def _add_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         return
     gradient = gradient.to(parameter.dtype)
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+# GradCache
+
+
+def backward_through(model: nn.Module, inputs: Inputs, batch: Batch, step: Step, gradients: FeatureGradients) -> None:
+    """Add the gradients of a loss of all embeddings to the model's, `step.microbatch` samples at a time.
+
+    Args:
+        gradients: returns those with respect to the embeddings [b, E] of this rank's clips and captions; called once.
+    """
+
+    def embed(part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        with step.autocast():
+            video_RE, text_RE = model(*inputs(part))
+        return video_RE, text_RE
+
+    parts = split(batch, step.microbatch)
+    if len(parts) == 1:
+        with step.synced(True), step.random(0):
+            embedded = embed(batch)
+            _push(embedded, gradients(*(one.detach() for one in embedded)), step)
+        return
+    first = []
+    with torch.no_grad():
+        for number, part in enumerate(parts):
+            with step.random(number):
+                first.append(embed(part))
+        video_bE, text_bE = (torch.cat(side) for side in zip(*first, strict=True))
+        grads_bE = gradients(video_bE, text_bE)
+    grads_RE = zip(*(grad_bE.split([len(video_RE) for video_RE, _ in first]) for grad_bE in grads_bE), strict=True)
+    for number, (part, grads) in enumerate(zip(parts, grads_RE, strict=True)):
+        with step.synced(number == len(parts) - 1), step.random(number):
+            _push(embed(part), grads, step)
+
+
+def split(batch: Batch, size: int | None) -> list[Batch]:
+    """Split a batch into microbatches of `size` samples, the last one possibly smaller; None keeps it whole."""
+    num_samples = len(batch["caption_id"])
+    if size is None or size >= num_samples:
+        return [batch]
+    return [_part(batch, slice(begin, begin + size)) for begin in range(0, num_samples, size)]
+
+
+def _part(batch: Batch, rows: slice) -> Batch:
+    # Strings apply to the whole batch; everything else has one entry per sample.
+    part = {name: value if isinstance(value, str) else value[rows] for name, value in batch.items()}  # type: ignore[index]
+    return part  # type: ignore[return-value]
+
+
+def _push(embedded: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], step: Step) -> None:
+    # Scaled before the cast to half precision, in which small values underflow. Frozen towers get none.
+    pairs = [
+        (one, step.scale(gradient).to(one.dtype))
+        for one, gradient in zip(embedded, gradients, strict=True)
+        if one.requires_grad
+    ]
+    torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,47 +1,47 @@
-"""What a model is trained towards: the part of a task that the loop knows besides the model."""
+"""The training objective: the part of a task that the loop knows besides the model."""
 
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from train.data.batch import Batch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 
 
 class Objective(nn.Module):
-    """A loss with whatever belongs to it: its own parameters (a temperature), its state per sample.
+    """A loss with its own parameters (a temperature) and its state per sample.
 
-    Its parameters are small and equal on all ranks; the loop trains them beside the model's and averages their
-    gradients over the ranks itself. What `state_dict` has is in the checkpoints; a tensor that is spread over ranks is
-    a DTensor there.
+    The parameters are small and equal on all ranks. The loop trains them beside the model's and averages their
+    gradients over the ranks itself. Checkpoints hold the `state_dict`; a tensor that is sharded over ranks is a DTensor
+    there.
     """
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Number]:
-        """Adds this rank's gradients to those of the model's and its own parameters.
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> Mapping[str, Scalar]:
+        """Add this rank's gradients to those of the parameters of the model and of the objective.
 
-        Averaged over the ranks they are the gradients of the whole batch's loss. Nothing here waits for the device:
-        what a task must know of a batch on the host, the batch has there.
+        Averaged over the ranks they are the gradients of the loss of the whole batch. Nothing here synchronises with
+        the device: what the host must know of a batch is in the batch's tensors on the host.
 
         Returns:
-            Numbers for the log, equal on all ranks; `loss` is the whole batch's. What the device computes stays there,
-            as tensors without dimensions that nobody writes into.
+            Metrics for the log, equal on all ranks; `loss` is that of the whole batch. What the device computes stays
+            there, as zero-dimensional tensors that nobody modifies.
         """
         raise NotImplementedError
 
     def check_resumable(self, sizes: Mapping[str, Sequence[int]], *, where: str) -> None:
-        """Raises a UserError where a checkpoint has state that the loss, as it is now, cannot go on with.
+        """Raise a UserError if a checkpoint has state that the objective cannot continue from.
 
         Args:
-            sizes: of the tensors that the checkpoint `where` has of the objective, by the names of `state_dict`.
+            sizes: shapes of the objective's tensors in the checkpoint `where`, by their names in `state_dict`.
         """
 
-    def learning_rate(self, scheduled: float) -> Number:
-        """Learning rate of its own parameters in a step for which the model's schedule gives `scheduled`.
+    def learning_rate(self, scheduled: float) -> Scalar:
+        """Learning rate of the objective's parameters in a step whose schedule gives the model the rate `scheduled`.
 
-        A tensor without dimensions where the device decides: float32 on a GPU, which torch's fused optimizers ask for.
+        A zero-dimensional tensor where the device decides: float32 on a GPU, as torch's fused optimizers require.
         """
         return scheduled
 
     def after_step(self, step: Step) -> None:
-        """Called after each step of the optimizer, for limits that parameters must keep."""
+        """Called after each optimizer step, to keep parameters within their bounds."""

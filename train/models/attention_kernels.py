@@ -1,7 +1,7 @@
-"""Which kernel of which library an implementation of attention runs, for tensors as they are.
+"""Attention kernels: which one an implementation runs on given tensors, and how fast implementations are.
 
-Nothing is guessed from versions: SDPA's own choice is asked of torch (`torch._fused_sdp_choice`, which SDPA calls
-itself), that of xformers of its dispatcher.
+Nothing is inferred from version numbers: torch itself reports SDPA's choice (`torch._fused_sdp_choice`, which SDPA
+calls), and xformers' dispatcher reports its own.
 
 Shape suffixes: B batch, M tokens, H heads, K width of a head.
 """
@@ -10,11 +10,12 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from train.models.attention import PREFERRED, Attend, xformers_operators
@@ -24,23 +25,16 @@ _OF_SDPA = {
     SDPBackend.MATH: "math (all scores in memory)",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient (CUTLASS)",
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.OVERRIDEABLE: "that of the device's own backend",
+    SDPBackend.OVERRIDEABLE: "the device backend's own",
 }
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of attention.
-
-    Attributes:
-        library: the distribution that it is in (torch, cuDNN, xformers, flash-attn, flash-attn-3).
-        name: the kernel, in the library's words.
-        chosen_by: sdpa or xformers.
-    """
+    """An attention kernel, by the distribution that contains it (torch, cuDNN, xformers, flash-attn, flash-attn-3)."""
 
     library: str
     name: str
-    chosen_by: str
 
     def __str__(self) -> str:
         return f"{self.name} of {self.library}"
@@ -48,7 +42,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a call of an implementation runs; `backward` is None where no gradient is asked for."""
+    """The kernels of one call; `backward` is None if no input requires a gradient."""
 
     forward: Kernel
     backward: Kernel | None
@@ -63,30 +57,26 @@ class Kernels:
 
 def kernels_of(
     attention: str,
-    q_BMHK: torch.Tensor,
-    k_BMHK: torch.Tensor,
-    v_BMHK: torch.Tensor,
+    q_BMHK: Tensor,
+    k_BMHK: Tensor,
+    v_BMHK: Tensor,
     *,
     causal: bool = False,
     packing: Packing | None = None,
 ) -> Kernels:
-    """The kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on these tensors.
+    """The kernels that an implementation (xformers, sdpa, flash, cudnn, naive) runs on the arguments of `Attend`.
 
-    Args:
-        causal, packing: as in train.models.attention.Attend.
-
-    Raises:
-        NotImplementedError: the implementation has none for such tensors.
+    Raises NotImplementedError if it has none for them.
     """
     needs_gradient = any(x.requires_grad for x in (q_BMHK, k_BMHK, v_BMHK))
     if attention == "naive":
-        kernel = Kernel("torch", "matrix products and softmax", "naive")
+        kernel = Kernel("torch", "matrix products and softmax")
         return Kernels(kernel, kernel if needs_gradient else None)
     if attention == "xformers":
         forward, backward = xformers_operators(q_BMHK, k_BMHK, v_BMHK, causal=causal, packing=packing)
         return Kernels(of_xformers(forward), None if backward is None else of_xformers(backward))
     if packing is not None:
-        # SDPA sees packed sequences padded, or those of one length at a time.
+        # SDPA is given packed sequences padded, or one length at a time.
         shape = (packing.num_sequences, packing.longest, *q_BMHK.shape[2:])
         q_BMHK, k_BMHK, v_BMHK = (x.new_zeros(shape).requires_grad_(x.requires_grad) for x in (q_BMHK, k_BMHK, v_BMHK))
     kernel = _of_sdpa(attention, q_BMHK, k_BMHK, v_BMHK, causal=causal or packing is not None)
@@ -102,64 +92,51 @@ def of_xformers(operator: str) -> Kernel:
         library = "flash-attn"
     elif operator.startswith("fa3"):
         library = "flash-attn-3"
-    return Kernel(library, operator.removesuffix("-pt"), "xformers")
+    return Kernel(library, operator.removesuffix("-pt"))
 
 
-def _of_sdpa(
-    attention: str, q_BMHK: torch.Tensor, k_BMHK: torch.Tensor, v_BMHK: torch.Tensor, *, causal: bool
-) -> Kernel:
+def _of_sdpa(attention: str, q_BMHK: Tensor, k_BMHK: Tensor, v_BMHK: Tensor, *, causal: bool) -> Kernel:
     q_BHMK, k_BHMK, v_BHMK = (x.transpose(1, 2) for x in (q_BMHK, k_BMHK, v_BMHK))
-    if attention in PREFERRED:
-        with sdpa_kernel(PREFERRED[attention], set_priority=True):
-            chosen = SDPBackend(torch._fused_sdp_choice(q_BHMK, k_BHMK, v_BHMK, is_causal=causal))
-    else:
+    with sdpa_kernel(PREFERRED[attention], set_priority=True) if attention in PREFERRED else nullcontext():
         chosen = SDPBackend(torch._fused_sdp_choice(q_BHMK, k_BHMK, v_BHMK, is_causal=causal))
     if chosen == SDPBackend.ERROR:
         raise NotImplementedError(f"SDPA has no kernel for {tuple(q_BMHK.shape)} of {q_BMHK.dtype}")
     if chosen == SDPBackend.FLASH_ATTENTION:
-        return Kernel("torch", _flash_name(q_BMHK.device), "sdpa")
+        return Kernel("torch", _flash_name(q_BMHK.device))
     if chosen == SDPBackend.CUDNN_ATTENTION:
-        return Kernel(f"cuDNN {cudnn_version()}", "fused attention", "sdpa")
-    return Kernel("torch", _OF_SDPA[chosen], "sdpa")
+        return Kernel(f"cuDNN {cudnn_version()}", "fused attention")
+    return Kernel("torch", _OF_SDPA[chosen])
 
 
 def _flash_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "flash (CPU)"
-    # torch 2.11 and later can be given another implementation under the same name.
+    # torch 2.11 and later can register another implementation under the same name.
     current = getattr(nn.attention, "current_flash_attention_impl", lambda: None)()
     version = getattr(nn.attention, "_get_flash_version", lambda: "2")()
     return f"FlashAttention {re.sub('^FA', '', current) if current else version}"
 
 
 def cudnn_version() -> str:
-    """cuDNN's version, as 9.26.0; torch gives it as 92600."""
+    """cuDNN's version, for example 9.26.0 (torch reports 92600)."""
     number = torch.backends.cudnn.version()
     if number is None:
         return "(not there)"
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-# How fast implementations of attention are on this device, at given shapes: a measurement of a second or less.
-#
-# Shape suffixes: B batch, M tokens, H heads, K width of a head.
-
-
-# A gain below this is within what two measurements differ by: the earlier candidate stays.
-_LEAST_GAIN = 0.03
+# Speed of implementations at given shapes, measured in a second or less.
+_LEAST_GAIN = 0.03  # smaller differences are measurement noise: the earlier candidate stays
 _NUM_WARM_UPS = 3
 _NUM_ROUNDS = 5
-# Calls between two events, so that a GPU does not wait for the host, as in a training step.
-_NUM_CALLS = 5
+_NUM_CALLS = 5  # between two events, so that the GPU does not wait for the host, as in a training step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The attention of the blocks of a tower.
+    """The attention calls of a tower's blocks in a step.
 
-    Attributes:
-        lengths: of packed sequences, causal; `num_items` is 1 and `num_tokens` their sum then.
-        num_blocks: how often a model does it in a step.
+    With the `lengths` of packed, causal sequences, `num_items` is 1 and `num_tokens` the sum of the lengths.
     """
 
     num_items: int
@@ -176,12 +153,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What a measurement found.
-
-    Attributes:
-        milliseconds: of all blocks, forward and backward, by candidate.
-        failed: why a candidate cannot do it.
-    """
+    """Forward and backward time of all blocks, by candidate, and the error of each candidate that failed."""
 
     milliseconds: dict[str, float]
     failed: dict[str, str]
@@ -190,7 +162,7 @@ class Speeds:
 def measure(
     candidates: Mapping[str, Attend], workloads: Sequence[Workload], *, dtype: torch.dtype, device: torch.device
 ) -> Speeds:
-    """Measures forward and backward passes, candidates in turns; the medians of the workloads add up."""
+    """Time forward and backward passes, alternating between candidates; sums the medians of the workloads."""
     totals, failed = dict.fromkeys(candidates, 0.0), dict[str, str]()
     for workload in workloads:
         passes: dict[str, Callable[[], None]] = {}
@@ -216,7 +188,7 @@ def measure(
 
 
 def fastest(milliseconds: Mapping[str, float]) -> str:
-    """The fastest candidate; an earlier one stays where a later one is not clearly faster."""
+    """The fastest candidate; a later one must be clearly faster to replace an earlier one."""
     best = next(iter(milliseconds))
     for name, its in milliseconds.items():
         if its < milliseconds[best] * (1 - _LEAST_GAIN):
@@ -225,11 +197,10 @@ def fastest(milliseconds: Mapping[str, float]) -> str:
 
 
 def _one_pass(attend: Attend, workload: Workload, *, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """A function that does the attention of one block forward and backward."""
-    num_items, num_tokens = workload.num_items, workload.num_tokens
-    # As the blocks have it: q, k and v are views of one product.
-    shape = (num_items, num_tokens, 3, workload.num_heads, workload.head_width)
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random numbers stay as they are
+    """A function that runs forward and backward attention of one block."""
+    # As in the blocks, q, k and v are views of one product.
+    shape = (workload.num_items, workload.num_tokens, 3, workload.num_heads, workload.head_width)
+    generator = torch.Generator(device).manual_seed(0)  # a separate one, so that the run's random state is unchanged
     qkv = torch.randn(shape, generator=generator, device=device, dtype=dtype, requires_grad=True)
     packing = pack(workload.lengths, device=device) if workload.lengths else None
     apply = partial(attend, causal=packing is not None, packing=packing)
@@ -243,7 +214,7 @@ def _one_pass(attend: Attend, workload: Workload, *, dtype: torch.dtype, device:
 
 
 def _time_ms(one_pass: Callable[[], None], *, device: torch.device) -> float:
-    """Milliseconds of a pass, by the device's own clock."""
+    """Milliseconds per pass, by the device's clock."""
     if device.type != "cuda":
         begin_s = time.perf_counter()
         one_pass()

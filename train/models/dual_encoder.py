@@ -1,11 +1,11 @@
-"""Two towers: clips and captions meet in one space."""
+"""A CLIP-style dual encoder: a video tower and a text tower with a shared embedding space, and its sizes by name."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from train.config.model import PATCH_PX, Kind, ModelName, Towers, kind_of, tubelet_of
 from train.models.attention import Attend
@@ -14,13 +14,13 @@ from train.models.transformer import NORM_EPS, TransformerSize, checkpoint_block
 from train.models.video_vit import VideoViT, VideoViTSize
 
 _PLAIN = Towers()
-# Of the published configurations; else CLIP's.
+# Epsilon of layer norms in the published configurations; CLIP's for other kinds.
 _NORM_EPS: dict[Kind, float] = {"videomae": 1e-12, "timesformer": 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderSize:
-    """Sizes of both towers and of the space they share."""
+    """Dimensions of both towers and of their shared embedding space."""
 
     video: VideoViTSize
     text: TextTowerSize
@@ -28,14 +28,9 @@ class DualEncoderSize:
 
 
 def _clip(
-    name: ModelName,
-    *,
-    video: tuple[int, int],
-    text: tuple[int, int],
-    embedding_width: int,
-    head_width: int = 64,
+    name: ModelName, *, video: tuple[int, int], text: tuple[int, int], embedding_width: int, head_width: int = 64
 ) -> DualEncoderSize:
-    """Towers of (width, depth) with heads of one width."""
+    """Towers given as (width, depth)."""
     (video_width, video_depth), (text_width, text_depth) = video, text
     video_trunk = TransformerSize(width=video_width, depth=video_depth, num_heads=video_width // head_width)
     text_trunk = TransformerSize(width=text_width, depth=text_depth, num_heads=text_width // head_width)
@@ -46,7 +41,7 @@ def _clip(
     )
 
 
-# CLIP, table 20, for b16 and l14; s16 and l16 have the widths of ViT-S and ViT-L and open_clip's text towers for them.
+# b16 and l14: CLIP, table 20. s16 and l16: ViT-S and ViT-L with open_clip's text towers for them.
 SIZES: dict[str, DualEncoderSize] = {
     "tiny": _clip("tiny", video=(128, 4), text=(128, 2), embedding_width=128, head_width=32),
     "s16": _clip("s16", video=(384, 12), text=(384, 12), embedding_width=384),
@@ -58,7 +53,7 @@ SIZES: dict[str, DualEncoderSize] = {
 
 
 def size_of(model: ModelName, towers: Towers) -> DualEncoderSize:
-    """The size that a name stands for, with what the settings change in it."""
+    """Dimensions by model name, with the changes that the settings make."""
     size = SIZES[model]
     activation = towers.activation or size.video.trunk.activation
     kind = kind_of(towers)
@@ -80,8 +75,8 @@ class DualEncoder(nn.Module):
     """A video tower and a text tower.
 
     Args:
-        towers: how they are trained: what is left out, what saves memory; `size` already has what it says of sizes.
-        has_text_tower: without one, captions come as embeddings that another tower made.
+        towers: dropout and memory settings; those that concern dimensions are already part of `size`.
+        has_text_tower: False if captions are given as embeddings of another text tower.
     """
 
     def __init__(
@@ -115,27 +110,26 @@ class DualEncoder(nn.Module):
             checkpoint_blocks(self)
 
     def forward(
-        self, video_BCTHW: torch.Tensor, text: torch.Tensor, lengths_B: NDArray[np.int64] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of clips and of captions, each [B, E] and of unit length; for the captions see `embed_text`."""
-        # Captions first: where their lengths must be read from the device, it has nothing else to finish yet.
+        self, video_BCTHW: Tensor, text: Tensor, lengths_B: NDArray[np.int64] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Unit-length embeddings of clips and captions, each [B, E]; see `embed_text` for `text`."""
+        # Captions first: if their lengths must be read from the device, it has no other work to finish before.
         text_BE = self.embed_text(text, lengths_B)
         return self.embed_video(video_BCTHW), text_BE
 
-    def embed_video(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Clips [B, C, T, H, W] to float32 [B, E] of unit length (float64 where the model is)."""
+    def embed_video(self, video_BCTHW: Tensor) -> Tensor:
+        """Embed clips [B, C, T, H, W] as unit-length float32 [B, E] (float64 if the model is)."""
         return _of_unit_length(self.video(video_BCTHW))
 
-    def embed_text(self, text: torch.Tensor, lengths_B: NDArray[np.int64] | None = None) -> torch.Tensor:
-        """Token ids [B, L], or without a text tower ready embeddings [B, E], to float32 [B, E] of unit length.
+    def embed_text(self, text: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
+        """Embed token ids [B, L] as unit-length float32 [B, E]; without a text tower, normalise embeddings [B, E].
 
-        Args:
-            lengths_B: tokens of each caption, its end included, if the host knows them.
+        `lengths_B` are the numbers of tokens of the captions, including their ends, if known on the host.
         """
         return _of_unit_length(text if self.text is None else self.text(text, lengths_B))
 
 
-def _of_unit_length(embedding_BE: torch.Tensor) -> torch.Tensor:
-    # In bfloat16 the similarities that losses are made of would be off by whole percents (docs/models.md).
+def _of_unit_length(embedding_BE: Tensor) -> Tensor:
+    # In bfloat16, similarities would be off by whole percents (docs/models.md).
     dtype = torch.promote_types(embedding_BE.dtype, torch.float32)
     return nn.functional.normalize(embedding_BE.to(dtype), dim=-1)

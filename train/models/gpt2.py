@@ -1,10 +1,10 @@
-"""GPT-2 that looks at a video: a causal text decoder with cross-attention in each block (Radford et al. 2019).
+"""GPT-2 with cross-attention to a video in each block: a causal text decoder (Radford et al. 2019).
 
-The layout is that of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: layer norm before each part, GELU by
-tanh, learned positions, and logits through the transposed token embedding.
+The architecture is that of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU,
+learned positions and tied input and output embeddings.
 
-Shape suffixes: V videos, R rows of text (V * n, those of a video one behind the other), L tokens of a row, N tokens of
-a video, D width, W words of the vocabulary.
+Shape suffixes: V videos, R rows of text (V * n, grouped by video), L tokens of a row, N tokens of a video, D width,
+W vocabulary size.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from train.models.attention import Attend
 from train.models.gpt2_block import Gpt2Block, TextCache, linear_for_few
@@ -27,7 +27,7 @@ Gpt2Name = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2Size:
-    """A decoder; `trunk` is its transformer."""
+    """Dimensions of a decoder; `trunk` is its transformer."""
 
     trunk: TransformerSize
     vocabulary_size: int = VOCABULARY_SIZE
@@ -48,17 +48,13 @@ GPT2_SIZES: dict[Gpt2Name, Gpt2Size] = {
 
 
 def gpt2_size(name: Gpt2Name, *, vocabulary_size: int = VOCABULARY_SIZE, context_length: int | None = None) -> Gpt2Size:
-    """The size that a name stands for, with another vocabulary or context."""
+    """Dimensions by name, with another vocabulary size or context length."""
     size = GPT2_SIZES[name]
     return replace(size, vocabulary_size=vocabulary_size, context_length=context_length or size.context_length)
 
 
 class Gpt2(nn.Module):
-    """Token ids to logits of the next tokens, given what a video's encoder made of it.
-
-    Args:
-        dropout: share of the embeddings, and of what each part of a block adds, that training leaves out.
-    """
+    """Text decoder that predicts next tokens from token ids and a video encoder's output; `dropout` as in GPT-2."""
 
     def __init__(self, size: Gpt2Size, *, attend: Attend, dropout: float = 0.0) -> None:
         super().__init__()
@@ -71,35 +67,31 @@ class Gpt2(nn.Module):
         self.ln_final = LayerNorm(width, eps=size.trunk.norm_eps)
         nn.init.normal_(self.token_embedding.weight, std=_STD)
 
-    def forward(self, tokens_RL: torch.Tensor, video_VND: torch.Tensor) -> torch.Tensor:
-        """Logits [R, L, W] of the token after each."""
+    def forward(self, tokens_RL: Tensor, video_VND: Tensor) -> Tensor:
+        """Logits [R, L, W] of the token after each given one."""
         return self.logits(self.transformer(self.embed(tokens_RL), video_VND))
 
-    def embed(self, tokens_RL: torch.Tensor, *, begin: int = 0) -> torch.Tensor:
-        """Tokens with their places, from place `begin` on, [R, L, D].
-
-        Raises:
-            ValueError: a token is beyond the context.
-        """
+    def embed(self, tokens_RL: Tensor, *, begin: int = 0) -> Tensor:
+        """Embed tokens at positions from `begin` on, [R, L, D]; ValueError beyond the context length."""
         end = begin + tokens_RL.shape[1]
         if end > self.size.context_length:
             raise ValueError(f"{end} tokens, and the decoder's context has {self.size.context_length}")
-        x_RLD: torch.Tensor = self.dropout(self.token_embedding(tokens_RL) + self.positional_embedding[begin:end])
+        x_RLD: Tensor = self.dropout(self.token_embedding(tokens_RL) + self.positional_embedding[begin:end])
         return x_RLD
 
-    def logits(self, x_RLD: torch.Tensor) -> torch.Tensor:
-        """What the last block gave, as logits [R, L, W] by the token embedding."""
+    def logits(self, x_RLD: Tensor) -> Tensor:
+        """Logits [R, L, W] from the last block's output and the token embedding."""
         return linear_for_few(self.ln_final(x_RLD), self.token_embedding.weight)
 
     def start(
-        self, video_VND: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1, numbers: Iterable[int] | None = None
+        self, video_VND: Tensor, *, num_tokens: int, rows_per_video: int = 1, numbers: Iterable[int] | None = None
     ) -> TextCache:
-        """A cache for the texts of videos, to be written step by step.
+        """Create a cache to decode texts of videos step by step.
 
         Args:
-            video_VND: what the encoder made of the videos, as `forward` takes it.
-            num_tokens: of a row at most.
-            numbers: of the blocks that are to run here; all when left out.
+            video_VND: the encoder's output.
+            num_tokens: maximum number of tokens of a row.
+            numbers: indices of the blocks that run on this rank; None for all.
         """
         num_rows = len(video_VND) * rows_per_video
         chosen = range(len(self.transformer.resblocks)) if numbers is None else numbers
@@ -110,16 +102,13 @@ class Gpt2(nn.Module):
             }
         )
 
-    def step(self, tokens_RL: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Logits [R, W] of what follows these tokens, which follow those in the cache.
-
-        There may be several tokens a row in the first step, and one in all others.
-        """
+    def step(self, tokens_RL: Tensor, cache: TextCache) -> Tensor:
+        """Logits [R, W] of the next tokens; the first step may have several tokens per row, later steps one."""
         x_RLD = self.run_blocks(self.embed(tokens_RL, begin=cache.num_tokens), cache)
         return self.logits(x_RLD[:, -1])
 
-    def run_blocks(self, x_RLD: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """The blocks of a cache on tokens that follow those in it, [R, L, D]."""
+    def run_blocks(self, x_RLD: Tensor, cache: TextCache) -> Tensor:
+        """Run the blocks of a cache on the tokens that follow the cached ones, [R, L, D]."""
         for number, block_cache in cache.blocks.items():
             x_RLD = self._block(number).step(x_RLD, block_cache, begin=cache.num_tokens)
         cache.num_tokens += x_RLD.shape[1]

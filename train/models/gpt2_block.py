@@ -1,15 +1,14 @@
-"""A block of GPT-2 with cross-attention, and what it keeps from step to step when text is written token by token.
+"""A GPT-2 block with cross-attention, and its key-value cache for decoding token by token.
 
-Several texts of one video may stand side by side: V videos have R = V * n rows of text, those of a video one behind the
-other, and its keys and values are computed and kept once.
+Each of V videos can have n texts: R = V * n rows, grouped by video. A video's keys and values are computed once for all
+of its rows.
 
 Shape suffixes: V videos, R rows of text, L tokens of a row, N tokens of a video, D width, H heads, K width of a head.
 """
 
 from dataclasses import dataclass
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from train.models.attention import Attend
@@ -29,64 +28,55 @@ class CrossAttention(nn.Module):
         self.kv_proj = nn.Linear(width, 2 * width)
         self.out_proj = nn.Linear(width, width)
 
-    def keys_and_values(self, video_VND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What text attends to, each [V, N, H, K]."""
+    def keys_and_values(self, video_VND: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the videos, each [V, N, H, K]."""
         k_VNHK, v_VNHK = self.kv_proj(video_VND).unflatten(2, (2, self.num_heads, -1)).unbind(2)
         return k_VNHK, v_VNHK
 
-    def forward(self, x_RLD: torch.Tensor, k_VNHK: torch.Tensor, v_VNHK: torch.Tensor) -> torch.Tensor:
-        """What the text sees, [R, L, D]."""
-        # All tokens of all rows of a video are queries to the same keys: nothing is repeated row by row.
+    def forward(self, x_RLD: Tensor, k_VNHK: Tensor, v_VNHK: Tensor) -> Tensor:
+        """Attend from text [R, L, D] to the videos, [R, L, D]."""
+        # All rows of a video are queries to the same keys, which are therefore not repeated.
         q = apply_to_few(self.q_proj, x_RLD).view(len(k_VNHK), -1, self.num_heads, k_VNHK.shape[3])
         return apply_to_few(self.out_proj, self.attend(q, k_VNHK, v_VNHK).reshape(x_RLD.shape))
 
 
 @dataclass
 class BlockCache:
-    """What a block keeps from step to step.
+    """Key-value cache of one block: text keys and values, preallocated for all tokens, and those of the videos."""
 
-    Attributes:
-        k_RHLK, v_RHLK: of the text so far, with room for all rows and tokens.
-        video_k_VNHK, video_v_VNHK: of the videos.
-    """
-
-    k_RHLK: torch.Tensor
-    v_RHLK: torch.Tensor
-    video_k_VNHK: torch.Tensor
-    video_v_VNHK: torch.Tensor
+    k_RHLK: Tensor
+    v_RHLK: Tensor
+    video_k_VNHK: Tensor
+    video_v_VNHK: Tensor
 
 
 @dataclass
 class TextCache:
-    """What some blocks keep, by their numbers, of the first `num_tokens` tokens of each row."""
+    """Caches of some blocks, by block index, for the first `num_tokens` tokens of each row."""
 
     blocks: dict[int, BlockCache]
     num_tokens: int = 0
 
-    def keep(self, rows_r: torch.Tensor, videos_v: torch.Tensor | None = None) -> None:
-        """Puts other rows in the places of the rows.
+    def keep(self, rows_r: Tensor, videos_v: Tensor | None = None) -> None:
+        """Reorder or drop rows, as beam search does.
 
         Args:
-            rows_r: int64, which row each of the new ones goes on from.
-            videos_v: int64, the videos that are left, whose rows these are; all of them when left out.
+            rows_r: int64, the row that each new row continues.
+            videos_v: int64, the videos of these rows that remain; None for all.
         """
         for block in self.blocks.values():
             for x in (block.k_RHLK, block.v_RHLK):
                 x[: len(rows_r), :, : self.num_tokens] = x[:, :, : self.num_tokens].index_select(0, rows_r)
             if videos_v is not None:
                 block.video_k_VNHK, block.video_v_VNHK = (
-                    # As it lies in memory, head by head.
+                    # In memory order: head by head.
                     x.transpose(1, 2).index_select(0, videos_v).transpose(1, 2)
                     for x in (block.video_k_VNHK, block.video_v_VNHK)
                 )
 
 
 class Gpt2Block(nn.Module):
-    """Causal attention, cross-attention and an MLP, each behind a layer norm and a residual.
-
-    Args:
-        dropout: share of what each part adds that training leaves out.
-    """
+    """Pre-norm residual block of causal attention, cross-attention and an MLP, with dropout after each."""
 
     num_branches = 3
 
@@ -103,25 +93,23 @@ class Gpt2Block(nn.Module):
             nn.init.normal_(layer.weight, std=_STD)
             nn.init.zeros_(layer.bias)
         nn.init.normal_(self.attn.in_proj_weight, std=_STD)
-        # GPT-2's initialisation: residual branches shrink with the depth.
+        # GPT-2's initialisation: the output of residual branches shrinks with the depth.
         for layer in (self.attn.out_proj, self.cross_attn.out_proj, self.mlp.c_proj):
             nn.init.normal_(layer.weight, std=_STD * (2 * size.depth) ** -0.5)
             nn.init.zeros_(layer.bias)
 
-    def forward(
-        self, x_RLD: torch.Tensor, video_VND: torch.Tensor, *, branches: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The block's output, [R, L, D]; it has no `branches`, as none are dropped."""
+    def forward(self, x_RLD: Tensor, video_VND: Tensor, *, branches: Tensor | None = None) -> Tensor:
+        """Compute the block's output [R, L, D]; `branches` is None, since there is no drop path here."""
         x_RLD = x_RLD + self.dropout(self.attn(self.ln_1(x_RLD), causal=True, packing=None))
         seen_RLD = self.cross_attn(self.ln_cross(x_RLD), *self.cross_attn.keys_and_values(video_VND))
         x_RLD = x_RLD + self.dropout(seen_RLD)
-        changed_RLD: torch.Tensor = x_RLD + self.dropout(self.mlp(self.ln_2(x_RLD)))
+        changed_RLD: Tensor = x_RLD + self.dropout(self.mlp(self.ln_2(x_RLD)))
         return changed_RLD
 
-    def start(self, video_VND: torch.Tensor, *, num_rows: int, num_tokens: int) -> BlockCache:
-        """A cache for that many rows of at most so many tokens."""
+    def start(self, video_VND: Tensor, *, num_rows: int, num_tokens: int) -> BlockCache:
+        """Create the cache for `num_rows` rows of at most `num_tokens` tokens."""
         k_VNHK, v_VNHK = (
-            # Head by head in memory: a step reads all keys of a head one behind the other.
+            # Contiguous by head, because a step reads all keys of a head in sequence.
             x.transpose(1, 2).contiguous().transpose(1, 2)
             for x in self.cross_attn.keys_and_values(video_VND)
         )
@@ -129,11 +117,10 @@ class Gpt2Block(nn.Module):
         k_RHLK, v_RHLK = (k_VNHK.new_empty(num_rows, heads, num_tokens, head_width) for _ in range(2))
         return BlockCache(k_RHLK=k_RHLK, v_RHLK=v_RHLK, video_k_VNHK=k_VNHK, video_v_VNHK=v_VNHK)
 
-    def step(self, x_RLD: torch.Tensor, cache: BlockCache, *, begin: int) -> torch.Tensor:
-        """The block's output for the tokens from place `begin` on; those before are in the cache.
+    def step(self, x_RLD: Tensor, cache: BlockCache, *, begin: int) -> Tensor:
+        """Compute the block's output for the tokens from position `begin` on; earlier ones are in the cache.
 
-        Raises:
-            ValueError: there are several of each row, and they are not the first.
+        Only the first step may have several tokens per row (ValueError otherwise).
         """
         if begin and x_RLD.shape[1] > 1:
             raise ValueError(f"{x_RLD.shape[1]} tokens a row in a step that is not the first")
@@ -149,21 +136,17 @@ class Gpt2Block(nn.Module):
         x_RLD = x_RLD + apply_to_few(attention.out_proj, out_RLHK.reshape(num_rows, num_tokens, width))
         x_RLD = x_RLD + self.cross_attn(self.ln_cross(x_RLD), cache.video_k_VNHK, cache.video_v_VNHK)
         hidden = self.mlp.activate(apply_to_few(self.mlp.c_fc, self.ln_2(x_RLD)))
-        changed_RLD: torch.Tensor = x_RLD + self.mlp.c_proj(hidden)
+        changed_RLD: Tensor = x_RLD + self.mlp.c_proj(hidden)
         return changed_RLD
 
 
-# Linear layers for a handful of rows, as decoding has them.
+_FEW = 4  # rows
 
 
-_FEW = 4
+def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, computed as weight @ x for up to four rows on a CPU.
 
-
-def linear_for_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`, for up to four rows on a CPU as the product with the weight in front.
-
-    The libraries there take another way through the weight then, in half the time for layers that are not narrower
-    behind than in front (docs/captions.md).
+    BLAS libraries then take a path that needs half the time for layers that do not reduce the width (docs/captions.md).
     """
     rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or rows > _FEW or weight.shape[0] < weight.shape[1]:
@@ -172,6 +155,6 @@ def linear_for_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return out if bias is None else out + bias.to(out.dtype)
 
 
-def apply_to_few(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer of a few rows."""
+def apply_to_few(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Apply a linear layer to a few rows."""
     return linear_for_few(x, layer.weight, layer.bias)

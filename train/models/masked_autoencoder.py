@@ -1,16 +1,15 @@
-"""VideoMAE: an encoder of the few cubes that are seen, and a small decoder that says what the others hold.
+"""VideoMAE: an encoder of the visible cubes and a small decoder that predicts the masked ones.
 
-Tong et al. 2022, "VideoMAE", section 3; with a decoder that says it of a part of the others only, Wang et al. 2023,
-"VideoMAE V2", section 3.2.
+Tong et al. 2022, "VideoMAE", section 3; with decoder masking, Wang et al. 2023, "VideoMAE V2", section 3.2.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels, N cubes of a clip, K cubes that are seen, M cubes that
-are predicted, L = K + M, D width of the encoder, E width of the decoder, V values of a cube.
+Shape suffixes: B batch, C channels, T frames, H and W pixels, N cubes of a clip, K visible cubes, M predicted cubes,
+L = K + M, D encoder width, E decoder width, V values of a cube.
 """
 
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from train.config.model import Towers
 from train.models.attention import Attend
@@ -18,19 +17,19 @@ from train.models.transformer import LayerNorm, Transformer, TransformerSize, ch
 from train.models.video_vit import VideoViTSize
 from train.models.videomae import VideoMAEEncoder, sines, start_as_videomae
 
-_LAST_NORM_EPS = 1e-5  # of the decoder, whatever the blocks have: as in transformers' model
+_LAST_NORM_EPS = 1e-5  # of the decoder, whatever the blocks use, as in transformers
 _MASK_TOKEN_STD = 0.02
 
 
 def decoder_size(encoder: TransformerSize, *, depth: int) -> TransformerSize:
-    """The decoder of an encoder: half its width, in heads of the same width (192 / 3 for S, 384 / 6, 512 / 8 for L)."""
+    """Decoder dimensions for an encoder: half its width and heads (192 / 3 for S, 384 / 6 for B, 512 / 8 for L)."""
     return replace(encoder, width=encoder.width // 2, depth=depth, num_heads=encoder.num_heads // 2)
 
 
 class MaskedDecoder(nn.Module):
-    """Tokens of seen cubes to the values of cubes that are not."""
+    """Predicts the values of masked cubes from the tokens of visible ones."""
 
-    positions_NE: torch.Tensor
+    positions_NE: Tensor
 
     def __init__(
         self, size: TransformerSize, *, encoder_width: int, num_cubes: int, num_values: int, attend: Attend
@@ -45,37 +44,28 @@ class MaskedDecoder(nn.Module):
         start_as_videomae(self)
         nn.init.trunc_normal_(self.mask_token, std=_MASK_TOKEN_STD)
 
-    def forward(self, tokens_BKD: torch.Tensor, visible_BK: torch.Tensor, predicted_BM: torch.Tensor) -> torch.Tensor:
-        """Values of the predicted cubes, [B, M, V], given the encoder's tokens and both kinds' numbers."""
+    def forward(self, tokens_BKD: Tensor, visible_BK: Tensor, predicted_BM: Tensor) -> Tensor:
+        """Values of the predicted cubes, [B, M, V], from the encoder's tokens and the indices of both sets."""
         x_BKE = self.embed(tokens_BKD)
         positions_NE = self.positions_NE.to(x_BKE.dtype)
         masked_BME = self.mask_token.to(x_BKE.dtype) + positions_NE[predicted_BM]
         x_BLE = self.transformer(torch.cat([x_BKE + positions_NE[visible_BK], masked_BME], dim=1))
-        # The norm and the head, which is as wide as a cube, are for what the loss sees.
-        values_BMV: torch.Tensor = self.head(self.ln_post(x_BLE[:, visible_BK.shape[1] :]))
+        # Norm and head, whose output is as wide as a cube, are computed for the predicted cubes only.
+        values_BMV: Tensor = self.head(self.ln_post(x_BLE[:, visible_BK.shape[1] :]))
         return values_BMV
 
 
 class MaskedAutoencoder(nn.Module):
-    """Clips and masks to what the masked cubes hold.
-
-    Parameters are `video.*` (the tower, which is kept) and `decoder.*`.
+    """Masked autoencoder with parameters `video.*` (the tower, which is kept) and `decoder.*`.
 
     Args:
-        size: of the encoder, of the kind videomae.
-        decoder_depth: blocks of the decoder.
-        towers: how it is trained: what is skipped, what saves memory.
+        size: dimensions of the encoder, of kind videomae.
+        decoder_depth: number of decoder blocks.
+        towers: drop path and activation checkpointing.
     """
 
     def __init__(
-        self,
-        size: VideoViTSize,
-        *,
-        decoder_depth: int,
-        image_px: int,
-        num_frames: int,
-        attend: Attend,
-        towers: Towers,
+        self, size: VideoViTSize, *, decoder_depth: int, image_px: int, num_frames: int, attend: Attend, towers: Towers
     ) -> None:
         super().__init__()
         trunk = size.trunk
@@ -98,58 +88,52 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(
         self,
-        video_BCTHW: torch.Tensor,
-        masked_BN: torch.Tensor,
-        decoded_BN: torch.Tensor | None = None,
+        video_BCTHW: Tensor,
+        masked_BN: Tensor,
+        decoded_BN: Tensor | None = None,
         *,
         num_masked: int | None = None,
         num_predicted: int | None = None,
-    ) -> torch.Tensor:
-        """Predicts the cubes that are masked and decoded.
+    ) -> Tensor:
+        """Predict the masked cubes, or those of them that `decoded_BN` selects.
 
         Args:
             video_BCTHW: normalised clips.
-            masked_BN: bool, cubes that the encoder does not see; as many in each clip.
-            decoded_BN: bool, cubes that the decoder may predict; all of them when left out. As many of them are
-                masked in each clip.
-            num_masked, num_predicted: how many are masked, and masked and decoded, of each clip. Counted when left
-                out, for which the host waits for the device.
+            masked_BN: bool, cubes hidden from the encoder, the same number in each clip.
+            decoded_BN: bool, cubes that the decoder may predict (all if None), with the same number of masked ones in
+                each clip.
+            num_masked, num_predicted: number of masked, and of masked and decoded cubes of a clip. If None, they are
+                counted, which synchronises with the device.
 
         Returns:
-            [B, M, V], cubes in the order of their numbers, the values of each in VideoMAE's order (t p p c).
+            [B, M, V], cubes in ascending order, their values in VideoMAE's order (t p p c).
 
         Raises:
-            ValueError: clips have different counts, where they are counted.
+            ValueError: the counted numbers differ between clips.
         """
         num_cubes = masked_BN.shape[1]
         num_masked = counted(masked_BN) if num_masked is None else num_masked
         visible_BK = numbers_of(~masked_BN, num_cubes - num_masked)
         predicted_BM = predicted_cubes(masked_BN, decoded_BN, count=num_masked if decoded_BN is None else num_predicted)
-        values_BMV: torch.Tensor = self.decoder(self.video(video_BCTHW, visible_BK), visible_BK, predicted_BM)
+        values_BMV: Tensor = self.decoder(self.video(video_BCTHW, visible_BK), visible_BK, predicted_BM)
         return values_BMV
 
 
-def predicted_cubes(
-    masked_BN: torch.Tensor, decoded_BN: torch.Tensor | None = None, *, count: int | None = None
-) -> torch.Tensor:
-    """Numbers of the cubes that are masked and decoded, int64 [B, M], in rising order: those that a loss is about."""
+def predicted_cubes(masked_BN: Tensor, decoded_BN: Tensor | None = None, *, count: int | None = None) -> Tensor:
+    """Indices of the cubes in the loss, which are masked and decoded, int64 [B, M] in ascending order."""
     chosen_BN = masked_BN if decoded_BN is None else masked_BN & decoded_BN
     return numbers_of(chosen_BN, counted(chosen_BN) if count is None else count)
 
 
-def counted(chosen_BN: torch.Tensor) -> int:
-    """How many are chosen in each row. The host waits for the device.
-
-    Raises:
-        ValueError: not the same number in each.
-    """
+def counted(chosen_BN: Tensor) -> int:
+    """Number of true values in each row; synchronises with the device. ValueError if rows differ."""
     counts = set(chosen_BN.sum(1).tolist())
     if len(counts) != 1:
         raise ValueError(f"clips of a batch have different numbers of cubes: {sorted(counts)}")
     return int(counts.pop())
 
 
-def numbers_of(chosen_BN: torch.Tensor, count: int) -> torch.Tensor:
-    """Where rows are true, int64 [B, count], in rising order, given how often each is: the device is not waited for."""
-    # A stable sort leaves equals in their order.
+def numbers_of(chosen_BN: Tensor, count: int) -> Tensor:
+    """Indices of the `count` true values of each row, int64 [B, count], ascending, without synchronising."""
+    # A stable sort keeps the order of equal values.
     return chosen_BN.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,6 +1,6 @@
-"""Sequences of different lengths, one behind the other in one row of tokens, so that nothing is computed for padding.
+"""Packed sequences: sequences of different lengths concatenated into one row of tokens, without padding.
 
-Shape suffixes: N sequences, M tokens of all of them together, P places of the same sequences padded to the longest.
+Shape suffixes: N sequences, M tokens of all of them, n sequences of the same length L.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from train.device.transfer import sent
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Where the sequences of a row of tokens begin and end. Made by `pack`.
+    """The layout of a row of packed sequences, as made by `pack`. Index tensors are int64.
 
     Attributes:
-        lengths: tokens of each sequence; each has one at least.
-        longest: the largest of them.
-        sequence_M: int64, the sequence that a token belongs to.
-        position_M: int64, a token's place in its sequence, from 0.
-        place_M: int64, a token's place in the rows of sequences padded to the longest, [N * longest].
-        end_N: int64, the last token of each sequence.
+        lengths: number of tokens of each sequence, at least 1.
+        longest: the largest length.
+        sequence_M: the sequence of each token.
+        position_M: the position of each token in its sequence, from 0.
+        place_M: the index of each token in the flattened padded batch, [N * longest].
+        end_N: the last token of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -35,37 +35,32 @@ class Packing:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self.lengths)
 
     @cached_property
     def rows_by_length(self) -> tuple[tuple[int, torch.Tensor], ...]:
-        """For each length that occurs, that length L and the tokens of the sequences that have it: int64 [n * L]."""
+        """Each length L that occurs, with the tokens of the sequences of that length: int64 [n * L]."""
         lengths_N = torch.tensor(self.lengths)
         begins_N = lengths_N.cumsum(0) - lengths_N
-        found = []
-        for length in sorted(set(self.lengths)):
-            begins_n = begins_N[lengths_N == length]
-            tokens = (begins_n[:, None] + torch.arange(length)).flatten()
-            found.append((length, sent(tokens, self.place_M.device)))
-        return tuple(found)
+        tokens = {
+            length: (begins_N[lengths_N == length][:, None] + torch.arange(length)).flatten()
+            for length in sorted(set(self.lengths))
+        }
+        return tuple((length, sent(tokens_nL, self.place_M.device)) for length, tokens_nL in tokens.items())
 
     @cached_property
     def prepared(self) -> dict[str, Any]:
-        """What an implementation of attention makes of these lengths once and keeps for the next block, by its name."""
+        """What an attention implementation derives from the lengths once for all blocks, by its name."""
         return {}
 
 
 def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
-    """The packing of sequences of these lengths, its tensors on `device`.
-
-    Raises:
-        ValueError: there are no sequences, or an empty one.
-    """
+    """Pack sequences of these lengths, with tensors on `device`; ValueError if there are none or one is empty."""
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"cannot pack sequences of the lengths {list(lengths)}: each needs a token")
+        raise ValueError(f"cannot pack sequences of lengths {list(lengths)}: each needs a token")
     longest = max(lengths)
-    # Computed on the host, where the lengths are, and sent in one piece.
+    # Computed on the host and copied in one transfer.
     lengths_N = torch.tensor(lengths)
     begins_N = lengths_N.cumsum(0) - lengths_N
     sequence_M = torch.repeat_interleave(torch.arange(len(lengths)), lengths_N)
@@ -74,11 +69,5 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
     places = torch.cat([sequence_M, position_M, sequence_M * longest + position_M, end_N])
     num_tokens = len(sequence_M)
     sequence_M, position_M, place_M, end_N = sent(places, device).split([num_tokens] * 3 + [len(lengths)])
-    return Packing(
-        lengths=tuple(lengths),
-        longest=longest,
-        sequence_M=sequence_M,
-        position_M=position_M,
-        place_M=place_M,
-        end_N=end_N,
-    )
+    indices = {"sequence_M": sequence_M, "position_M": position_M, "place_M": place_M, "end_N": end_N}
+    return Packing(lengths=tuple(lengths), longest=longest, **indices)

@@ -1,6 +1,6 @@
 """CLIP's text tower and its byte-pair tokenizer.
 
-Shape suffixes: B batch, L tokens, M tokens of all captions together, D width, E width of the embedding.
+Shape suffixes: B batch, L tokens, M tokens of all captions, D width, E embedding width.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from train.models.attention import Attend
 from train.models.packing import pack
@@ -18,14 +18,14 @@ from train.models.transformer import LayerNorm, Transformer, TransformerSize
 
 VOCABULARY_SIZE = 49408
 CONTEXT_LENGTH = 77
-_MAX_WORDS = 100_000  # remembered by a tokenizer
+_MAX_WORDS = 100_000  # cached by a tokenizer
 
 Tokenize = Callable[[str], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTowerSize:
-    """A text tower; `trunk` is its transformer."""
+    """Dimensions of a text tower; `trunk` is its transformer."""
 
     trunk: TransformerSize
     vocabulary_size: int = VOCABULARY_SIZE
@@ -33,14 +33,11 @@ class TextTowerSize:
 
 
 class TextTower(nn.Module):
-    """Token ids to embeddings; a token sees only those before it.
-
-    The embedding is read at a caption's end: the first place of its largest id, which is the end-of-text token.
-    Attention is causal, so what follows that token cannot matter.
+    """Causal text tower; the embedding is read at the end-of-text token, the first position of the largest id.
 
     Args:
-        is_packed: captions are computed without what follows their end, one behind the other; otherwise each fills
-            its row, which takes no look at the lengths and has the same shape in every batch.
+        is_packed: concatenate captions without padding, for which the lengths are needed; otherwise every caption is
+            padded to the context length, and all batches have the same shape.
     """
 
     def __init__(self, size: TextTowerSize, *, embedding_width: int, attend: Attend, is_packed: bool = True) -> None:
@@ -54,23 +51,21 @@ class TextTower(nn.Module):
         self.text_projection = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
         nn.init.normal_(self.token_embedding.weight, std=0.02)
 
-    def forward(self, tokens_BL: torch.Tensor, lengths_B: NDArray[np.int64] | None = None) -> torch.Tensor:
-        """Embeds int64 token ids [B, L] as [B, E], not yet of unit length.
+    def forward(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None = None) -> Tensor:
+        """Embed int64 token ids [B, L] as [B, E], not of unit length.
 
-        Args:
-            lengths_B: tokens of each caption, its end included. Read from the device when left out, if captions are
-                packed: the host waits for it.
+        `lengths_B` are the numbers of tokens including ends; without them a packed tower synchronises with the device.
         """
         ends_BD = self._packed_ends(tokens_BL, lengths_B) if self.is_packed else self._padded_ends(tokens_BL)
-        embedding_BE: torch.Tensor = self.ln_final(ends_BD) @ self.text_projection
+        embedding_BE: Tensor = self.ln_final(ends_BD) @ self.text_projection
         return embedding_BE
 
-    def _padded_ends(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+    def _padded_ends(self, tokens_BL: Tensor) -> Tensor:
         x_BLD = self.token_embedding(tokens_BL) + self.positional_embedding[: tokens_BL.shape[1]]
         x_BLD = self.transformer(x_BLD, causal=True)
         return x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), tokens_BL.argmax(dim=1)]
 
-    def _packed_ends(self, tokens_BL: torch.Tensor, lengths_B: NDArray[np.int64] | None) -> torch.Tensor:
+    def _packed_ends(self, tokens_BL: Tensor, lengths_B: NDArray[np.int64] | None) -> Tensor:
         if lengths_B is None:
             lengths_B = (tokens_BL.argmax(dim=1) + 1).cpu().numpy()
         packing = pack(lengths_B.tolist(), device=tokens_BL.device)
@@ -81,10 +76,10 @@ class TextTower(nn.Module):
 
 
 def load_tokenizer() -> Tokenize:
-    """CLIP's tokenizer: a text to int64 ids [77], start and end tokens around it, zeros behind, cut to length.
+    """CLIP's tokenizer: a text to int64 ids [77] with start and end tokens, truncated and zero-padded.
 
-    The ids are open_clip's. It is done for every sample of a loader's threads under the interpreter lock, so words are
-    remembered (no token reaches across white space), and texts in which open_clip's cleaning finds nothing skip it.
+    The ids are open_clip's. Loader threads run it for every sample under the interpreter lock, so the ids of words are
+    cached (no token spans white space) and plain texts skip open_clip's cleaning.
     """
     from open_clip.tokenizer import SimpleTokenizer
 
@@ -116,5 +111,5 @@ def load_tokenizer() -> Tokenize:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether nothing but case and white space may change in cleaning: printable ASCII without an HTML entity."""
+    """Whether cleaning can change only case and white space: printable ASCII without HTML entities."""
     return text.isascii() and text.isprintable() and "&" not in text

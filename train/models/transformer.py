@@ -1,7 +1,6 @@
-"""CLIP's pre-norm transformer, the trunk of both towers. Parameters carry CLIP's names.
+"""CLIP's pre-norm transformer, the trunk of all towers. Parameters have CLIP's names.
 
-Shape suffixes: B batch, L tokens, D width, H heads, K width of a head. Packed sequences (train.models.packing) are a
-batch of 1.
+Shape suffixes: B batch (1 for packed sequences, train.models.packing), L tokens, D width, H heads, K width of a head.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from train.config.model import Activation
@@ -18,17 +17,17 @@ from train.models.attention import Attend
 from train.models.packing import Packing
 
 NORM_EPS = 1e-5  # CLIP's
-MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh: GELU's approximation by tanh, GPT-2's
+MlpActivation = Activation | Literal["gelu_tanh"]  # gelu_tanh: the tanh approximation of GELU (GPT-2)
 _MAX_GRAPHS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSize:
-    """Width, number of blocks and of heads of a tower, and what its blocks compute between the matrices.
+    """Dimensions of a transformer and the activation and epsilon of its blocks.
 
     Attributes:
-        has_key_bias: queries, keys and values have one bias (CLIP); else queries and values have one each (BEiT). What
-            is added to all keys alike changes no attention.
+        has_key_bias: one bias for queries, keys and values (CLIP), instead of one each for queries and values (BEiT);
+            a bias of the keys does not change the attention.
     """
 
     width: int
@@ -40,20 +39,20 @@ class TransformerSize:
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm whose result has the type of what it was given; mean and deviation are float32 at least.
+    """Layer norm that keeps the dtype of its input; statistics are computed in float32 or wider.
 
-    Autocast would copy its input and output to float32, and the residual stream would stay so: twice the memory of a
-    block's input, which is most of what activation checkpointing keeps.
+    Autocast would convert input and output to float32, and with them the residual stream: twice the memory of a block's
+    input, which is most of what activation checkpointing keeps.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with one matrix for queries, keys and values."""
+    """Multi-head self-attention with one projection matrix for queries, keys and values."""
 
     def __init__(self, width: int, num_heads: int, *, attend: Attend, has_key_bias: bool = True) -> None:
         super().__init__()
@@ -67,21 +66,21 @@ class SelfAttention(nn.Module):
             self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(width)) for _ in range(2))
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x_BLD: torch.Tensor, *, causal: bool, packing: Packing | None) -> torch.Tensor:
+    def forward(self, x_BLD: Tensor, *, causal: bool, packing: Packing | None) -> Tensor:
         num_items, num_tokens, width = x_BLD.shape
-        bias = self.in_proj_bias if self.has_key_bias else self._bias_without_keys()
+        if self.has_key_bias:
+            bias: Tensor = self.in_proj_bias
+        else:
+            bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         qkv = nn.functional.linear(x_BLD, self.in_proj_weight, bias)
         q_BLHK, k_BLHK, v_BLHK = qkv.view(num_items, num_tokens, 3, self.num_heads, -1).unbind(2)
         out_BLHK = self.attend(q_BLHK, k_BLHK, v_BLHK, causal=causal, packing=packing)
-        projected: torch.Tensor = self.out_proj(out_BLHK.reshape(num_items, num_tokens, width))
+        projected: Tensor = self.out_proj(out_BLHK.reshape(num_items, num_tokens, width))
         return projected
-
-    def _bias_without_keys(self) -> torch.Tensor:
-        return torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
 
 
 class Mlp(nn.Module):
-    """Two linear layers with an activation between them, four times wider inside."""
+    """Two linear layers with an activation between them and a hidden width of four times D."""
 
     def __init__(self, width: int, activation: MlpActivation) -> None:
         super().__init__()
@@ -89,17 +88,17 @@ class Mlp(nn.Module):
         self.c_proj = nn.Linear(4 * width, width)
         self.activate = _ACTIVATIONS[activation]
 
-    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BLD: Tensor) -> Tensor:
         x_BLD = self.c_proj(self.activate(self.c_fc(x_BLD)))
         return x_BLD
 
 
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x), which OpenAI trained CLIP with; it differs from GELU by 0.02 at most."""
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x), used by OpenAI's CLIP; differs from GELU by at most 0.02."""
     return x * torch.sigmoid(1.702 * x)
 
 
-_ACTIVATIONS: dict[MlpActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+_ACTIVATIONS: dict[MlpActivation, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "quick_gelu": quick_gelu,
     "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
@@ -107,7 +106,7 @@ _ACTIVATIONS: dict[MlpActivation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a layer norm and a residual."""
+    """Pre-norm residual block of attention and an MLP."""
 
     num_branches = 2
 
@@ -117,7 +116,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(size.width, size.num_heads, attend=attend, has_key_bias=size.has_key_bias)
         self.ln_2 = LayerNorm(size.width, eps=size.norm_eps)
         self.mlp = Mlp(size.width, size.activation)
-        # CLIP's initialisation: residual branches shrink with the depth.
+        # CLIP's initialisation: the output of residual branches shrinks with the depth.
         into_residual = size.width**-0.5 * (2 * size.depth) ** -0.5
         nn.init.normal_(self.attn.in_proj_weight, std=size.width**-0.5)
         nn.init.normal_(self.attn.out_proj.weight, std=into_residual)
@@ -126,18 +125,9 @@ class Block(nn.Module):
         nn.init.normal_(self.mlp.c_proj.weight, std=into_residual)
 
     def forward(
-        self,
-        x_BLD: torch.Tensor,
-        *,
-        causal: bool = False,
-        packing: Packing | None = None,
-        branches: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The block's output, [B, L, D].
-
-        Args:
-            branches: [2, B, 1, 1], factors of what attention and MLP add, one an item (see `drawn_branches`).
-        """
+        self, x_BLD: Tensor, *, causal: bool = False, packing: Packing | None = None, branches: Tensor | None = None
+    ) -> Tensor:
+        """Compute the block's output [B, L, D]; `branches` [2, B, 1, 1] scales its branches (see `drawn_branches`)."""
         attended_BLD = self.attn(self.ln_1(x_BLD), causal=causal, packing=packing)
         x_BLD = x_BLD + (attended_BLD if branches is None else attended_BLD * branches[0])
         changed_BLD = self.mlp(self.ln_2(x_BLD))
@@ -145,15 +135,11 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one behind the other.
+    """A sequence of residual blocks.
 
     Args:
-        blocks: each takes tokens [B, L, D], and the factors of its branches as `branches`; it says how many it has as
-            `num_branches`.
-        drop_path: for each block, the probability that it is skipped for an item in training; empty for none.
-
-    Attributes:
-        checkpointing: blocks keep their input alone, and compute the rest again in the backward pass.
+        blocks: take tokens [B, L, D] and `branches`, the scale of each of their `num_branches` residual branches.
+        drop_path: probability, for each block, of skipping a sample's branch in training; empty for none.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, drop_path: Sequence[float] = ()) -> None:
@@ -162,74 +148,70 @@ class Stack(nn.Module):
         self.drop_path = tuple(drop_path) or (0.0,) * len(self.resblocks)
         if len(self.drop_path) != len(self.resblocks):
             raise ValueError(f"{len(self.drop_path)} probabilities for {len(self.resblocks)} blocks")
-        self.checkpointing = False
+        self.checkpointing = False  # activation checkpointing of each block
 
-    def forward(self, x_BLD: torch.Tensor, *context: torch.Tensor, **options: Any) -> torch.Tensor:
-        """All blocks, [B, L, D]; each is also given what else there is."""
+    def forward(self, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
+        """Run all blocks on tokens [B, L, D]; `context` and `options` are passed to each."""
         for number in range(len(self.resblocks)):
             x_BLD = self.run(number, x_BLD, *context, **options)
         return x_BLD
 
-    def run(self, number: int, x_BLD: torch.Tensor, *context: torch.Tensor, **options: Any) -> torch.Tensor:
-        """One block, by its number."""
+    def run(self, number: int, x_BLD: Tensor, *context: Tensor, **options: Any) -> Tensor:
+        """Run one block, by its index."""
         block: Any = self.resblocks[number]
-        # Drawn outside of the block: compiled or computed twice, it sees the same. For all or for none, as blocks
-        # that are called alike share their compiled code.
+        # Drawn outside of the block, so that compiled or recomputed blocks see the same values. For all blocks or for
+        # none, because blocks that are called alike share their compiled code.
         drops = self.training and any(self.drop_path)
         branches = drawn_branches(x_BLD, self.drop_path[number], count=block.num_branches) if drops else None
         run = partial(block, branches=branches, **options)
-        out_BLD: torch.Tensor = (
+        out_BLD: Tensor = (
             checkpoint(run, x_BLD, *context, use_reentrant=False) if self.checkpointing else run(x_BLD, *context)
         )
         return out_BLD
 
 
 class Transformer(Stack):
-    """A stack of CLIP's blocks."""
+    """A stack of CLIP blocks."""
 
     def __init__(self, size: TransformerSize, *, attend: Attend, drop_path: Sequence[float] = ()) -> None:
         super().__init__((Block(size, attend=attend) for _ in range(size.depth)), drop_path=drop_path)
 
 
-def drawn_branches(x_BLD: torch.Tensor, probability: float, *, count: int = 2) -> torch.Tensor:
-    """Factors of the branches of a block for each item, [count, B, 1, 1], from torch's generator.
+def drawn_branches(x_BLD: Tensor, probability: float, *, count: int = 2) -> Tensor:
+    """Draw scales of a block's branches for each sample, [count, B, 1, 1], from torch's generator.
 
-    0 with the given probability, else what keeps the mean (Huang et al. 2016, with the scale in training).
+    They are 0 with the given probability and 1 / (1 - probability) otherwise (stochastic depth, Huang et al. 2016).
     """
     kept_nB11 = torch.rand(count, len(x_BLD), 1, 1, device=x_BLD.device) >= probability
     return kept_nB11.to(x_BLD.dtype) / (1 - probability)
 
 
 def drop_path_of(probability: float, *, depth: int, is_rising: bool) -> tuple[float, ...]:
-    """The probability of each block: the same, or rising in equal steps from 0 to `probability` in the last."""
+    """Drop-path probability of each block: constant, or rising linearly from 0 to `probability` in the last block."""
     if not is_rising or depth == 1:
         return (probability,) * depth
     return tuple(probability * number / (depth - 1) for number in range(depth))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """All blocks of a model's stacks: the parts that are sharded, checkpointed and compiled one by one.
+    """All blocks of a model's stacks: the units of sharding, checkpointing and compilation.
 
-    Blocks whose parameters are elsewhere, as those of a pipeline's other stages, are left out.
+    Blocks without parameters on this rank, such as those of other pipeline stages, are left out.
     """
     stacks = (module for module in model.modules() if isinstance(module, Stack))
     return [block for stack in stacks for block in stack.resblocks if next(block.parameters(), None) is not None]
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Turns activation checkpointing on in all stacks of a model."""
+    """Enable activation checkpointing in all stacks of a model."""
     for module in model.modules():
         if isinstance(module, Stack):
             module.checkpointing = True
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor", fullgraph: bool = False) -> None:
-    """Has torch.compile compile each block of a model when it first runs; names of parameters stay.
-
-    Args:
-        fullgraph: raise where a block is not one graph, as with attention by xformers.
-    """
-    # Training, evaluation, pixels and captions, the last batch: each has a graph of its own, and all blocks share them.
+    """Compile each block in place when it first runs; parameter names stay. `fullgraph` forbids graph breaks."""
+    # Training, evaluation, pixels, captions and the last batch have a graph each, shared by all blocks.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     for block in blocks_of(model):
         block.compile(backend=backend, fullgraph=fullgraph)

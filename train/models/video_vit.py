@@ -1,40 +1,92 @@
 """A joint space-time vision transformer: every cube of a clip attends to every other.
 
-It is CLIP's image tower with a temporal embedding: with one frame and a zero temporal embedding it computes
-CLIP's image features (AVION, section 3.1, builds its video tower the same way). A cube is a patch of one frame, or
-of several that follow one another (ViViT's tubelets, Arnab et al. 2021, section 3.2).
+This is CLIP's image tower with a temporal embedding, as in AVION (section 3.1): with one frame and a zero temporal
+embedding it computes CLIP's image features. A cube is a patch of one frame or of several consecutive frames (ViViT's
+tubelets, Arnab et al. 2021, section 3.2).
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels, S steps of time (T / frames of a cube), P patches of a
-frame, N cubes of a clip (S * P), L tokens (1 + N), D width, E width of the embedding.
+Shape suffixes: B batch, C channels, T frames, H and W pixels, S time steps (T / frames per cube), P patches of a frame,
+N cubes of a clip (S * P), L tokens (1 + N), K kept cubes, V values of a cube, D width, E embedding width.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from train.models.attention import Attend
 from train.models.transformer import LayerNorm, Transformer, TransformerSize
 
 
+@dataclass(frozen=True)
+class CubeGrid:
+    """Number of cubes of a clip along time, height and width. Cubes are numbered in that order."""
+
+    steps: int
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        """Cubes of one time step."""
+        return self.rows * self.columns
+
+    @property
+    def cubes(self) -> int:
+        """Cubes of a clip."""
+        return self.steps * self.patches
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoViTSize:
-    """A video tower; `trunk` is its transformer, `patch_px` the side of a cube, `cube_frames` its length."""
+    """Dimensions of a video tower: its transformer, and the side (pixels) and length (frames) of a cube."""
 
     trunk: TransformerSize
     patch_px: int
     num_channels: int = 3
     cube_frames: int = 1
 
+    def grid(self, *, image_px: int, num_frames: int) -> CubeGrid:
+        """The cubes of square clips; ValueError if they cannot be cut into whole cubes."""
+        if image_px % self.patch_px:
+            raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {self.patch_px} px")
+        if num_frames % self.cube_frames:
+            raise ValueError(f"{num_frames} frames cannot be cut into cubes of {self.cube_frames} frames")
+        return CubeGrid(num_frames // self.cube_frames, *[image_px // self.patch_px] * 2)
+
+
+def grid_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> CubeGrid:
+    """The grid of clips; ValueError if they cannot be cut into whole cubes."""
+    num_frames, height, width = video_BCTHW.shape[2:]
+    if num_frames % cube_frames or height % patch_px or width % patch_px:
+        raise ValueError(
+            f"{num_frames} x {height} x {width} cannot be cut into cubes of {cube_frames} x {patch_px} x {patch_px}"
+        )
+    return CubeGrid(num_frames // cube_frames, height // patch_px, width // patch_px)
+
+
+def cubes_of(video_BCTHW: Tensor, *, cube_frames: int, patch_px: int) -> Tensor:
+    """The cubes of clips as a view [B, S, rows, columns, C, frames, p, p]."""
+    grid = grid_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
+    b, c = video_BCTHW.shape[:2]
+    cubes = video_BCTHW.reshape(b, c, grid.steps, cube_frames, grid.rows, patch_px, grid.columns, patch_px)
+    return cubes.permute(0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def picked(cubes_BShw: Tensor, numbers_BK: Tensor) -> Tensor:
+    """Select cubes by their int64 indices: [B, K, ...] of a view [B, S, h, w, ...]; copies only the selection."""
+    rows, columns = cubes_BShw.shape[2:4]
+    batch_B1 = torch.arange(len(cubes_BShw), device=cubes_BShw.device)[:, None]
+    step_BK, patch_BK = numbers_BK // (rows * columns), numbers_BK % (rows * columns)
+    return cubes_BShw[batch_B1, step_BK, patch_BK // columns, patch_BK % columns]
+
 
 class CubeEmbedding(nn.Module):
-    """One linear map of each cube's values: the convolution of CLIP's `conv1` as one product.
+    """The convolution that embeds cubes (CLIP's `conv1`), computed as one matrix product.
 
-    `weight` is [D, C, p, p] as CLIP's for cubes of one frame, and [D, C, t, p, p] as a Conv3d's for longer ones.
-
-    Args:
-        has_bias: VideoMAE's has one, CLIP's has none.
+    `weight` is [D, C, p, p] for cubes of one frame, as in CLIP, and [D, C, t, p, p] for longer ones, as in a Conv3d.
+    VideoMAE's has a bias, CLIP's does not.
     """
 
     def __init__(self, size: VideoViTSize, *, has_bias: bool = False) -> None:
@@ -46,30 +98,28 @@ class CubeEmbedding(nn.Module):
             torch.empty(size.trunk.width, size.num_channels, *time, size.patch_px, size.patch_px)
         )
         fan_in = self.weight[0].numel()
-        nn.init.uniform_(self.weight, -(fan_in**-0.5), fan_in**-0.5)  # as torch's convolutions
+        nn.init.uniform_(self.weight, -(fan_in**-0.5), fan_in**-0.5)  # as in torch's convolutions
         self.register_parameter("bias", nn.Parameter(torch.zeros(size.trunk.width)) if has_bias else None)
 
-    def cut(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """The values of each cube, [B, S, P, C * t * p * p]; cubes of a frame row by row."""
-        t, p = self.cube_frames, self.patch_px
-        b, c, frames, height, width = video_BCTHW.shape
-        cubes = video_BCTHW.reshape(b, c, frames // t, t, height // p, p, width // p, p)
-        return cubes.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(2, 3)
+    def cut(self, video_BCTHW: Tensor) -> Tensor:
+        """Cut clips into cubes, [B, S, P, C * t * p * p]; the cubes of a frame are in row-major order."""
+        cubes = cubes_of(video_BCTHW, cube_frames=self.cube_frames, patch_px=self.patch_px)
+        return cubes.flatten(4).flatten(2, 3)
 
-    def forward(self, cubes: torch.Tensor) -> torch.Tensor:
-        """Embeds cubes [..., C * t * p * p] as [..., D]."""
+    def forward(self, cubes: Tensor) -> Tensor:
+        """Embed cubes [..., C * t * p * p] as [..., D]."""
         return nn.functional.linear(cubes, self.weight.flatten(1), self.bias)
 
 
 class VideoViT(nn.Module):
-    """Clips to embeddings.
+    """Video tower that embeds clips.
 
     Args:
-        num_frames: of a clip; a multiple of the cubes' frames.
-        embedding_width: E; None for the class token itself, without a projection.
-        temporal_std: of the temporal embedding at the start; with 0 the order of frames does not count yet.
-        patch_dropout: share of a clip's cubes that are left out in training (Li et al. 2023, FLIP; AVION).
-        drop_path: for each block, the probability that it is skipped for a clip in training; empty for none.
+        num_frames: frames of a clip, a multiple of the cube length.
+        embedding_width: E; None for the class token without a projection.
+        temporal_std: standard deviation of the initial temporal embedding; 0 makes the model blind to frame order.
+        patch_dropout: fraction of a clip's cubes dropped in training (FLIP, Li et al. 2023; AVION).
+        drop_path: probability, for each block, of skipping a clip's branch in training; empty for none.
     """
 
     def __init__(
@@ -86,17 +136,13 @@ class VideoViT(nn.Module):
     ) -> None:
         super().__init__()
         self.proj: nn.Parameter
-        if image_px % size.patch_px:
-            raise ValueError(f"a picture of {image_px} px cannot be cut into patches of {size.patch_px} px")
-        if num_frames % size.cube_frames:
-            raise ValueError(f"{num_frames} frames cannot be cut into cubes of {size.cube_frames} frames")
-        self.size = size
+        grid = size.grid(image_px=image_px, num_frames=num_frames)
+        self.size, width = size, size.trunk.width
         self.patch_dropout = patch_dropout
-        width, num_patches = size.trunk.width, (image_px // size.patch_px) ** 2
         self.conv1 = CubeEmbedding(size)
         self.class_embedding = nn.Parameter(width**-0.5 * torch.randn(width))
-        self.positional_embedding = nn.Parameter(width**-0.5 * torch.randn(1 + num_patches, width))
-        self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(num_frames // size.cube_frames, width))
+        self.positional_embedding = nn.Parameter(width**-0.5 * torch.randn(1 + grid.patches, width))
+        self.temporal_embedding = nn.Parameter(temporal_std * torch.randn(grid.steps, width))
         self.ln_pre = LayerNorm(width, eps=size.trunk.norm_eps)
         self.transformer = Transformer(size.trunk, attend=attend, drop_path=drop_path)
         self.ln_post = LayerNorm(width, eps=size.trunk.norm_eps)
@@ -105,63 +151,55 @@ class VideoViT(nn.Module):
         if embedding_width is not None:
             self.proj = nn.Parameter(width**-0.5 * torch.randn(width, embedding_width))
 
-    def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Embeds normalised clips [B, C, T, H, W] as [B, E], not yet of unit length; [B, D] without a projection."""
+    def forward(self, video_BCTHW: Tensor) -> Tensor:
+        """Embed normalised clips [B, C, T, H, W] as [B, E], not of unit length; [B, D] without a projection."""
         class_BD = self.features(video_BCTHW)
         return class_BD @ self.proj if self.has_projection else class_BD
 
-    def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """One vector a clip, [B, D]: the class token, before the projection."""
-        x_BLD = self.transformer(self.embed(video_BCTHW))
-        return self.finish(x_BLD[:, 0])
+    def features(self, video_BCTHW: Tensor) -> Tensor:
+        """The class token before the projection, [B, D]."""
+        return self.finish(self.transformer(self.embed(video_BCTHW))[:, 0])
 
-    def tokens(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """All tokens of normalised clips, [B, L, D]: the class token, then the cubes in the order of their numbers."""
-        return self.finish(self.transformer(self.embed(video_BCTHW)))
-
-    def embed(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """What the first block is given of normalised clips: tokens with their places, normalised, [B, L, D]."""
+    def embed(self, video_BCTHW: Tensor) -> Tensor:
+        """Embed normalised clips as input of the first block: tokens with positional embeddings, [B, L, D]."""
         num_clips = len(video_BCTHW)
         cubes_BN = self.conv1.cut(video_BCTHW).flatten(1, 2)
         positions_SPD = self.positional_embedding[1:] + self.temporal_embedding[:, None]
         positions_BND = positions_SPD.flatten(0, 1).expand(num_clips, -1, -1)
         if self.training and self.patch_dropout:
             kept_BK = drawn_cubes(num_clips, cubes_BN.shape[1], dropout=self.patch_dropout, device=cubes_BN.device)
-            # Left out before they are embedded: that work is saved too.
+            # Dropped before the embedding, which saves that work too.
             cubes_BN, positions_BND = (chosen(x, kept_BK) for x in (cubes_BN, positions_BND))
         embedded_BND = self.conv1(cubes_BN)
-        # All that follows is in the precision of that product, as in open_clip.
+        # From here on in the precision of that product, as in open_clip.
         x_BND = embedded_BND + positions_BND.to(embedded_BND.dtype)
         class_D = (self.class_embedding + self.positional_embedding[0]).to(x_BND.dtype)
-        x_BLD = torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)
-        x_BLD = self.ln_pre(x_BLD)
-        return x_BLD
+        return cast(Tensor, self.ln_pre(torch.cat([class_D.expand(num_clips, 1, -1), x_BND], dim=1)))
 
-    def finish(self, x: torch.Tensor) -> torch.Tensor:
-        """What the last block gave, normalised."""
-        x = self.ln_post(x)
-        return x
+    def finish(self, x: Tensor) -> Tensor:
+        """Apply the final layer norm to the last block's output."""
+        return cast(Tensor, self.ln_post(x))
 
 
-def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> torch.Tensor:
-    """Numbers of the cubes that are kept of each clip, int64 [B, K], in rising order, from torch's generator.
+def drawn_cubes(num_clips: int, num_cubes: int, *, dropout: float, device: torch.device) -> Tensor:
+    """Draw the cubes of each clip that patch dropout keeps, int64 [B, K] in ascending order, from torch's generator.
 
-    K is the same for all clips: num_cubes * (1 - dropout), rounded down, and 1 at least.
+    K = max(1, floor(num_cubes * (1 - dropout))) for all clips.
     """
     num_kept = max(1, int(num_cubes * (1 - dropout)))
     drawn_BN = torch.rand(num_clips, num_cubes, device=device)
     return drawn_BN.topk(num_kept, dim=1).indices.sort(dim=1).values
 
 
-def chosen(x_BNV: torch.Tensor, kept_BK: torch.Tensor) -> torch.Tensor:
-    """The kept rows of each item: [B, K, V] of [B, N, V]."""
+def chosen(x_BNV: Tensor, kept_BK: Tensor) -> Tensor:
+    """Select rows of each sample: [B, K, V] of [B, N, V]."""
     return x_BNV.gather(1, kept_BK[..., None].expand(-1, -1, x_BNV.shape[2]))
 
 
-def resampled_temporal(embedding_SD: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """A temporal embedding for another number of steps, linear between the old ones, constant beyond their centres.
+def resampled_temporal(embedding_SD: Tensor, num_steps: int) -> Tensor:
+    """Resample a temporal embedding linearly to another number of steps, as AVION does for 4 to 16 frames.
 
-    Steps are equal parts of a clip, and an embedding stands at its part's centre (4 to 16 frames as AVION does).
+    Steps are equal parts of a clip with embeddings at their centres; beyond the outer centres the values are constant.
     """
     if len(embedding_SD) == num_steps:
         return embedding_SD
@@ -169,8 +207,8 @@ def resampled_temporal(embedding_SD: torch.Tensor, num_steps: int) -> torch.Tens
     return resampled_1DS[0].T.contiguous()
 
 
-def inflated_cubes(weight_DCPP: torch.Tensor, cube_frames: int) -> torch.Tensor:
-    """CLIP's `conv1` for cubes of several frames: on equal frames it gives what it gave on one (I3D's inflation)."""
+def inflated_cubes(weight_DCPP: Tensor, cube_frames: int) -> Tensor:
+    """Inflate CLIP's `conv1` to cubes of several frames (I3D); on equal frames the output does not change."""
     if cube_frames == 1:
         return weight_DCPP
     return (weight_DCPP / cube_frames)[:, :, None].repeat(1, 1, cube_frames, 1, 1)

@@ -1,1 +1,1 @@
-"""How weights follow gradients: optimizers, groups of parameters, schedules, averages of weights."""
+"""Optimizers, parameter groups, learning rate schedules and weight averaging."""

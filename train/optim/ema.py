@@ -1,4 +1,4 @@
-"""A moving average of the weights: smoother than the last ones, and what is evaluated."""
+"""Exponential moving average (EMA) of the weights, which is used for evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from train.optim.groups import plain_name
 class Ema:
     """average = d average + (1 - d) weights, after every step.
 
-    d rises towards `decay` as (1 + step) / (10 + step), so that the first steps' weights are soon forgotten. The
-    average of a sharded weight is sharded in the same way. Buffers are not averaged.
+    d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
+    like the weights. Buffers are not averaged.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -23,7 +23,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, step: int) -> None:
-        """Takes in the weights after step 1, 2, ..."""
+        """Update with the weights after step 1, 2, ..."""
         weights = _weights(model)
         decay = min(self._decay, (1 + step) / (10 + step))
         if not self._averages:
@@ -35,16 +35,12 @@ class Ema:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages by the names of the weights; DTensors where those are. Not copies."""
+        """The averages by parameter name, not copied; DTensors for sharded weights."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes over what `state_dict` gave.
-
-        Raises:
-            ValueError: the names are not those of the weights.
-        """
+        """Restore the state of `state_dict`; ValueError if it is of other weights."""
         if state.keys() != self._averages.keys():
             raise ValueError(f"averages of other weights: {sorted(state.keys() ^ self._averages.keys())[:5]}")
         for name, average in self._averages.items():
@@ -52,13 +48,13 @@ class Ema:
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """Within, `model` has the averages as its weights; nothing may be trained or saved there."""
+        """Context in which `model` has the averages as weights; it must not be trained or saved within."""
         weights = _weights(model)
         self._swap(weights)
         try:
             yield
         finally:
-            # What a forward pass gathered are averages, and the model must not go on with them.
+            # FSDP may still have gathered averages, which training must not continue with.
             reshard(model)
             self._swap(weights)
 

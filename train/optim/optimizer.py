@@ -1,4 +1,4 @@
-"""The run's optimizer, made from settings, and its learning rates at a step."""
+"""The optimizer of a run: construction, learning rate schedule, gradient clipping and steps."""
 
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -9,22 +9,21 @@ from torch import nn
 
 from train.config.optim import OptimizerSettings
 from train.config.training import TrainingSettings
-from train.device.transfer import Number, is_free_to_read
+from train.device.transfer import Scalar, is_on_host
 from train.distributed.sharded import local_part, norms
 from train.distributed.world import World
 from train.losses.objective import Objective
+from train.optim.algorithms import Lamb, Lion, Sgd
 from train.optim.groups import parameter_groups
-from train.optim.lamb import Lamb
-from train.optim.lion import Lion
-from train.optim.sgd import Sgd
 
-# Where torch's AdamW takes a step in one pass over memory: a seventh of the time on a CPU.
-_FUSED = {"cpu", "cuda"}
-ONE_STAGE = World()
+Schedule = Literal["cosine", "linear", "fixed"]
+
+_FUSED = {"cpu", "cuda"}  # device types with a fused AdamW, which takes a seventh of the time on a CPU
+_ONE_STAGE = World()
 
 
 def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """The optimizer of the parameters of `model` (wrapped or sharded as it may be) and of `objective`."""
+    """Create the optimizer of the parameters of `model` (possibly wrapped or sharded) and `objective`."""
     groups = parameter_groups(
         model,
         objective,
@@ -32,14 +31,14 @@ def make_optimizer(model: nn.Module, objective: nn.Module, settings: TrainingSet
         layer_decay=settings.optimizer.layer_decay,
         adapts_all=settings.optimizer.lamb_alpha == "all",
     )
-    kind, numbers = optimizer_kind(settings.optimizer, device_types={one.device.type for one in model.parameters()})
-    return kind(groups, lr=settings.lr, **numbers)
+    kind, options = optimizer_kind(settings.optimizer, device_types={one.device.type for one in model.parameters()})
+    return kind(groups, lr=settings.lr, **options)
 
 
 def optimizer_kind(
     settings: OptimizerSettings, *, device_types: set[str]
 ) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    """Class of the optimizer, and its arguments besides parameters and learning rate."""
+    """Class of the optimizer and its arguments besides parameters and learning rate."""
     if settings.name == "sgd":
         return Sgd, {"momentum": settings.number("momentum")}
     betas = (settings.number("beta1"), settings.number("beta2"))
@@ -53,7 +52,7 @@ def optimizer_kind(
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings, *, objective: Objective
 ) -> float:
-    """Gives each group of `optimizer` its learning rate for step 1, 2, ..., and returns the schedule's own."""
+    """Set the learning rate of each group for step 1, 2, ... and return that of the schedule."""
     scale = settings.optimizer.lr_scale(settings.batch)
     lr = learning_rate(
         step,
@@ -72,25 +71,25 @@ def clip_gradients(
     parameters: Iterable[nn.Parameter],
     *,
     max_norm: float,
-    loss_scale: Number = 1.0,
-    stages: World = ONE_STAGE,
+    loss_scale: Scalar = 1.0,
+    stages: World = _ONE_STAGE,
     repeated: Collection[nn.Parameter] = (),
 ) -> torch.Tensor:
-    """Divides gradients by `loss_scale`, then shortens them together to `max_norm` where they are longer.
+    """Unscale gradients and clip their global norm to `max_norm`, without synchronising with a GPU.
 
-    Parameters may be whole or sharded (DTensor); every rank must call it, and gets the same norm. It waits for no GPU.
+    Parameters may be whole or sharded (DTensor). All ranks call it and get the same norm.
 
     Args:
-        stages: the ranks that have the other parameters of the model, where it is cut into a pipeline.
-        repeated: those of this rank's that another stage has too, and counts.
+        stages: the ranks with the other stages of the model, in a pipeline.
+        repeated: parameters of this rank that are tied to, and counted on, another stage.
 
     Returns:
-        The norm of all gradients together, before they were shortened, float64 without dimensions; not finite where one
-        of them is not, and the gradients are then of no use.
+        The global gradient norm before clipping, zero-dimensional float64; not finite if a gradient is not, in which
+        case the gradients must not be used.
     """
     parameters = list(parameters)
     not_counted = {id(one) for one in repeated}
-    # Counted ones first, so that their norms are a slice.
+    # Counted parameters first, so that their norms are a slice.
     trained = sorted((one for one in parameters if one.grad is not None), key=lambda one: id(one) in not_counted)
     gradients = [one.grad for one in trained if one.grad is not None]
     if not gradients and stages.size == 1:
@@ -101,10 +100,10 @@ def clip_gradients(
     if gradients:
         square = norms(parts, like=gradients)[:num_counted].square().sum()
     norm = stages.sum(square).sqrt() / loss_scale
-    # As torch.nn.utils.clip_grad_norm_ does. A number divided by a tensor would be its reciprocal, rounded, times that.
+    # As in torch.nn.utils.clip_grad_norm_; dividing a Python number by a tensor would round its reciprocal first.
     factor = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0) / loss_scale
-    # A pass over all gradients is spared where that is known to be possible.
-    is_one = is_free_to_read(factor) and factor.item() == 1
+    # Skip the pass over all gradients if the factor is known to be 1.
+    is_one = is_on_host(factor) and factor.item() == 1
     if parts and not is_one:
         for dtype in {one.dtype for one in parts}:
             torch._foreach_mul_([one for one in parts if one.dtype == dtype], factor.to(dtype))
@@ -112,25 +111,19 @@ def clip_gradients(
 
 
 def take_step(optimizer: torch.optim.Optimizer, may_step: torch.Tensor, *, skips: bool) -> None:
-    """Takes a step of `optimizer` if `may_step`, a bool on the device, allows it; a GPU decides by itself.
+    """Step if `may_step`, a bool on the device, is true; a GPU decides without the host.
 
-    A step that is not allowed leaves weights and state as they are. Where only an error can forbid one (`skips` is
-    False), optimizers that would have to copy them first do not look on a GPU: whatever they make of it is never saved.
+    A step that is not allowed leaves weights and state unchanged. If only an error can forbid one (`skips` is False),
+    optimizers that would have to copy them first ignore `may_step` on a GPU, since the result is never saved.
     """
-    if is_free_to_read(may_step):
+    if is_on_host(may_step):
         if may_step:
             optimizer.step()
         return
     if skips or optimizer.defaults.get("fused"):
-        # As torch.amp.GradScaler tells torch's fused optimizers.
+        # As torch.amp.GradScaler does for fused optimizers.
         optimizer.found_inf = (~may_step).float()  # type: ignore[attr-defined]
     optimizer.step()
-
-
-# The learning rate as a pure function of the step: a straight rise, then a way down (or none).
-
-
-Schedule = Literal["cosine", "linear", "fixed"]
 
 
 def learning_rate(
@@ -138,8 +131,8 @@ def learning_rate(
 ) -> float:
     """Learning rate of step 1, 2, ..., num_steps.
 
-    It rises straight to `peak`, which step `warmup_steps` and the one after it have, and then goes towards `end`,
-    which it would reach one step after the last.
+    Rises linearly to `peak` at step `warmup_steps`, which the next step has too, and then decays so that it would reach
+    `end` one step after the last.
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps

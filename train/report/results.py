@@ -13,8 +13,7 @@ from train.config.training import TrainingSettings, flat, plain_values
 from train.evaluation.tables import percent
 from train.registry import DEFAULT, evaluations_of, task_named, task_names
 from train.report.curves import evaluation_curves, training_curves
-from train.run.folder import RunFolder, read_lines, read_object
-from train.run.results import other_data
+from train.run.folder import RunFolder, other_data, read_lines, read_object
 from train.spec import EvaluationSpec
 
 _NUM_LAST = 20

@@ -1,1 +1,1 @@
-"""The folder of a run: settings, metrics, checkpoints, evaluations, and who else is sent its numbers."""
+"""The folder of a run: settings, metrics, checkpoints and evaluation results, and experiment tracking."""

@@ -1,12 +1,12 @@
-"""Checkpoints: a folder each, whole or not there, read without executing anything in it.
+"""The checkpoint format: a folder per checkpoint, complete or absent, that is read without executing code.
 
     step_000500/
-        checkpoint.json   step, place in the data, numbers; sizes and checksums of the other files
-        tensors.json      name, dtype and size of each tensor, and in which files its pieces are
-        __0_0.distcp ...  the tensors, as torch.distributed.checkpoint writes them, some files from each rank
+        checkpoint.json   step, position in the data, metrics; sizes and checksums of the other files
+        tensors.json      name, dtype and shape of each tensor, and the files that contain its pieces
+        __0_0.distcp ...  the tensors, as written by torch.distributed.checkpoint, some files per rank
         .metadata         tensors.json for torch's own tools; never read here, because it is a pickle
 
-Names of tensors begin with model., ema., objective. or optimizer.
+Tensor names begin with model., ema., objective. or optimizer.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manifests.errors import UserError
+from manifests.errors import UserError, first_line
 from manifests.json_text import parse_json
 from train.data.cursor import LoaderState
 from train.distributed.world import World
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     import torch
 
 CHECKPOINT_FORMAT = 3
-FACTS_FILE, TABLE_FILE, PICKLED_FILE = "checkpoint.json", "tensors.json", ".metadata"
+METADATA_FILE, TABLE_FILE, PICKLED_FILE = "checkpoint.json", "tensors.json", ".metadata"
 _NAME = re.compile(r"step_(\d{6,})")
-_MANY = 6
-_MOST_DIMENSIONS = 12  # a box has 2 ** dimensions corners
+_MAX_SHOWN = 6
+_MAX_DIMENSIONS = 12  # a box has 2 ** dimensions corners
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a checkpoint holds besides tensors.
+class CheckpointMetadata:
+    """The contents of a checkpoint besides tensors.
 
     Attributes:
-        loader: where each rank's batches end.
-        precision: of train.device.precision.Precision.
-        settings: that decide the weights, by the names of their flags.
-        numbers: of the evaluation at this step; {} where there was none.
+        loader: position of each rank in the data.
+        settings: the settings that shape the weights, by flag.
+        precision: state of train.device.precision.Precision.
+        numbers: metrics of the evaluation at this step; {} if there was none.
     """
 
     task: str
@@ -55,78 +55,70 @@ class Facts:
     numbers: dict[str, float] = field(default_factory=dict)
 
     def as_json(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of checkpoint.json; `files` has the size and checksum of each other file."""
+        """The content of checkpoint.json, with the size and checksum of each other file."""
         content = {"format": CHECKPOINT_FORMAT, **asdict(self), "files": dict(files)}
         return {**content, "checksum": _checksum_of(content)}
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the folder of a checkpoint."""
+    """Folder name of a checkpoint."""
     return f"step_{step:06d}"
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint."""
+    """Whether `name` is the folder name of a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a checkpoint is complete and all its checksums fit; reads all of it."""
+    """Whether a checkpoint is complete and all checksums match; reads all of it."""
     try:
-        read_facts(path)
+        read_metadata(path)
     except UserError:
         return False
     return True
 
 
 def all_checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints by their steps, in ascending order."""
+    """Checkpoints by step, in ascending order."""
     found = {int(match[1]): path for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
     return {step: found[step] for step in sorted(found)}
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the highest step, or None."""
+    """The checkpoint with the highest step, or None."""
     found = all_checkpoints(folder)
     return found[max(found)] if found else None
 
 
-def read_facts(path: Path, *, world: World | None = None) -> Facts:
-    """Reads a checkpoint's facts, after each rank has compared its part of the files with their checksums.
-
-    Raises:
-        UserError: a file is damaged, cut short or missing, or of another format; all ranks raise it.
-    """
+def read_metadata(path: Path, *, world: World | None = None) -> CheckpointMetadata:
+    """Read checkpoint.json and verify all checksums, divided among ranks; all ranks raise a UserError for bad files."""
     world = world or World()
     try:
         content = content_of(path)
         files = sorted(content["files"].items())[world.rank :: world.size]
         damage = next((why for name, about in files if (why := _damage(path / name, about))), None)
-        facts = Facts(**{name: content[name] for name in Facts.__dataclass_fields__})
+        metadata = CheckpointMetadata(**{name: content[name] for name in CheckpointMetadata.__dataclass_fields__})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        damage, facts = _first_line(error), None
+        damage, metadata = first_line(error), None
     damages = [one for one in world.gather_objects(damage) if one is not None]
-    if damages or facts is None:
+    if damages or metadata is None:
         raise _unreadable(path, damages[0])
-    return facts
+    return metadata
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """A checkpoint's checkpoint.json; OSError or ValueError where it cannot be read."""
-    content = parse_json((path / FACTS_FILE).read_bytes())
+    """Parse checkpoint.json; OSError or ValueError if it cannot be read."""
+    content = parse_json((path / METADATA_FILE).read_bytes())
     if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(f"not a checkpoint of format {CHECKPOINT_FORMAT}")
     if content.pop("checksum", None) != _checksum_of(content):
-        raise ValueError(f"the checksum of {FACTS_FILE} does not fit")
+        raise ValueError(f"the checksum of {METADATA_FILE} does not fit")
     return content
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Which tensors a checkpoint has (train.distributed.storage), each of them whole.
-
-    Raises:
-        UserError: the table cannot be read, or the pieces of a tensor leave out a part of it or overlap.
-    """
+    """Read the table of tensors (train.distributed.storage); UserError if pieces of a tensor have gaps or overlap."""
     try:
         table = parse_json((path / TABLE_FILE).read_bytes())
         if not isinstance(table, dict):
@@ -136,26 +128,19 @@ def read_table(path: Path) -> dict[str, Any]:
             if not is_tiled(entry["size"], pieces):
                 raise ValueError(f"the pieces of {name} {entry['size']} in {TABLE_FILE} do not make up the tensor")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _unreadable(path, _first_line(error)) from error
+        raise _unreadable(path, first_line(error)) from error
     return table
 
 
 def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes cover every element of a tensor exactly once, and nothing else.
+    """Whether boxes, given as (offsets, sizes), cover every element of a tensor exactly once and nothing else.
 
-    What covers is a sum of boxes, and a box is known by its corners with alternating signs. These add up to the corners
-    of the whole tensor if and only if the boxes add up to it: time is linear in the number of boxes.
-
-    Args:
-        pieces: offsets and sizes of each box.
-
-    Raises:
-        TypeError: something is no whole number.
-        ValueError: a box has another number of dimensions than the tensor, or a negative size.
+    The signed corners of boxes sum to those of the whole tensor if and only if the boxes tile it: O(number of boxes).
+    Raises TypeError or ValueError for numbers that do not describe a box.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, offsets, sizes in ((-1, [0] * len(size), size), *((1, *piece) for piece in pieces)):
-        if not len(offsets) == len(sizes) == len(size) <= _MOST_DIMENSIONS or any(length < 0 for length in sizes):
+        if not len(offsets) == len(sizes) == len(size) <= _MAX_DIMENSIONS or any(length < 0 for length in sizes):
             raise ValueError(f"{sizes} at {offsets} is no part of a tensor {size}")
         ends = [
             ((begin, 1), (begin + length, -1))
@@ -167,32 +152,25 @@ def is_tiled(size: Sequence[int], pieces: Iterable[tuple[Sequence[int], Sequence
 
 
 def fill(path: Path, table: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"], *, world: World) -> None:
-    """Reads tensors into those of the same names, which may be spread over ranks; all ranks call it.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """Load tensors into possibly sharded ones of the same names; all ranks call it. UserError if unreadable."""
     from train.distributed.storage import read_into
 
     try:
         read_into(path, dict(table), tensors, world=world)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, _first_line(error)) from error
+        raise _unreadable(path, first_line(error)) from error
 
 
 def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
-    """The model's weights and buffers on the CPU by name, as one process has them: averages where the run kept some.
+    """Load the whole weights (the EMA if there is one) and buffers on the CPU, whatever number of ranks wrote them.
 
-    Any process may call it by itself, whatever number of ranks wrote the checkpoint.
-
-    Raises:
-        UserError: the checkpoint is damaged, cut short, or of another format.
+    Raises a UserError if the checkpoint is damaged, truncated or of another format.
     """
     import torch
 
     from train.distributed.storage import dtype_of
 
-    read_facts(path)
+    read_metadata(path)
     table = read_table(path)
     wanted = {name.removeprefix("model."): name for name in table if name.startswith("model.")}
     wanted |= {name.removeprefix("ema."): name for name in table if name.startswith("ema.")}
@@ -202,17 +180,13 @@ def read_weights(path: Path) -> dict[str, "torch.Tensor"]:
             for name, stored in wanted.items()
         }
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, _first_line(error)) from error
+        raise _unreadable(path, first_line(error)) from error
     fill(path, table, {stored: weights[name] for name, stored in wanted.items()}, world=World())
     return weights
 
 
 def check_fits(path: Path, table: Mapping[str, Any], wanted: Mapping[str, "torch.Tensor"], *, prefix: str) -> None:
-    """Compares the tensors whose names begin with `prefix` with those that are wanted.
-
-    Raises:
-        UserError: some are missing, unexpected, or of another size; it names them.
-    """
+    """Compare names and shapes of stored tensors with `prefix` to those wanted; UserError with the differences."""
     stored = {name: entry for name, entry in table.items() if name.startswith(prefix)}
     missing = [f"{name} {list(one.shape)}" for name, one in wanted.items() if name not in stored]
     unexpected = [f"{name} {entry['size']}" for name, entry in stored.items() if name not in wanted]
@@ -222,7 +196,8 @@ def check_fits(path: Path, table: Mapping[str, Any], wanted: Mapping[str, "torch
         if name in stored and stored[name]["size"] != list(one.shape)
     ]
     parts = [
-        f"{what}: {', '.join(names[:_MANY])}" + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
+        f"{what}: {', '.join(names[:_MAX_SHOWN])}"
+        + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of another size", reshaped))
         if names
     ]
@@ -256,7 +231,3 @@ def _unreadable(path: Path, why: str) -> UserError:
         f"checkpoint {path} cannot be read: {why}",
         hint="remove it: the one before it, if there is one, is used instead",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Writing checkpoints while the training goes on: copied at once, written by a thread, published by one rename."""
+"""Asynchronous checkpoints: copied to the CPU, written by a thread, published by a rename."""
 
 import errno
 import shutil
@@ -13,10 +13,10 @@ from manifests.publish import TEMPORARY_PREFIX, publish_json, sync
 from train.distributed.storage import FailedElsewhere, Storage
 from train.distributed.world import World
 from train.run.checkpoint import (
-    FACTS_FILE,
+    METADATA_FILE,
     PICKLED_FILE,
     TABLE_FILE,
-    Facts,
+    CheckpointMetadata,
     all_checkpoints,
     checkpoint_name,
     content_of,
@@ -25,7 +25,7 @@ from train.run.checkpoint import (
     is_intact,
 )
 
-# A metric whose name has one of these is better where it is lower.
+# Metrics with these words in their names are better if lower.
 _LOWER_IS_BETTER = ("loss", "rank")
 
 
@@ -33,8 +33,8 @@ class CheckpointWriter:
     """Writes the checkpoints of a run into `folder`. All ranks call its methods in the same order.
 
     Args:
-        keep: how many of the latest stay.
-        best: name of the number whose best checkpoint stays too.
+        keep: number of latest checkpoints to keep.
+        best: metric whose best checkpoint is kept too.
     """
 
     def __init__(self, folder: Path, *, world: World, keep: int, best: str | None) -> None:
@@ -46,22 +46,14 @@ class CheckpointWriter:
             folder.mkdir(parents=True, exist_ok=True)
             recover(folder)
 
-    def save(self, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
-        """Copies the state and returns; waits only for the checkpoint before.
-
-        Raises:
-            FailedWork: the one before could not be written.
-        """
+    def save(self, tensors: Mapping[str, torch.Tensor], metadata: CheckpointMetadata) -> None:
+        """Copy the state and return; waits for (and raises FailedWork for) the previous checkpoint only."""
         self.wait()
         staged = self._storage.staged(tensors)
-        self._writing = self._thread.submit(self._write, staged, facts)
+        self._writing = self._thread.submit(self._write, staged, metadata)
 
     def wait(self) -> None:
-        """Until what was saved is there.
-
-        Raises:
-            FailedWork: a rank could not write it; all ranks raise it.
-        """
+        """Block until the last checkpoint is written; all ranks raise FailedWork if one could not write it."""
         if self._writing is None:
             return
         error = self._writing.exception()
@@ -73,19 +65,19 @@ class CheckpointWriter:
                 raise FailedWork(f"rank {rank} could not write a checkpoint into {self._folder}: {reason}") from error
 
     def prune(self) -> None:
-        """Removes the checkpoints that do not stay: those that a process killed in between left.
+        """Remove superfluous checkpoints that a killed process left.
 
-        To be called once the latest one has been read: it may be damaged, and then the others are needed.
+        To be called only after the latest one has been read, because the others are needed if it is damaged.
         """
         if self._world.is_first:
             self._prune()
 
     def close(self) -> None:
-        """Ends the thread, once it has written what it is writing; to be called after a failure too."""
+        """Wait for the writing thread and end it; to be called after a failure too."""
         self._thread.shutdown(wait=True)
 
     def is_best(self, numbers: Mapping[str, float]) -> bool:
-        """Whether `numbers` have the best metric, better than every checkpoint that is there."""
+        """Whether the selected metric is better than in every existing checkpoint."""
         if self._best is None or self._best not in numbers:
             return False
         self.wait()
@@ -94,8 +86,8 @@ class CheckpointWriter:
             lambda: all(score > _score(metric, other) for other in _values(self._folder, metric).values())
         )
 
-    def _write(self, staged: dict[str, torch.Tensor], facts: Facts) -> None:
-        name = checkpoint_name(facts.step)
+    def _write(self, staged: dict[str, torch.Tensor], metadata: CheckpointMetadata) -> None:
+        name = checkpoint_name(metadata.step)
         temporary = self._folder / f"{TEMPORARY_PREFIX}{name}"
         table = self._storage.write(temporary, staged)
         own = {path.name: file_facts(path) for path in temporary.glob(f"__{self._world.rank}_*")}
@@ -104,7 +96,7 @@ class CheckpointWriter:
             return
         publish_json(temporary / TABLE_FILE, table)
         files |= {name: file_facts(temporary / name) for name in (TABLE_FILE, PICKLED_FILE)}
-        publish_json(temporary / FACTS_FILE, facts.as_json(files))
+        publish_json(temporary / METADATA_FILE, metadata.as_json(files))
         _publish(temporary, self._folder / name)
         self._prune()
 
@@ -117,10 +109,7 @@ class CheckpointWriter:
 
 
 def recover(folder: Path) -> None:
-    """Finishes what a killed process began in a folder of checkpoints; called by the only process that writes there.
-
-    A complete checkpoint that was not yet renamed gets its name. Everything else under a temporary name is removed.
-    """
+    """Rename complete checkpoints of a killed process and remove incomplete ones; only for the writing process."""
     for left in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
         name = left.name.removeprefix(TEMPORARY_PREFIX)
         if is_checkpoint_name(name) and is_intact(left):
@@ -130,11 +119,11 @@ def recover(folder: Path) -> None:
 
 
 def superfluous(steps: list[int], *, keep: int, scores: Mapping[int, float]) -> list[int]:
-    """Steps whose checkpoints go: all but the last `keep`, and the best of those that have a score (the first best)."""
-    staying = set(sorted(steps)[-keep:])
+    """Steps to remove: all but the last `keep` and the (first) one with the best score."""
+    kept = set(sorted(steps)[-keep:])
     if scores:
-        staying.add(max(sorted(scores), key=lambda step: scores[step]))
-    return [step for step in steps if step not in staying]
+        kept.add(max(sorted(scores), key=lambda step: scores[step]))
+    return [step for step in steps if step not in kept]
 
 
 def _values(folder: Path, metric: str) -> dict[int, float]:
@@ -143,7 +132,7 @@ def _values(folder: Path, metric: str) -> dict[int, float]:
         try:
             numbers = content_of(path)["numbers"]
         except (OSError, ValueError, KeyError):
-            continue  # a damaged one is never the best; reading it says more
+            continue  # a damaged one is never the best; it is reported when it is read
         if metric in numbers:
             values[step] = float(numbers[metric])
     return values
@@ -154,20 +143,20 @@ def _score(metric: str, value: float) -> float:
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Gives a complete checkpoint its name; an intact one that has the name already holds the same step, and stays."""
+    """Rename a complete checkpoint; an intact one of the same name holds the same step and is kept."""
     sync(temporary)
     if final.exists():
         if is_intact(final):
             _delete(temporary)
             return
-        # A damaged one is no checkpoint. If this process is killed between the two renames, `recover` does the second.
+        # Damaged ones are replaced. If this process is killed between the two renames, `recover` does the second.
         _remove(final)
     temporary.rename(final)
     sync(final.parent)
 
 
 def _remove(path: Path) -> None:
-    # Under a temporary name first: readers see complete checkpoints or none.
+    # Renamed first, so that readers see complete checkpoints only.
     leaving = path.with_name(f"{TEMPORARY_PREFIX}old-{path.name}")
     path.rename(leaving)
     _delete(leaving)
@@ -181,10 +170,10 @@ def _delete(path: Path) -> None:
 
 
 def _described(error: BaseException | None) -> str:
-    # DCP wraps what went wrong on each rank, with its traceback as text.
+    # DCP wraps the error of each rank with its traceback as text.
     for cause, _ in getattr(error, "failures", {}).values():
         return _described(cause)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while {error.filename} was written" if error.filename else ""
-        return f"the disk is full{where} ({error.strerror}); make room and go on with --resume"
+        return f"the disk is full{where} ({error.strerror}); free some space and continue with --resume"
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

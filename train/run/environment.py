@@ -1,4 +1,4 @@
-"""What a run runs on: machine and versions, for the results page and for `train doctor`."""
+"""The environment of a run: machine and versions, for the results page and `train doctor`."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ _DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pya
 
 
 def machine(device: "torch.device") -> str:
-    """The processor, its cores, and the GPU where there is one."""
+    """Describe the processor, its cores and the GPU, if there is one."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
@@ -22,18 +22,20 @@ def machine(device: "torch.device") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that shape a result."""
-    found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    """Versions of Python and of the packages that affect results."""
+    return {"python": platform.python_version()} | {name: installed_version(name) for name in _DISTRIBUTIONS}
+
+
+def installed_version(distribution: str) -> str:
+    """Version of a package, or "not installed"."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,23 +1,24 @@
 """The folder of a run and the files in it.
 
-    settings.yaml             the settings that took effect; loads back to an equal object
-    run.json                  machine, versions, data, model: what the results page tells of the run
-    metrics.jsonl             one object a step
-    failures.jsonl            one object for each sample that failed
-    checkpoints/step_*/       whole states (train.run.checkpoint)
-    evaluations/*.json        results of `train eval`; those on other data than the run's have its name in theirs
-    evaluations/*.coco.json   captions that it found, as COCO's programs read them
+    settings.yaml             the effective settings; reloads to an equal object
+    run.json                  machine, versions, data and model, for the results page
+    metrics.jsonl             one object per step
+    failures.jsonl            one object per failed sample
+    checkpoints/step_*/       checkpoints (train.run.checkpoint)
+    evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
+    evaluations/*.coco.json   generated captions in COCO's results format
     index.html                the results page
 
-The two .jsonl files grow by whole lines; resuming cuts off the lines that came after the checkpoint.
+The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
 """
 
 import fcntl
+import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,52 +27,31 @@ from manifests.json_text import parse_json
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.config.files import load_settings, read_values, save_settings
 from train.config.training import TrainingSettings, require_same, shaping
-from train.run.results import data_facts, result_name
+from train.data.remote.files import is_remote
 
-# Captions in COCO's results format, which lie beside the results of evaluations.
 COCO_SUFFIX = ".coco.json"
+_MAX_DATA_NAME = 40
+_NUM_HASH_DIGITS = 8
 EVALUATIONS = "evaluations"
-# Of --resume: begin a run, go on with one, or go on where there is one and begin where there is none.
+# --resume: False begins a run, True resumes one, "auto" resumes it if there is one.
 Resume = bool | Literal["auto"]
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths and small files of one run."""
+    """Paths and small files of a run."""
 
-    path: Path
-
-    @property
-    def settings(self) -> Path:
-        return self.path / "settings.yaml"
-
-    @property
-    def facts(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def failures(self) -> Path:
-        return self.path / "failures.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def page(self) -> Path:
-        return self.path / "index.html"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "settings.yaml"
+        self.facts = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.failures = path / "failures.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.page = path / "index.html"
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other processes from training in the folder; the system lets go of it however this one ends.
-
-        Raises:
-            UserError: another process has it.
-        """
+        """Lock the folder against other training processes (UserError); the system releases it with this process."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             try:
@@ -84,31 +64,23 @@ class RunFolder:
             os.close(folder)
 
     def read_facts(self) -> dict[str, Any]:
-        """What run.json says; nothing where it is not there yet.
-
-        Raises:
-            UserError: it is damaged.
-        """
+        """The content of run.json, {} if it does not exist yet; UserError if it is damaged."""
         return read_object(self.facts) if self.facts.exists() else {}
 
     def require_facts(self) -> dict[str, Any]:
-        """What run.json says, which has to be there.
-
-        Raises:
-            UserError: it is missing or damaged.
-        """
+        """The content of run.json; UserError if it is missing or damaged."""
         if not self.facts.exists():
             raise UserError(f"{self.facts} is missing", hint="put back what the run wrote, or train anew")
         return self.read_facts()
 
     def require_task(self, task: str) -> None:
-        """Raises a UserError where the run is one of another task."""
+        """Raise a UserError if the run is of another task."""
         found = self.read_facts().get("task", task)
         if found != task:
             raise UserError(f"{self.path} is a run of train {found}, not of train {task}", hint="name another run")
 
     def require_checkpoint(self) -> Path:
-        """The latest checkpoint; raises a UserError where there is none."""
+        """The latest checkpoint; UserError if there is none."""
         from train.run.checkpoint import latest_checkpoint
 
         path = latest_checkpoint(self.checkpoints)
@@ -117,21 +89,21 @@ class RunFolder:
         return path
 
     def evaluation(self, name: str) -> Path:
-        """Result file of one evaluation."""
+        """Result file of an evaluation."""
         return self.path / EVALUATIONS / f"{name}.json"
 
     def results(self) -> list[Path]:
-        """The result files of all evaluations, by name."""
+        """Result files of all evaluations, sorted by name."""
         files = sorted(self.evaluation("any").parent.glob("*.json"))
         return [path for path in files if not path.name.endswith(COCO_SUFFIX)]
 
     def data_facts(self, shards: str | None) -> dict[str, Any]:
-        """What a result says of its data (see train.run.results); `shards` is None where it is the run's own."""
+        """The data fields of a result (see the function of this name); `shards` is None for the run's own data."""
         own = read_values(self.settings).get("shards", TrainingSettings.shards)
         return data_facts(str(own), shards)
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
-        """Publishes the result of an evaluation; one on other data takes the place of none on the run's own."""
+        """Publish the result of an evaluation; results on other data never replace those on the run's own."""
         path = self.evaluation(result_name(name, result))
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_json(path, result)
@@ -139,10 +111,9 @@ class RunFolder:
 
 
 def create_run(settings: TrainingSettings) -> RunFolder:
-    """Makes the folder of a new run; one in which a process was killed while it made it is taken over.
+    """Create the folder of a new run, or take over one whose creation was interrupted.
 
-    Raises:
-        UserError: the folder is there already and not empty, or cannot be made; or another process has it.
+    Raises a UserError if the folder is not empty, cannot be created, or is locked by another process.
     """
     run = RunFolder(settings.out)
     try:
@@ -150,7 +121,7 @@ def create_run(settings: TrainingSettings) -> RunFolder:
         with run.held():
             left = _left_over(run.path, run.settings.name)
             if len(left) < len(list(run.path.iterdir())):
-                raise UserError(f"{run.path} exists already", hint="use --resume to go on with it, or another --out")
+                raise UserError(f"{run.path} exists already", hint="use --resume to continue it, or another --out")
             for path in left:
                 path.unlink()
             save_settings(settings, run.settings)
@@ -160,34 +131,26 @@ def create_run(settings: TrainingSettings) -> RunFolder:
 
 
 def find_run(path: Path, resume: Resume) -> RunFolder | None:
-    """The run to go on with; None where a new one begins.
-
-    Raises:
-        UserError: `resume` is True, and there is no run in `path`.
-    """
+    """The run to resume, or None to begin a new one; UserError if `resume` is True and there is no run."""
     if resume is False or (resume == "auto" and not RunFolder(path).settings.is_file()):
         return None
     return open_run(path)
 
 
 def sweep(run: RunFolder) -> None:
-    """Removes what processes that were killed left in the folder of a run; to be called by the one that holds it."""
+    """Remove temporary files of killed processes from a run's folder, which the caller must have locked."""
     for folder in (run.path, run.path / EVALUATIONS):
         for path in _left_over(folder, "*"):
             path.unlink(missing_ok=True)
 
 
 def _left_over(folder: Path, name: str) -> list[Path]:
-    """Files that were being published under `name`."""
+    """Temporary files of interrupted writes of `name`."""
     return [path for path in folder.glob(f"{TEMPORARY_PREFIX}{'[0-9a-f]' * 12}-{name}") if path.is_file()]
 
 
 def reopen_run(settings: TrainingSettings) -> RunFolder:
-    """Opens the folder of a run to go on with it under `settings`, those that take effect.
-
-    Raises:
-        UserError: there is no run in it, or settings that shape the weights have changed; it names them.
-    """
+    """Open a run to resume it; UserError if there is none, or if settings that shape the weights differ."""
     run = open_run(settings.out)
     old = load_settings(run.settings, type(settings))
     require_same(shaping(old), shaping(settings), where=f"the run in {run.path}")
@@ -195,11 +158,7 @@ def reopen_run(settings: TrainingSettings) -> RunFolder:
 
 
 def open_run(path: Path) -> RunFolder:
-    """Opens the folder of a run to read it.
-
-    Raises:
-        UserError: there is no run in it.
-    """
+    """Open a run to read it; UserError if there is none."""
     run = RunFolder(path)
     if not run.settings.is_file():
         raise UserError(f"there is no run in {path}", hint="name a training command's --out")
@@ -207,11 +166,7 @@ def open_run(path: Path) -> RunFolder:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object of a .json file of a run: of its facts, or of an evaluation, which can be made again.
-
-    Raises:
-        UserError: it cannot be read, or holds none.
-    """
+    """Read the object of run.json or of an evaluation result; UserError if it is unreadable."""
     is_evaluation = path.parent.name == EVALUATIONS
     hint = "put back what `train eval` wrote, or remove it" if is_evaluation else "put back what the run wrote"
     try:
@@ -224,18 +179,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def append_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
-    """Adds objects to a .jsonl file, one a line."""
+    """Append objects to a .jsonl file, one per line."""
     lines = "".join(json.dumps(value) + "\n" for value in objects)
     with path.open("a", encoding="utf-8") as file:
         file.write(lines)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file; a last line that a killed process left unfinished is passed over.
-
-    Raises:
-        UserError: another line is no object.
-    """
+    """Read a .jsonl file without an incomplete last line, as a killed process leaves; UserError for other bad lines."""
     if not path.exists():
         return []
     values = []
@@ -251,14 +202,34 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, belongs: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Drops the objects of a .jsonl file that do not belong, and returns the others.
-
-    Raises:
-        UserError: the file is damaged, or an object lacks what `belongs` asks for.
-    """
+    """Remove the objects of a .jsonl file for which `belongs` is false and return the others; UserError if damaged."""
     try:
         kept = [value for value in read_lines(path) if belongs(value)]
     except (KeyError, TypeError) as error:
         raise UserError(f"a line of {path} is not as clipmill wrote it: {error}", hint="remove that line") from error
     publish_bytes(path, "".join(json.dumps(value) + "\n" for value in kept).encode())
     return kept
+
+
+def data_facts(own: str, shards: str | None) -> dict[str, Any]:
+    """The data fields of a result: `shards`, its address, and `is_own_data`, given --shards of run and evaluation."""
+    address = _normalised(own if shards is None else shards)
+    return {"shards": address, "is_own_data": address == _normalised(own)}
+
+
+def result_name(name: str, facts: dict[str, Any]) -> str:
+    """File name of a result with the fields of `data_facts`: `name`, with the folder name and a hash of other data."""
+    address = other_data(facts)
+    if not address:
+        return name
+    folder = re.sub(r"[^\w.-]+", "-", address.rpartition("/")[2])[:_MAX_DATA_NAME].strip("-.") or "data"
+    return f"{name}-{folder}-{hashlib.sha256(address.encode()).hexdigest()[:_NUM_HASH_DIGITS]}"
+
+
+def other_data(result: dict[str, Any]) -> str:
+    """Address of the data of a result; empty for the run's own data, which is assumed if the result does not say."""
+    return "" if result.get("is_own_data", True) else str(result["shards"])
+
+
+def _normalised(address: str) -> str:
+    return address.rstrip("/") if is_remote(address) else str(Path(address).resolve())

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: a bar on a terminal, plain lines elsewhere."""
+"""Console output of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import os
 import sys
@@ -14,17 +14,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Whoever read has gone: the run goes on and says nothing, rather than end (rich's own way)."""
+        """Continue without output if the reader is gone; rich would exit."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Progress:
-    """Shows the steps of a run on stdout.
-
-    Args:
-        is_quiet: says nothing, as all ranks but the first.
-    """
+    """A tracker that shows the steps of a run on stdout, or nothing if `is_quiet`, as on all ranks but the first."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=is_quiet)
@@ -33,11 +29,11 @@ class Progress:
         self._num_steps = 0
 
     def say(self, text: str) -> None:
-        """Prints a line as it is."""
+        """Print a line."""
         self._console.print(text, markup=False)
 
     def begin(self, step: int, num_steps: int) -> None:
-        """Steps `step` + 1 to `num_steps` are to come."""
+        """Begin with step `step` + 1 of `num_steps`."""
         self._num_steps = num_steps
         self._last_line = time.monotonic()
         if self._console.is_terminal:
@@ -46,10 +42,10 @@ class Progress:
             self._bar.add_task("", total=num_steps, completed=step)
             self._bar.start()
 
-    def show(self, line: dict[str, Any]) -> None:
-        """Shows one line of metrics.jsonl; without a terminal the first, the last, and one every few seconds.
+    def log(self, line: dict[str, Any]) -> None:
+        """Show a line of metrics.jsonl; without a terminal only the first, the last, and one every few seconds.
 
-        The numbers of an evaluation are always shown, on a line of their own.
+        Evaluation metrics are always shown, on a separate line.
         """
         text, place = describe(line), f"step {line['step']}/{self._num_steps}"
         now = time.monotonic()
@@ -61,25 +57,25 @@ class Progress:
         if found := evaluated(line):
             self.say(f"{place}  {found}")
 
-    def end(self) -> None:
-        """Leaves the terminal as it was."""
+    def close(self) -> None:
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def evaluated(line: dict[str, Any]) -> str:
-    """The numbers of an evaluation, behind the name of its split; nothing where the line has none."""
-    numbers: dict[str, list[str]] = {}
+    """Format the evaluation metrics of a line by split; empty if there are none."""
+    metrics: dict[str, list[str]] = {}
     for key, value in line.items():
         split, slash, name = key.partition("/")
         if slash:
-            numbers.setdefault(split, []).append(f"{name} {value:.4g}")
-    return "  ".join(f"{split}: {'  '.join(its)}" for split, its in numbers.items())
+            metrics.setdefault(split, []).append(f"{name} {value:.4g}")
+    return "  ".join(f"{split}: {'  '.join(its)}" for split, its in metrics.items())
 
 
 def describe(line: dict[str, Any]) -> str:
-    """The numbers that a person follows."""
+    """Format the training metrics shown on the console."""
     text = (
         f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {line['samples_per_s']:.1f} samples/s"
         f"  data wait {line['data_wait_s'] / line['step_s']:.0%}"

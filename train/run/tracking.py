@@ -1,4 +1,4 @@
-"""All who get the numbers of a run, behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
+"""Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
 
 import math
 import secrets
@@ -21,71 +21,48 @@ _SPEED = frozenset(
 
 
 class Tracker(Protocol):
-    """One who gets the lines of metrics.jsonl, in the order of steps."""
+    """Receives the lines of metrics.jsonl in the order of steps."""
 
     def log(self, line: dict[str, Any]) -> None:
-        """Takes the line of a step; keys as in metrics.jsonl, with a slash where they name an evaluation."""
+        """Log the line of a step; keys as in metrics.jsonl, those of evaluations with a slash."""
         ...
 
     def close(self) -> None:
-        """Writes what is not yet written; nothing follows."""
+        """Flush and close."""
         ...
 
 
 class Trackers:
-    """Several trackers as one."""
+    """Several trackers, closed in reverse order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
 
     def log(self, line: dict[str, Any]) -> None:
-        """Gives everyone the line of a step."""
         for tracker in self._trackers:
             tracker.log(line)
 
     def close(self) -> None:
-        """Closes all, the last one first."""
         for tracker in reversed(self._trackers):
             tracker.close()
 
 
 class JsonLines:
-    """metrics.jsonl; what it has of later steps than `step`, which are taken once more, is dropped."""
+    """Writes metrics.jsonl, after dropping lines of steps after `step`, which will be repeated."""
 
     def __init__(self, run: RunFolder, *, step: int) -> None:
         self._path = run.metrics
         keep_lines(run.metrics, lambda line: line["step"] <= step)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends the line."""
         append_lines(self._path, [line])
 
     def close(self) -> None:
-        """Every line is in the file already."""
-
-
-class Console:
-    """A bar or plain lines (train.run.progress)."""
-
-    def __init__(self, progress: Progress, *, step: int, num_steps: int) -> None:
-        self._progress = progress
-        progress.begin(step, num_steps)
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Shows the line, where it is time for one."""
-        self._progress.show(line)
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-        self._progress.end()
+        pass
 
 
 def check_tracking(settings: TrackSettings) -> None:
-    """Looks for the packages that tracking needs, before anything is made.
-
-    Raises:
-        UserError: one is missing.
-    """
+    """Raise a UserError if a package that tracking needs is not installed."""
     for flag, module, asked in (
         ("--track.tensorboard", "tensorboard", settings.tensorboard),
         (f"--track.wandb {settings.wandb}", "wandb", settings.wandb != "off"),
@@ -95,39 +72,36 @@ def check_tracking(settings: TrackSettings) -> None:
 
 
 def open_trackers(settings: TrainingSettings, *, run: RunFolder, progress: Progress, step: int) -> Trackers:
-    """Everyone that `settings` name, for the steps after `step`; of several ranks the first one calls it.
+    """Open the trackers that `settings` select, for the steps after `step`; called on rank 0 only.
 
-    A run that goes on from a checkpoint has each step once, in the event files and the W&B run that it began with.
+    A resumed run continues its event files and its W&B run and logs each step once.
     """
-    # Before metrics.jsonl is cut: its last line tells what W&B, which forgets nothing, has been told.
+    # W&B first: it keeps all steps, and the last line of metrics.jsonl, which is dropped next, says what it has got.
     trackers: list[Tracker] = []
     if settings.track.wandb != "off":
         trackers.append(WeightsAndBiases(settings, run=run, step=step))
     if settings.track.tensorboard:
         trackers.append(TensorBoard(settings, run=run, step=step))
-    return Trackers(
-        [JsonLines(run, step=step), Console(progress, step=step, num_steps=settings.steps), *reversed(trackers)]
-    )
+    lines = JsonLines(run, step=step)
+    progress.begin(step, settings.steps)
+    return Trackers([lines, progress, *reversed(trackers)])
 
 
 def tagged(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line by the names that charts have: train/loss, speed/mfu, and those of evaluations."""
+    """The metrics of a line by chart name: train/loss, speed/mfu, and those of evaluations as they are."""
     found = {}
     for key, value in line.items():
         if key == "step" or isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             continue
-        room = "" if "/" in key else "speed/" if key in _SPEED else "train/"
-        found[room + key] = float(value)
+        group = "" if "/" in key else "speed/" if key in _SPEED else "train/"
+        found[group + key] = float(value)
     return found
 
 
-# TensorBoard's event files.
-
-
 class TensorBoard:
-    """RUN/tensorboard: curves, and the settings and the place of the results page as texts.
+    """Writes event files to RUN/tensorboard, with the settings and the path of the results page as texts.
 
-    A run that is resumed writes a further file, which says that what others have of later steps than `step` is void.
+    A resumed run adds a file, which purges steps after `step` from the earlier ones.
     """
 
     def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
@@ -139,25 +113,19 @@ class TensorBoard:
             self._writer.add_text("page", str(run.page.resolve()), 0)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Writes a point for each number."""
         for tag, value in tagged(line).items():
             self._writer.add_scalar(tag, value, line["step"])
-        # Else a run that is killed loses steps that its checkpoint has.
+        # Otherwise a killed run would lose steps that its checkpoint contains.
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
         self._writer.close()
 
 
-# Weights & Biases, online or into files that `wandb sync` sends later.
-
-
 class WeightsAndBiases:
-    """One W&B run for all of a run's life; RUN/wandb.json has its id and the last step that it may have.
+    """Logs to one W&B run, online or offline for `wandb sync`. RUN/wandb.json has its id and the last step sent.
 
-    W&B cannot take points back. Steps that a resumed run takes once more have the numbers that they had: they are
-    not sent again.
+    W&B cannot remove points. Steps that a resumed run repeats have the same metrics and are not sent again.
     """
 
     def __init__(self, settings: TrainingSettings, *, run: RunFolder, step: int) -> None:
@@ -178,9 +146,8 @@ class WeightsAndBiases:
                 name=run_name(run.path.resolve().name, settings),
                 dir=run.path,
                 config=yaml.safe_load(settings_yaml(settings)),
-                # Of what a resumed run may change, the newest holds.
-                allow_val_change=True,
-                # Else $WANDB_MODE decides, and online where it is not set.
+                allow_val_change=True,  # settings that a resumed run may change
+                # None: as $WANDB_MODE says, by default online.
                 mode="offline" if settings.track.wandb == "offline" else None,
                 resume="allow",
                 settings=wandb.Settings(silent=True),
@@ -190,25 +157,20 @@ class WeightsAndBiases:
                 f"W&B cannot be reached: {str(error).splitlines()[0]} (asked for by --track.wandb online)",
                 hint="wandb login, or --track.wandb offline and wandb sync later",
             ) from error
-        # Evaluations are compared by how much was seen, whatever the batch.
+        # Evaluations of runs with different batch sizes are compared by epoch.
         self._run.define_metric(f"{settings.evaluate.split}/*", step_metric="train/epoch")
         self._run.summary["page"] = str(run.page.resolve())
 
     def log(self, line: dict[str, Any]) -> None:
-        """Sends the numbers of a step that has not been sent."""
         if line["step"] > self._last_step:
             self._run.log(tagged(line), step=line["step"])
 
     def close(self) -> None:
-        """Waits until all is sent."""
         self._run.finish()
 
 
-# What a run is called among others: the name of its folder, and the settings that runs are told apart by.
-
-
 def run_name(folder: str, settings: TrainingSettings) -> str:
-    """As `captions_b16_nf8_px224_lr5e-07_bs6_st433200_rs42`: model, frames, size, rate, batch, steps, seed."""
+    """Name of a W&B run, such as `captions_b16_nf8_px224_lr5e-07_bs6_st433200_rs42`."""
     parts = [folder]
     if isinstance(settings, ClipSettings):
         parts += [settings.model, f"nf{settings.num_frames}", f"px{settings.size_px}"]

@@ -11,7 +11,7 @@ from typing import TypeVar
 from manifests.errors import UserError
 from train.config.model import Kind, kind_of
 from train.config.training import ClipSettings
-from train.weights.converted import MEANS, STDS
+from train.weights.conversion import MEANS, STDS
 from train.weights.sources import Say, Source
 
 Value = TypeVar("Value")

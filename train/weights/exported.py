@@ -1,5 +1,11 @@
-"""The folder that an export makes: whole, or not there."""
+"""Exported folders: written whole or not at all, with the files that all formats share.
 
+An image tower has no parameters for time. What it lacks of a video tower stays beside it in video_extras.safetensors,
+so that `--init.weights FOLDER` restores the video tower bit for bit. That file names the SHA-256 of the weights that it
+belongs to: once they have been trained on elsewhere, it does not fit them any more.
+"""
+
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -7,19 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
 
 from manifests.errors import UserError
 from manifests.publish import TEMPORARY_PREFIX, sync
+from train.config.model import Kind
+from train.config.training import ClipSettings
+from train.weights.conversion import MEANS, STDS, Tensors
+from train.weights.files import read_tensors
+
+EXTRAS_FILE = "video_extras.safetensors"
+_OWNER = "weights_sha256"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export writes.
+    """An export that can be written.
 
     Attributes:
         write: fills a folder.
-        remarks: what the user should hear of it.
+        remarks: notices for the user.
     """
 
     write: Callable[[Path], None]
@@ -27,7 +40,7 @@ class Exported:
 
 
 def require_format(form: str, known: Sequence[str], *, what: str) -> None:
-    """Raises a UserError where a format is none that a model can be written in."""
+    """Raises a UserError if a model cannot be exported to a format."""
     if form not in known:
         raise UserError(f"--format is {form}, which has no place for {what}", hint=f"use --format {' or '.join(known)}")
 
@@ -38,6 +51,8 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
     Raises:
         UserError: it cannot be written.
     """
+    from safetensors import SafetensorError
+
     temporary = out.parent / f"{TEMPORARY_PREFIX}{out.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -57,4 +72,63 @@ def publish_folder(out: Path, write: Callable[[Path], None]) -> None:
 
 def save_json(path: Path, value: Any) -> None:
     """Writes a configuration file."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_tensors(tensors: Tensors, path: Path, *, metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file; tensors may share memory."""
+    from safetensors.torch import save_file
+
+    # Clones: safetensors refuses views of one tensor.
+    save_file({name: one.detach().clone().contiguous() for name, one in tensors.items()}, path, metadata)
+
+
+def preprocessor_config(processor: str, settings: ClipSettings, *, kind: Kind) -> dict[str, Any]:
+    """preprocessor_config.json: resize the short side, crop the centre, normalise.
+
+    Args:
+        processor: class of transformers, such as CLIPImageProcessor.
+        kind: of the tower, whose normalisation is the default.
+    """
+    import transformers
+
+    side_px = settings.size_px
+    config = getattr(transformers, processor)(
+        size={"shortest_edge": side_px},
+        crop_size={"height": side_px, "width": side_px},
+        image_mean=list(settings.init.pixel_mean or MEANS[kind]),
+        image_std=list(settings.init.pixel_std or STDS[kind]),
+    ).to_dict()
+    return {**config, "image_processor_type": processor}  # some versions add "Fast"
+
+
+def save_extras(extras: Tensors, folder: Path, *, beside: Path) -> None:
+    """Writes what an image tower lacks of a video tower, beside the weights in the file `beside`."""
+    save_tensors(extras, folder / EXTRAS_FILE, metadata={_OWNER: _digest(beside)})
+
+
+def read_extras(folder: Path, *, beside: Path) -> dict[str, torch.Tensor]:
+    """What an exported image tower lacks of a video tower, by our names; {} if the folder has no such file.
+
+    Raises:
+        UserError: it belongs to other weights than those in the file `beside`, or is damaged.
+    """
+    path = folder / EXTRAS_FILE
+    if not path.is_file():
+        return {}
+    extras = read_tensors(path)
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        owner = (file.metadata() or {}).get(_OWNER)
+    if owner != _digest(beside):
+        raise UserError(
+            f"{path} belongs to other weights than {beside.name}, which has changed since the export",
+            hint=f"to start from {beside.name} as from any image model, remove {EXTRAS_FILE}",
+        )
+    return extras
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
-"""Reads tensors from files that somebody else made. Nothing in a file is ever run.
+"""Reads tensors from untrusted files. Nothing in a file is ever executed.
 
-safetensors hold nothing but tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
-containers and refuses the rest. OpenAI's own archives are programs (TorchScript): one is opened only where its SHA-256
-is that of an archive that OpenAI published, by open_clip's list.
+safetensors hold only tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
+containers and refuses everything else. OpenAI's own archives are programs (TorchScript): one is opened only if its
+SHA-256 is in open_clip's list of the archives that OpenAI published.
 """
 
 import argparse
@@ -20,12 +20,12 @@ import torch
 from manifests.errors import UserError
 from shards.opening import open_regular
 
-# What torch.load raises for a file that wants more than tensors and plain containers.
+# Raised by torch.load for a file with more than tensors and plain containers.
 _Refused: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 _DOWNLOAD_AGAIN = "get the file again, and compare its size with the original's"
-_scalar = np.float64(0).__reduce__()[0]  # what makes a NumPy scalar of its bytes
-# Training checkpoints of AVION and LaViLa hold their arguments and a score besides tensors: a bag of plain values, and
-# NumPy's scalars under the names that old and new versions give them.
+_scalar = np.float64(0).__reduce__()[0]  # builds a NumPy scalar from bytes
+# Training checkpoints of AVION and LaViLa hold arguments and a score besides tensors: a namespace of plain values, and
+# NumPy scalars, under their names in old and new versions.
 _PLAIN: list[Any] = [
     argparse.Namespace,
     np.dtype,
@@ -33,18 +33,19 @@ _PLAIN: list[Any] = [
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
 ]
-# Where training checkpoints keep the model, the most usual first.
+# Keys of the model in training checkpoints, the most usual first.
 _INNER = ("state_dict", "model_state_dict", "model", "module")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The state dict in a file, on the CPU.
 
     Raises:
-        UserError: the file cannot be read, is damaged, is something else, or wants to run a program.
+        UserError: the file cannot be read, is damaged, holds no tensors, or would run a program.
     """
     try:
-        with os.fdopen(open_regular(path), "rb") as file:  # a pipe or a device would have no end
+        with os.fdopen(open_regular(path), "rb") as file:  # not a pipe or a device, which have no end
             begin = file.read(512)
     except OSError as error:
         raise UserError(f"cannot read the weights {path}: {error.strerror}", hint="name a file or a folder") from error
@@ -63,6 +64,16 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     if zipfile.is_zipfile(path) and _is_program(path):
         return _read_openai_archive(path)
     return _read_torch(path)
+
+
+def without_prefixes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without a prefix of wrappers on all names: DDP's `module.`, torch.compile's `_orig_mod.`."""
+    names = list(state)
+    for _ in range(len(_PREFIXES)):
+        for prefix in _PREFIXES:
+            if names and all(name.startswith(prefix) for name in names):
+                names = [name.removeprefix(prefix) for name in names]
+    return dict(zip(names, state.values(), strict=True))
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""Fits weights to a model and puts them into it, or says why not."""
+"""Loads weights into a model: a table of what became of each tensor, or an error with what to do."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.weights.converted import require_finite
-from train.weights.fitting import Change, Fitted, Shape, architecture_of, fit, hint_about
+from train.weights.conversion import CONV, require_finite
+from train.weights.fitting import Change, Fitted, Shape, fit
 from train.weights.sources import Say, Source
 
-_MAX_SHOWN = 40
+_MAX_LINES, _MAX_NAMES = 40, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Loaded:
     """Weights that fit a model.
 
     Attributes:
-        title: where from, and in which format.
+        title: origin and format.
         fitted: what became of each tensor.
     """
 
@@ -30,7 +30,7 @@ class Loaded:
 
     @property
     def logit_scale(self) -> float | None:
-        """log(1 / temperature) that the weights were trained with, where it is of use to the model."""
+        """log(1 / temperature) that the weights were trained with, if it is of use to the model."""
         return self.fitted.logit_scale
 
     def as_json(self) -> dict[str, Any]:
@@ -48,27 +48,28 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
 
     Args:
         allow: patterns of names of tensors that may differ without a reason.
-        say: told what became of the tensors.
+        say: prints what became of the tensors.
 
     Raises:
-        UserError: something is missing, left over or of another shape, and nothing explains it; or what the model
-            would get is not finite.
+        UserError: a tensor is missing, unexpected or of another shape without a reason, or not finite; or the number of
+            attention heads differs.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    there = {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
     _check_heads(model, source)
-    fitted = fit(source.converted, shapes, allow=allow)
-    say(f"weights: {source.title}: {fitted.num_copied} of {len(shapes)} tensors of the model copied as they are")
-    lines = table_of(fitted.changes)
-    for line in lines[:_MAX_SHOWN]:
+    fitted = fit(source.converted, here, allow=allow)
+    say(f"weights: {source.title}: {fitted.num_copied} of {len(here)} tensors of the model copied as they are")
+    lines = _table_of(fitted.changes)
+    for line in lines[:_MAX_LINES]:
         say(f"  {line}")
-    if len(lines) > _MAX_SHOWN:
-        say(f"  and {len(lines) - _MAX_SHOWN} more")
+    if len(lines) > _MAX_LINES:
+        say(f"  and {len(lines) - _MAX_LINES} more")
     if fitted.unexplained:
-        there, here = (architecture_of(one) for one in (_shapes_of(source), shapes))
-        differs = f": {there}; the model: {here}" if there != here else ""
+        differs = [_architecture_of(one) for one in (there, here)]
+        described = f": {differs[0]}; the model: {differs[1]}" if differs[0] != differs[1] else ""
         raise UserError(
-            f"{source.title} does not fit the model{differs}: {summary_of(fitted.unexplained)}",
-            hint=hint_about(fitted.unexplained, there=_shapes_of(source), here=shapes),
+            f"{source.title} does not fit the model{described}: {_summary_of(fitted.unexplained)}",
+            hint=_hint_about(fitted.unexplained, there=there, here=here),
         )
     origins = source.converted.origins
     require_finite({origins[name]: tensor for name, tensor in fitted.tensors.items()}, source=source.title)
@@ -77,18 +78,20 @@ def fit_to(model: nn.Module, source: Source, *, allow: Sequence[str] = (), say: 
 
 @torch.no_grad()
 def copy_into(model: nn.Module, loaded: Loaded) -> None:
-    """Gives a model the weights that were fitted to one of its kind; what they lack stays as it is."""
+    """Copies fitted weights into a model; parameters that they lack stay as they are."""
     parameters = model.state_dict()
     for name, tensor in loaded.fitted.tensors.items():
         parameters[name].copy_(tensor)
 
 
 def _check_heads(model: nn.Module, source: Source) -> None:
-    """The number of heads shows in no shape; a configuration may say one of a part that the weights do not have."""
+    """The number of heads shows in no shape. A configuration may name that of a part that the weights do not have."""
     facts = source.facts
-    towers = (("video", facts.video_heads), ("text", facts.text_heads), ("decoder", facts.decoder_heads))
-    titles = {"video": "video tower", "text": "text tower", "decoder": "decoder"}
-    for tower, heads in towers:
+    for tower, title, heads in (
+        ("video", "video tower", facts.video_heads),
+        ("text", "text tower", facts.text_heads),
+        ("decoder", "decoder", facts.decoder_heads),
+    ):
         part = getattr(model, tower, None)
         has_tensors = any(name.startswith(f"{tower}.") for name in source.converted.tensors)
         if part is None or heads is None or not has_tensors:
@@ -96,19 +99,13 @@ def _check_heads(model: nn.Module, source: Source) -> None:
         here = next(module.num_heads for module in part.modules() if hasattr(module, "num_heads"))
         if here != heads:
             raise UserError(
-                f"{source.title}: the {titles[tower]} has {heads} heads, that of the model has {here}",
+                f"{source.title}: the {title} has {heads} heads, that of the model has {here}",
                 hint="use the --model that the weights are of",
             )
 
 
-def _shapes_of(source: Source) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in source.converted.tensors.items()}
+# The table of changes.
 
-
-# What became of each tensor, for the console and for run.json.
-
-
-_MAX_NAMED = 3
 _NOT_USED, _NEW = "not used", "new, not there"
 _TITLES = {
     "resized": "resized",
@@ -120,38 +117,21 @@ _TITLES = {
 }
 
 
-def table_of(changes: Sequence[Change]) -> list[str]:
-    """Lines that show the changes, equal ones of several blocks in one."""
+def _table_of(changes: Sequence[Change]) -> list[str]:
+    """Lines that show the changes; equal ones of several blocks share a line."""
+    groups: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        pattern = re.sub(r"\.\d+\.", ".*.", change.origin or change.name)
+        groups.setdefault((_title(change), pattern, _shapes(change), change.why), []).append(change)
     rows = []
-    for group in _grouped(changes):
-        first = group[0]
-        name = _pattern(first.origin or first.name) if len(group) > 1 else (first.origin or first.name)
-        count = f" ({len(group)} tensors)" if len(group) > 1 else ""
-        rows.append((_title(first), f"{name}{count}", _shapes(first), first.why))
+    for (title, pattern, shapes, why), group in groups.items():
+        name = f"{pattern} ({len(group)} tensors)" if len(group) > 1 else group[0].origin or group[0].name
+        rows.append((title, name, shapes, why))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip()
         for row in rows
     ]
-
-
-def summary_of(changes: Sequence[Change]) -> str:
-    """What nothing explains, in one line."""
-    parts = []
-    for kind, words in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
-        names = [change.origin or change.name for change in changes if change.kind == kind]
-        if names:
-            more = ", ..." if len(names) > _MAX_NAMED else ""
-            parts.append(f"{len(names)} {words} ({', '.join(names[:_MAX_NAMED])}{more})")
-    return "; ".join(parts)
-
-
-def _grouped(changes: Sequence[Change]) -> list[list[Change]]:
-    groups: dict[tuple[object, ...], list[Change]] = {}
-    for change in changes:
-        key = (change.kind, _pattern(change.origin or change.name), change.old, change.new, change.why)
-        groups.setdefault(key, []).append(change)
-    return list(groups.values())
 
 
 def _title(change: Change) -> str:
@@ -160,15 +140,73 @@ def _title(change: Change) -> str:
     return _NEW if change.kind == "missing" else _NOT_USED
 
 
-def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
-
-
 def _shapes(change: Change) -> str:
-    if change.old is None or change.new is None:
-        return _shape(change.old if change.old is not None else change.new)
-    return f"{_shape(change.old)} -> {_shape(change.new)}"
+    shapes = [shape for shape in (change.old, change.new) if shape is not None]
+    return " -> ".join("one number" if shape == () else " x ".join(map(str, shape)) for shape in shapes)
 
 
-def _shape(shape: Shape | None) -> str:
-    return "one number" if shape == () else " x ".join(map(str, shape or ()))
+# Errors and hints, from names and shapes.
+
+# A captioner's decoder, and what brings the tower's tokens to the decoder's width.
+_TOKENS, _OF_CAPTIONS = "decoder.token_embedding.weight", ("decoder.", "projection.")
+# Parts that a model may have and its weights lack, or the other way round, and that can be learned anew.
+_PARTS = ("decoder.", "video.ln_post.", "fc_norm.", "head.")
+
+
+def _summary_of(changes: Sequence[Change]) -> str:
+    """The unexplained changes in one line."""
+    parts = []
+    for kind, words in (("missing", "missing"), ("unexpected", "left over"), ("reshaped", "of another shape")):
+        names = [change.origin or change.name for change in changes if change.kind == kind]
+        if names:
+            more = ", ..." if len(names) > _MAX_NAMES else ""
+            parts.append(f"{len(names)} {words} ({', '.join(names[:_MAX_NAMES])}{more})")
+    return "; ".join(parts)
+
+
+def _architecture_of(shapes: Mapping[str, Shape]) -> str:
+    """Width, depth and patches, as far as names and shapes show them."""
+    parts = []
+    for tower in ("video", "text", "decoder"):
+        gains = [shape for name, shape in shapes.items() if name.startswith(tower) and name.endswith("ln_1.weight")]
+        if depth := _depth(shapes, tower):
+            parts.append(f"{tower} of width {gains[0][0] if gains else '?'} and {depth} blocks")
+    if conv := shapes.get(CONV):
+        parts.append(f"patches of {' x '.join(map(str, conv[1:]))}")
+    return ", ".join(parts) or "no towers"
+
+
+def _hint_about(unexplained: Sequence[Change], *, there: Mapping[str, Shape], here: Mapping[str, Shape]) -> str:
+    """What the user can do, given the shapes of the weights (there) and of the model (here)."""
+    if CONV in there and CONV in here and there[CONV][1] != here[CONV][1]:
+        return (
+            f"the weights see {there[CONV][1]} channels, the model {here[CONV][1]} (pixels have 3, latents others): "
+            "use the --input that the weights are of"
+        )
+    cubes = [_cube_frames(shapes) for shapes in (there, here)]
+    if cubes[0] != cubes[1] and {change.name for change in unexplained} == {CONV}:
+        return f"use --towers.tubelet {cubes[0]}, the frames of a cube that the weights are of"
+    if _TOKENS in there and _TOKENS in here and all(change.name.startswith(_OF_CAPTIONS) for change in unexplained):
+        num_tokens, width = there[_TOKENS]
+        context, depth = there.get("decoder.positional_embedding", ("?",))[0], _depth(there, "decoder")
+        return (
+            f"use --decoder.width {width} --decoder.depth {depth} --decoder.max-tokens {context}, and as "
+            f"--decoder.tokenizer the one of {num_tokens:,} tokens that the weights were trained with"
+        )
+    depths = [_depth(shapes, "decoder") for shapes in (there, here)]
+    if all(depths) and depths[0] != depths[1]:
+        return f"use --decoder-depth {depths[0]}, which the weights are of"
+    parts = {next((part for part in _PARTS if change.name.startswith(part)), "") for change in unexplained}
+    if "" not in parts and not all(depths):
+        patterns = " ".join(f"'{part}*'" for part in sorted(parts))
+        return f"these are parts for another purpose: to go on without them, --init.allow {patterns}"
+    return "use the --model (and --input) that the weights are of, or name what may differ: --init.allow PATTERN"
+
+
+def _cube_frames(shapes: Mapping[str, Shape]) -> int:
+    conv = shapes.get(CONV, ())
+    return conv[2] if len(conv) == 5 else 1
+
+
+def _depth(shapes: Mapping[str, Shape], tower: str) -> int:
+    return len({name.split(".")[3] for name in shapes if name.startswith(f"{tower}.transformer.resblocks.")})

@@ -1,23 +1,40 @@
-"""Where weights come from: a file, a folder, or a name and tag of open_clip."""
+"""Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
 
+import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
+
 from manifests.errors import UserError
-from train.config.model import Init, Kind
-from train.weights.configs import facts_of_hf, facts_of_open_clip, read_config
-from train.weights.converted import Converted, Facts, by_origin, kind_of_tensors, require_floats, require_whole_dtypes
-from train.weights.extras import EXTRAS_FILE, read_extras
-from train.weights.files import read_tensors
-from train.weights.formats import FORMATS, detect_format, without_prefixes
-from train.weights.hf_caption_configs import facts_of_hf_caption
-from train.weights.runs import is_run, read_run
-from train.weights.videomae_format import facts_of_hf_videomae, facts_of_videomae_v2
+from train.config.model import Init, Kind, Towers
+from train.distributed.world import World
+from train.models.dual_encoder import size_of
+from train.models.transformer import NORM_EPS
+from train.run.checkpoint import fill, read_metadata, read_table, read_weights
+from train.run.folder import RunFolder
+from train.weights.conversion import (
+    CONV,
+    LOGIT_SCALE,
+    MEANS,
+    STDS,
+    ConvertedStateDict,
+    SourceFacts,
+    by_origin,
+    kind_of_tensors,
+    require_finite,
+    require_float_weights,
+    require_floats,
+)
+from train.weights.exported import EXTRAS_FILE, read_extras
+from train.weights.files import read_tensors, without_prefixes
+from train.weights.formats import FORMATS, detect_format, facts_in
+from train.weights.open_clip import file_of_tag
 
 _NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
-# What a folder may call its weights; the first that is there is read.
+# Names of a folder's weights, by priority.
 _FILES = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -35,24 +52,24 @@ class Source:
     """Weights that were read.
 
     Attributes:
-        title: where they came from and in which format, for the user.
+        title: origin and format, for the user.
         converted: the tensors under our names.
-        facts: what is known beside them.
+        facts: what no tensor shows.
     """
 
     title: str
-    converted: Converted
-    facts: Facts
+    converted: ConvertedStateDict
+    facts: SourceFacts
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of the video tower; None where there is none."""
+        """The kind of the video tower; None without one."""
         return kind_of_tensors(self.converted.tensors)
 
     @property
     def tubelet(self) -> int | None:
-        """Frames of a cube of the video tower; None where it has patches, or is not there."""
-        conv = self.converted.tensors.get("video.conv1.weight")
+        """Frames of a cube of the video tower; None if it has patches, or is not there."""
+        conv = self.converted.tensors.get(CONV)
         return int(conv.shape[2]) if conv is not None and conv.ndim == 5 else None
 
 
@@ -60,38 +77,34 @@ def fetch_tag(init: Init, *, say: Say) -> None:
     """Has open_clip download the weights of a NAME:TAG that are not in its cache; does nothing about files.
 
     Raises:
-        UserError: open_clip knows no such weights, or cannot get them.
+        UserError: open_clip knows no such weights, or cannot download them.
     """
-    if (
-        init.weights is not None
-        and not Path(init.weights).exists()
-        and (match := _NAME_AND_TAG.fullmatch(init.weights))
-    ):
+    match = _NAME_AND_TAG.fullmatch(init.weights or "")
+    if match and not Path(match[0]).exists():
         say(f"weights: {init.weights} from open_clip's cache, or else downloaded")
-        _file_of_tag(match[1], match[2])
+        file_of_tag(match[1], match[2])
 
 
 def open_weights(init: Init) -> Source | None:
-    """Reads the weights that the settings name, None where they name none.
+    """Reads the weights that the settings name, None if they name none.
 
     Raises:
-        UserError: they are not there, damaged, of no known format, of no floating point, or of a model that the towers
-            cannot be.
+        UserError: they are not there, damaged, of an unknown format, not of floating point, or of a model that the
+            towers here cannot be.
     """
     if init.weights is None:
         return None
     path, match = Path(init.weights), _NAME_AND_TAG.fullmatch(init.weights)
     if is_run(path):
-        converted, facts_of_run, title = read_run(path)
-        return Source(title=title, converted=converted, facts=facts_of_run)
+        return _open_run(path)
     if path.is_dir():
-        file, facts = _file_in(path), _facts_in(path)
+        file, facts = _file_in(path), facts_in(path)
     elif path.is_file() or not match:
         file, facts = path, None
     else:
-        file, facts = _file_of_tag(match[1], match[2])
+        file, facts = file_of_tag(match[1], match[2])
     state = without_prefixes(read_tensors(file))
-    require_whole_dtypes(state, source=file)
+    require_float_weights(state, source=file)
     form = FORMATS[init.format] if init.format != "auto" else detect_format(state)
     converted = form.convert(state)
     if path.is_dir() and (extras := read_extras(path, beside=file)):
@@ -104,27 +117,6 @@ def open_weights(init: Init) -> Source | None:
     return Source(title=f"{init.weights} ({form.title})", converted=converted, facts=facts or form.facts)
 
 
-def _file_of_tag(name: str, tag: str) -> tuple[Path, Facts]:
-    import open_clip
-    from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
-
-    entry, model = get_pretrained_cfg(name, tag), open_clip.get_model_config(name)
-    if not entry or model is None:
-        tags = list_pretrained_tags_by_model(name)
-        raise UserError(
-            f"there is no file {name}:{tag}, and open_clip has no weights of that name and tag",
-            hint=f"tags of {name}: {', '.join(tags)}" if tags else "names: open_clip.list_pretrained()",
-        )
-    facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}")
-    try:
-        return Path(download_pretrained(entry)), facts
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"cannot download {name}:{tag}, and it is not in the cache: {str(error).splitlines()[0]}",
-            hint="is there a network? On a machine with one, open_clip.create_model fills the cache; or name a file",
-        ) from error
-
-
 def _file_in(folder: Path) -> Path:
     for name in _FILES:
         if (folder / name).is_file():
@@ -132,19 +124,65 @@ def _file_in(folder: Path) -> Path:
     raise UserError(f"there are no weights in {folder}", hint=f"one of {', '.join(_FILES)}")
 
 
-def _facts_in(folder: Path) -> Facts | None:
-    own = read_config(folder / "open_clip_config.json")
-    if own is not None:
-        preprocess = own.get("preprocess_cfg", {})
-        return facts_of_open_clip(own.get("model_cfg", own), preprocess, source=str(folder))
-    config = read_config(folder / "config.json")
-    if config is None:
-        return None
-    preprocess = read_config(folder / "preprocessor_config.json") or {}
-    if config.get("model_type") == "videomae":
-        return facts_of_hf_videomae(config, preprocess, source=str(folder))
-    if isinstance(config.get("model_config"), dict) and str(config.get("model_type")).startswith("VideoMAEv2"):
-        return facts_of_videomae_v2(config, preprocess, source=str(folder))
-    if config.get("model_type") in ("timesformer", "vision-encoder-decoder", "gpt2"):
-        return facts_of_hf_caption(config, preprocess, source=str(folder))
-    return facts_of_hf(config, preprocess, source=str(folder))
+# Runs of this project.
+
+_TOWERS = "towers."
+_LOG_SCALE, _TEMPERATURE = "objective.logit_scale", "objective.temperature"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder was made by a training command."""
+    return RunFolder(folder).settings.is_file()
+
+
+def _open_run(folder: Path) -> Source:
+    """The weights of a run's latest checkpoint, averages if it kept some.
+
+    Raises:
+        UserError: it has no checkpoint, or one that cannot be read.
+    """
+    path = RunFolder(folder).require_checkpoint()
+    facts = read_metadata(path)
+    # The settings that the checkpoint was trained with; settings.yaml may have been edited since.
+    settings = facts.settings
+    tensors = read_weights(path)
+    if (log_scale := read_log_scale(path)) is not None:
+        tensors[LOGIT_SCALE] = torch.tensor(log_scale)
+    towers = {name.removeprefix(_TOWERS): value for name, value in settings.items() if name.startswith(_TOWERS)}
+    common = {field.name for field in fields(Towers)}
+    size = size_of(settings["model"], Towers(**{name: value for name, value in towers.items() if name in common}))
+    kind = kind_of_tensors(tensors) or "clip"
+    return Source(
+        title=f"{folder} (step {facts.step} of a run)",
+        converted=ConvertedStateDict(tensors=tensors, origins={name: name for name in tensors}),
+        facts=SourceFacts(
+            activation=size.video.trunk.activation,
+            video_eps=size.video.trunk.norm_eps,
+            text_eps=NORM_EPS,
+            mean=_triple(settings["init.pixel_mean"]) or MEANS[kind],
+            std=_triple(settings["init.pixel_std"]) or STDS[kind],
+            video_heads=towers.get("heads") or size.video.trunk.num_heads,
+            text_heads=size.text.trunk.num_heads,
+            picture_px=settings["size_px"] if settings.get("input", "pixels") == "pixels" else None,
+        ),
+    )
+
+
+def _triple(values: list[float] | None) -> tuple[float, float, float] | None:
+    return None if values is None else (values[0], values[1], values[2])
+
+
+def read_log_scale(path: Path) -> float | None:
+    """log(1 / temperature) of the loss in a checkpoint; None if it has none, or one for each sample.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or the number is not finite.
+    """
+    table = read_table(path)
+    for name in (_LOG_SCALE, _TEMPERATURE):
+        if name in table and not table[name]["size"]:
+            number = torch.zeros(())
+            fill(path, table, {name: number}, world=World())
+            require_finite({name: number}, source=path)
+            return float(number) if name == _LOG_SCALE else -math.log(float(number))
+    return None

@@ -62,7 +62,7 @@ def test_packets_read_less_than_whole_chunks(bench: Bench, data_dir: Path, capsy
 def test_the_table_says_what_to_change(bench: Bench, data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--shards", data_dir) == 0
     printed = capsys.readouterr().out
-    for words in (*LINKS, "items/s", "not needed", "slowest link: ", "-bound: ", "what to change ("):
+    for words in (*LINKS, "items/s", "not needed", "slowest operation: ", "-bound: ", "what to change ("):
         assert words in printed
 
 
@@ -94,4 +94,4 @@ def test_data_that_cannot_be_decoded_is_no_rate(
     # However many may fail: of a set that has nothing else each one has failed once.
     for max_failures in (5, 1_000_000):
         assert bench("--shards", broken, "--max-failures", max_failures) == 1
-        assert "samples cannot be had; the first: " in capsys.readouterr().err
+        assert "samples could not be loaded; the first: " in capsys.readouterr().err

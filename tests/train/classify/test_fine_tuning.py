@@ -22,7 +22,7 @@ from train.optim.groups import parameter_groups
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.classify.model import VideoClassifier
-from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
+from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 
 __all__ = ["train"]
 

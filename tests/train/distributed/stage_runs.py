@@ -19,10 +19,10 @@ from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
 from train.data.loader import TrainingSet, Visit
 from train.data.outcomes import FailedSample
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.launch import open_world
-from train.distributed.partition import LayerCost
 from train.distributed.pipeline import Pipeline
+from train.distributed.stages import LayerCost
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.engine.loop import train
@@ -97,7 +97,7 @@ class RecordingLoss(CaptionLoss):
     folder: Path
     rank: int
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         numbers = super().backward(model, batch, step)
         if step.number == 1:
             named = model.part.named_parameters() if isinstance(model, Pipeline) else plain(model)

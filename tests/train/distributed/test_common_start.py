@@ -12,7 +12,7 @@ from shards.commits import read_commit, write_commit
 from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_own_commands
 from tests.train.test_latents_training import FLAGS, write_columns
-from train.distributed.comparing import difference
+from train.distributed.launch import difference
 from train.engine.common_start import start_of
 from train.run.checkpoint import all_checkpoints
 from train.run.folder import RunFolder

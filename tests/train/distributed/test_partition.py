@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import UserError
-from train.distributed.partition import LayerCost, partition
+from train.distributed.stages import LayerCost, partition
 
 MODEL = [
     LayerCost("embedding", 10),

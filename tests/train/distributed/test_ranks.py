@@ -10,7 +10,7 @@ import torch
 from tests.train.distributed.conftest import ONE, Runs
 from tests.train.distributed.runs import FAILING, STRATEGIES, exact_plane, towers, train_plane, train_towers
 from tests.train.plane import Points
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
+from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
 from train.run.folder import RunFolder, read_lines
 
 
@@ -81,7 +81,7 @@ def test_state_is_stored_in_parts_where_ranks_have_parts(runs: Runs) -> None:
     assert {tuple(one) for one in pieces("zero1", "optimizer.model.")} == {("__0",), ("__1",)}
     assert {len(one) for one in pieces("ddp", "objective.")} == {1, 2}, "the loss's state of each sample is in parts"
     assert {len(one) for one in [*pieces("ddp", "model."), *pieces("ddp", "optimizer.")]} == {1}
-    facts = read_facts(runs.two / "plane-fsdp" / "checkpoints" / "step_000012")
+    facts = read_metadata(runs.two / "plane-fsdp" / "checkpoints" / "step_000012")
     assert len(facts.loader) == 2
 
 
@@ -91,7 +91,7 @@ def test_evaluations_are_in_the_metrics_and_the_best_checkpoint_stays(runs: Runs
         assert [line["step"] for line in lines] == [3, 6, 9, 12]
         best = max(lines, key=lambda line: line["closeness"])["step"]
         stored = all_checkpoints(RunFolder(out).checkpoints)
-        assert best in stored and read_facts(stored[best]).numbers["closeness"] == max(
+        assert best in stored and read_metadata(stored[best]).numbers["closeness"] == max(
             line["closeness"] for line in lines
         )
     kept = list(all_checkpoints(runs.two / "plane-fsdp" / "checkpoints"))
@@ -131,7 +131,7 @@ def test_ranks_that_failures_set_apart_are_resumed_by_one_process(runs: Runs, tm
     first, *later = sorted((out / "checkpoints").iterdir())
     for path in later:
         shutil.rmtree(path)
-    assert any(one["ahead"] for one in read_facts(first).loader), "no rank was ahead: the test shows nothing"
+    assert any(one["ahead"] for one in read_metadata(first).loader), "no rank was ahead: the test shows nothing"
     train_plane(exact_plane(out, max_failures=50), ONE, Points(failing=FAILING))
     assert [line["step"] for line in read_lines(RunFolder(out).metrics)] == list(range(1, 13))
     failed = [line["position"] for line in read_lines(RunFolder(out).failures)]

@@ -33,7 +33,7 @@ from train.config.training import TrainingSettings
 from train.distributed.pipeline import check_microbatches
 from train.distributed.world import World
 from train.engine.task import check_stages, own_part
-from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_facts, read_table, read_weights
+from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_metadata, read_table, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.caption.stages import TIED
 
@@ -147,7 +147,7 @@ def test_samples_that_fail_are_counted_once_and_stop_all_stages(runs: Path, tmp_
     assert_same(runs / "2-failing", tmp_path / "failing")
     failed = [read_lines(RunFolder(one).failures) for one in (runs / "2-failing", tmp_path / "failing")]
     assert failed[0] == failed[1] and failed[0]
-    assert len(read_facts(all_checkpoints(RunFolder(runs / "2-failing").checkpoints)[2]).loader) == 1
+    assert len(read_metadata(all_checkpoints(RunFolder(runs / "2-failing").checkpoints)[2]).loader) == 1
 
 
 def test_a_stage_that_is_killed_ends_the_others_and_the_run_goes_on(runs: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_rank_that_falls_silent_is_noticed_within_a_minute() -> None:
         assert watch.reason_to_stop([str(second), str(second), "left"], now_s=second) is None
     quiet = [watch.reason_to_stop([str(second), "95", "left"], now_s=second) for second in range(100, 160, 5)]
     noticed = next(index for index, reason in enumerate(quiet) if reason is not None)
-    assert quiet[noticed] == f"rank 1 has not been heard of for {SILENT_S:g} s"
+    assert quiet[noticed] == f"rank 1 has sent no heartbeat for {SILENT_S:g} s"
     assert 5 * noticed < 60
 
 

@@ -72,7 +72,7 @@ def test_a_driver_that_hangs_or_kills_is_told_of(
     (tmp_path / "damaged_driver.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     begin_s = time.monotonic()
-    found = ask_child(patience_s=3, module="damaged_driver")
+    found = ask_child(timeout_s=3, module="damaged_driver")
     assert words in (found.torch_error or "")
     assert time.monotonic() - begin_s < 60  # it came back at all
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from train.doctor.accelerator import Accelerator, Gpu, Tried
+from train.doctor.commands import lines_of
 from train.doctor.examined import Decoder, Examined, used_by_training
 from train.doctor.host import Disk, Host
 from train.doctor.judge import judge
-from train.doctor.report import lines_of
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=150_000_000_000, free_bytes=149_000_000_000, capability=(9, 0))
 WORKS = [Tried(attention="sdpa", kind="clips", dtype="bfloat16", kernels="fused attention of cuDNN 9.26.0")]
@@ -67,7 +67,7 @@ OLD_DRIVER: dict[str, Any] = {
     "tried": [],
 }
 
-FULL = ("warning", "/data has 0.0 GB left", "make room")
+FULL = ("warning", "/data has 0.0 GB left", "free some space")
 
 
 def test_nothing_is_said_of_a_good_machine() -> None:
@@ -79,7 +79,7 @@ def test_nothing_is_said_of_a_good_machine() -> None:
     ("examined", "level", "words", "hint"),
     [
         (machine(asked="cuda", accelerator=NO_GPU), "broken", "no GPU here", "--device cpu"),
-        (machine(accelerator=OLD_DRIVER), "warning", "supports CUDA 12.2, and torch 2.15.0+cu132 needs 13.2", "update"),
+        (machine(accelerator=OLD_DRIVER), "warning", "supports CUDA 12.2, but torch 2.15.0+cu132 needs 13.2", "update"),
         (machine(asked="cuda", accelerator=OLD_DRIVER), "broken", "supports CUDA 12.2", "update the driver"),
         (
             machine(accelerator={**NO_GPU, "driver": "580.1", "torch": "2.15.0+cpu", "torch_cuda": None}),
@@ -150,7 +150,7 @@ def test_nothing_is_said_of_a_good_machine() -> None:
         (machine(disk={"kind": "network", "file_system": "nfs4"}), "warning", "network file system (nfs4)", "local"),
         (machine(disk={"free_bytes": 10**9}), "warning", "1.0 GB left", "--out"),
         (machine(disk={"read_bytes_per_s": 30e6}), "warning", "read at 30 MB/s", "train bench"),
-        (machine(disk={"piece_ms": 25.0}), "warning", "64 KiB somewhere on /data take 25 ms", "--workers"),
+        (machine(disk={"piece_ms": 25.0}), "warning", "64 KiB from /data take 25 ms", "--workers"),
         (machine(disk={"problem": "no answer within 15 s"}), "broken", "no answer within 15 s", "mount"),
         (machine(disk={"problem": "cannot be read: Permission denied"}), "broken", "denied", "give this user access"),
         (machine(disk={"problem": "cannot be read: Input/output error"}), "broken", "output error", "check the mount"),

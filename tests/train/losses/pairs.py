@@ -8,24 +8,22 @@ from torch import nn
 
 from train.data.batch import Batch
 from train.distributed.world import World
-from train.losses.build import build_contrast
-from train.losses.contrastive import ContrastiveObjective
-from train.losses.global_contrast import GlobalSet
-from train.losses.sample_temperature import SampleTemperature
-from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind, Loss
+from train.losses.contrastive import ContrastiveObjective, DatasetSize
+from train.losses.global_losses import SampleTemperature
+from train.losses.registry import LOSSES, build_contrast
+from train.losses.settings import Convention, Loss
 
 WIDTH = 5
 NUM_CLIPS, NUM_CAPTIONS = 7, 11  # neither is even: ranks keep parts of different length
 NUM_EPOCHS = 8
-WHOLE = GlobalSet(num_clips=NUM_CLIPS, num_captions=NUM_CAPTIONS, num_epochs=NUM_EPOCHS)
-KINDS = cast(list[Kind], list(PUBLISHED))
+DATASET = DatasetSize(num_clips=NUM_CLIPS, num_captions=NUM_CAPTIONS, num_epochs=NUM_EPOCHS)
 CONVENTIONS: tuple[Convention, ...] = ("paper", "fast_clip")
 # Losses that the conventions tell apart.
-CASES: list[tuple[Kind, Convention]] = [
+CASES: list[tuple[str, Convention]] = [
     (kind, convention)
-    for kind in KINDS
+    for kind, spec in LOSSES.items()
     for convention in CONVENTIONS
-    if kind in GLOBAL or kind == "mbcl" or convention == "paper"
+    if spec.is_global or kind == "mbcl" or convention == "paper"
 ]
 
 # Of three batches of 6: ids that return in a later batch, and ids that occur twice in one.
@@ -99,9 +97,9 @@ def row_numbers(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers, numbers
 
 
-def settings_of(kind: Kind, convention: Convention = "paper", **numbers: float) -> Loss:
+def settings_of(kind: str, convention: Convention = "paper", **numbers: float) -> Loss:
     """Settings whose temperature is a round number in binary, so that float32 and float64 agree on it."""
-    if "temperature" in PUBLISHED[kind]:
+    if "temperature" in LOSSES[kind].settings:
         numbers = {"temperature": 0.125, **numbers}
     return Loss(kind=kind, convention=convention, **numbers)  # type: ignore[arg-type]
 
@@ -109,7 +107,7 @@ def settings_of(kind: Kind, convention: Convention = "paper", **numbers: float) 
 def objective_of(settings: Loss, *, table: bool = False, world: World | None = None) -> ContrastiveObjective:
     """The objective in float64, its numbers exactly those of the settings."""
     inputs = row_numbers if table else embedded_inputs
-    objective = build_contrast(settings, inputs=inputs, whole=WHOLE, world=world or World()).double()
+    objective = build_contrast(settings, inputs=inputs, dataset=DATASET, world=world or World()).double()
     with torch.no_grad():
         for name, parameter in objective.named_parameters():
             if name == "logit_scale":

@@ -7,15 +7,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from tests.train.losses.decoupled import DECOUPLED
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
 from train.distributed.step import Step
 from train.distributed.world import World
 from train.losses.contrastive import ContrastiveObjective
-from train.losses.settings import Convention, Kind, Loss
+from train.losses.registry import register
+from train.losses.settings import Convention, Loss
 
 Results = dict[str, torch.Tensor]
 # What a checkpoint must bring to another number of ranks: averages, and temperatures with their optimizer.
-SAVED: tuple[tuple[Kind, Convention], ...] = (("fastclip-v2", "paper"), ("fastclip-v3", "fast_clip"))
+SAVED: tuple[tuple[str, Convention], ...] = (("fastclip-v2", "paper"), ("fastclip-v3", "fast_clip"))
 
 
 def run_all(world: World) -> tuple[Results, dict[str, ContrastiveObjective]]:
@@ -66,6 +68,25 @@ def run_rank(folder: Path) -> None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             results[f"{name}/loaded/{key}"] = whole.clone()
     results["kept rows"] = world.gather(torch.tensor([len(objectives["fastclip-v3/paper"].get_buffer("clips.rows"))]))
+    if world.rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.destroy_process_group()
+
+
+def run_outside(world: World, *, microbatch: int | None) -> Results:
+    """Metrics, mean gradients and last weights of three steps of the registered loss "decoupled"."""
+    results: Results = {}
+    objective = _run("decoupled", settings_of("decoupled"), world, microbatch, results)
+    return results | {f"decoupled/last/{key}": value.detach() for key, value in objective.state_dict().items()}
+
+
+def run_outside_rank(folder: Path) -> None:
+    """The same on one rank of several, in microbatches."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    register(DECOUPLED)
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    results = run_outside(world, microbatch=2)
     if world.rank == 0:
         torch.save(results, folder / "results.pt")
     dist.destroy_process_group()

@@ -7,8 +7,8 @@ import torch
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, settings_of
 from train.data.batch import Batch
 from train.distributed.step import Step
-from train.losses.cached import split
-from train.losses.settings import Convention, Kind
+from train.losses.contrastive import split
+from train.losses.settings import Convention
 
 
 class PartByPart(Towers):
@@ -29,7 +29,7 @@ class PartByPart(Towers):
 
 
 @pytest.mark.parametrize(("kind", "convention"), CASES)
-def test_microbatches_have_the_gradients_of_the_whole_batch(kind: Kind, convention: Convention) -> None:
+def test_microbatches_have_the_gradients_of_the_whole_batch(kind: str, convention: Convention) -> None:
     """With dropout, over steps whose state goes on; 6 in parts of 4 and 2."""
     found = []
     for towers, microbatch in ((PartByPart(size=4), None), (Towers(dropout=0.3), 4)):

@@ -19,16 +19,16 @@ from tests.train.losses.pairs import (
     settings_of,
 )
 from train.distributed.step import Step
-from train.losses.global_contrast import GlobalContrast
-from train.losses.moving_average import inner_rate
-from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind
+from train.losses.global_contrast import GlobalContrast, inner_rate
+from train.losses.registry import LOSSES
+from train.losses.settings import Convention
 
-IN_BATCH = [(*case, False) for case in CASES if case[0] not in GLOBAL]
-OF_THE_SET = [case for case in CASES if case[0] in GLOBAL]
+IN_BATCH = [(*case, False) for case in CASES if not LOSSES[case[0]].is_global]
+OF_THE_SET = [case for case in CASES if LOSSES[case[0]].is_global]
 
 
 @pytest.mark.parametrize(("kind", "convention", "uses_relevancy"), [*IN_BATCH, ("max-margin", "paper", True)])
-def test_a_loss_of_the_batch_is_its_formula(kind: Kind, convention: Convention, uses_relevancy: bool) -> None:
+def test_a_loss_of_the_batch_is_its_formula(kind: str, convention: Convention, uses_relevancy: bool) -> None:
     settings = settings_of(kind, convention, use_relevancy=uses_relevancy)
     batch, model, own = batch_of(0), Table(6), {}
     video, text = (one.detach().clone().requires_grad_() for one in (model.video, model.text))
@@ -62,19 +62,19 @@ def test_a_loss_of_the_batch_is_its_formula(kind: Kind, convention: Convention, 
 
 @pytest.mark.parametrize(("kind", "convention"), OF_THE_SET)
 @pytest.mark.parametrize("epsilon", [1e-14, 0.05])
-def test_a_loss_of_the_set_is_its_formula_over_steps(kind: Kind, convention: Convention, epsilon: float) -> None:
+def test_a_loss_of_the_set_is_its_formula_over_steps(kind: str, convention: Convention, epsilon: float) -> None:
     """Averages move, ids return and occur twice; of v2 and iSogCLR the temperatures move too."""
     settings = settings_of(kind, convention, epsilon=epsilon)
     objective = objective_of(settings, table=True)
     memories = (Memory(), Memory())
-    published = PUBLISHED[kind]
+    rho = settings.number("rho") if "rho" in LOSSES[kind].settings else 0.0
     for number, ids in enumerate(zip(CLIP_IDS, CAPTION_IDS, strict=True)):
         model = Table(6, seed=number)
         objective.zero_grad()
         numbers = objective.backward(model, batch_of(number), Step(number=number + 1, epoch=number + 0.9))
         gamma = inner_rate(
             number,
-            least=published["gamma"],
+            least=settings.number("gamma"),
             schedule="constant" if kind in ("sogclr", "isogclr") else "cosine",
             num_epochs=NUM_EPOCHS // 2,
             convention=convention,
@@ -89,10 +89,10 @@ def test_a_loss_of_the_set_is_its_formula_over_steps(kind: Kind, convention: Con
             memories,
             gamma=gamma,
             tau=0.125,
-            rho=published.get("rho", 0.0),
+            rho=rho,
             epsilon=epsilon,
             sizes=(NUM_CLIPS, NUM_CAPTIONS),
-            lr=published.get("temperature_lr", 0.0),
+            lr=settings.own_temperature_lr or 0.0,
             epoch=number,
         )
         assert numbers["loss"] == pytest.approx(expected.loss, rel=1e-8)

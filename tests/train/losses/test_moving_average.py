@@ -5,8 +5,8 @@ import torch
 
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
 from train.distributed.step import Step
-from train.losses.moving_average import UNSEEN, averaged, group_means, groups, inner_rate, log_group_means
-from train.losses.settings import Convention, Kind
+from train.losses.global_contrast import UNSEEN, averaged, group_means, groups, inner_rate, log_group_means
+from train.losses.settings import Convention
 
 
 def test_equal_ids_are_one_group_wherever_they_lie() -> None:
@@ -51,7 +51,7 @@ def test_what_single_precision_cannot_hold_stays_a_moving_average() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sogclr", "isogclr", "fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3"])
-def test_a_bad_pair_at_the_least_temperature_does_no_harm(kind: Kind) -> None:
+def test_a_bad_pair_at_the_least_temperature_does_no_harm(kind: str) -> None:
     """One pair is opposite to its own half and equal to another's: exp(2 / 0.01) is far out of float32."""
     model = Table(6).float()
     with torch.no_grad():

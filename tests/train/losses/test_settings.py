@@ -1,17 +1,19 @@
 import math
-from typing import Any, get_args
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
 
 from manifests.errors import UserError
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.distributed.world import World
-from train.losses.build import OF_THE_BATCH, OF_THE_SET, build_contrast
-from train.losses.global_contrast import GlobalSet
-from train.losses.settings import GLOBAL, PUBLISHED, Convention, Kind, Loss
+from train.losses.contrastive import DatasetSize
+from train.losses.global_contrast import GlobalContrast
+from train.losses.registry import LOSSES, build_contrast
+from train.losses.settings import Convention, Loss
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,14 @@ def test_settings_that_cannot_work_are_named(numbers: dict[str, Any], said: str)
     assert error.value.hint
 
 
+def test_all_mistakes_are_named_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        Loss(kind="sogclr", gamma=2.0, epsilon=-1.0, rho=1.0, temperature=0.001)
+    for flag in ("--loss.gamma is 2.0", "--loss.epsilon is -1.0", "--loss.rho is 1.0", "--loss.temperature is 0.001"):
+        assert flag in str(error.value)
+        assert flag.partition(" ")[0] in (error.value.hint or "")
+
+
 def test_numbers_that_are_left_out_are_the_published_ones() -> None:
     assert Loss(kind="fastclip-v3").number("temperature") == 0.07
     assert Loss(kind="fastclip-v3").own_temperature_lr == 2e-4
@@ -51,18 +61,21 @@ def test_numbers_that_are_left_out_are_the_published_ones() -> None:
 
 
 def test_every_kind_has_its_loss_and_no_other_name_has_one() -> None:
-    assert {*OF_THE_BATCH, *OF_THE_SET} == {*get_args(Kind)} == {*PUBLISHED}
-    assert {*OF_THE_SET} == GLOBAL
+    for spec in LOSSES.values():
+        loss = spec.load()
+        assert callable(loss)
+        assert (isinstance(loss, type) and issubclass(loss, GlobalContrast)) == spec.is_global
+        assert set(spec.settings) <= {field.name for field in fields(Loss)}
     unknown = Loss()
     object.__setattr__(unknown, "kind", "clip")
     with pytest.raises(KeyError, match="clip"):
-        build_contrast(unknown, inputs=lambda batch: (batch["latents"], batch["text"]), whole=None, world=World())
+        build_contrast(unknown, inputs=lambda batch: (batch["latents"], batch["text"]), dataset=None, world=World())
     with pytest.raises(UserError, match=r"--loss\.kind is clip") as error:
         Loss(kind="clip")  # type: ignore[arg-type]
     assert error.value.hint is not None and "fastclip-v3" in error.value.hint
 
 
-@pytest.mark.parametrize("kind", sorted(GLOBAL))
+@pytest.mark.parametrize("kind", sorted(name for name, spec in LOSSES.items() if spec.is_global))
 @pytest.mark.parametrize(
     ("name", "ids", "said"),
     [
@@ -119,7 +132,7 @@ def test_the_temperature_of_v3_learns_slower_below_its_threshold(convention: Con
     objective = objective_of(Loss(kind="fastclip-v3", convention=convention, temperature_lr=3e-4))
     assert objective.learning_rate(1.0) == 3e-4
 
-    def move_to(temperature: float) -> Number:
+    def move_to(temperature: float) -> Scalar:
         with torch.no_grad():
             for name, parameter in objective.named_parameters():
                 parameter.fill_(temperature if name == "temperature" else -math.log(temperature))
@@ -136,7 +149,7 @@ def test_a_rate_of_its_own_or_the_models() -> None:
     assert objective_of(Loss(kind="fastclip-v0")).learning_rate(0.5) == 0.5
 
 
-@pytest.mark.parametrize("kind", sorted(PUBLISHED))
+@pytest.mark.parametrize("kind", sorted(LOSSES))
 def test_state_comes_back(kind: Any) -> None:
     first, second = (objective_of(settings_of(kind), table=True) for _ in range(2))
     first.backward(Table(6), batch_of(0), Step(number=1))
@@ -149,7 +162,7 @@ def test_state_of_another_set_is_refused() -> None:
     other = build_contrast(
         settings_of("fastclip-v3"),
         inputs=lambda batch: (batch["latents"], batch["text"]),
-        whole=GlobalSet(num_clips=8, num_captions=11, num_epochs=1),
+        dataset=DatasetSize(num_clips=8, num_captions=11, num_epochs=1),
         world=Step(number=1).world,
     )
     with pytest.raises(RuntimeError, match=r"clips\.rows"):

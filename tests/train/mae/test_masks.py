@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from train.device.random import uniform as uniform_of_numpy
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid
 from train.tasks.mae.masks import decoded_cubes, mask_counts, running_cells, tube_masks
 
 OF_224_PX = CubeGrid(8, 14, 14)

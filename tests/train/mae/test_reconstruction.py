@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from train.models.masked_autoencoder import predicted_cubes
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid
 from train.tasks.mae.objective import normalised_cubes
 from train.tasks.mae.reconstruction import (
     GREY,

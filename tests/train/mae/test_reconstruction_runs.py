@@ -28,8 +28,7 @@ from train.data.cursor import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.transformer import TransformerSize
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid, VideoViTSize
 from train.report.results import write_page
 from train.run.folder import RunFolder
 from train.tasks.mae.masks import Masking

@@ -7,9 +7,16 @@ import torch
 from transformers import GPT2Config, TimesformerConfig, VisionEncoderDecoderConfig, VisionEncoderDecoderModel
 
 from tests.train.models.small_towers import spread_out
+from tests.train.weights.small import quiet
+from train.config.model import Init
 from train.models.attention import Attend, attend_with_sdpa
 from train.models.captioner import Captioner
-from train.weights.hf_caption import load_hf
+from train.models.gpt2 import Gpt2
+from train.models.timesformer import TimeSformer
+from train.tasks.caption.start import start_of_captioner
+from train.weights.hf_caption import read_caption_folder
+from train.weights.loading import copy_into
+from train.weights.sources import open_weights
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY = 4, 32, 61
 END, PAD = 60, 59
@@ -52,7 +59,24 @@ def their_captioner(*, video_width: int = 32, text_width: int = 24, num_frames: 
 def ours_with_weights_of(theirs: Any, folder: Path, *, attend: Attend = attend_with_sdpa) -> Captioner:
     """Our captioner, read from a folder that transformers wrote."""
     theirs.save_pretrained(folder)
-    return load_hf(folder, attend=attend).double().eval()
+    return captioner_in(folder, attend=attend).double().eval()
+
+
+def captioner_in(
+    folder: Path, *, attend: Attend = attend_with_sdpa, num_frames: int | None = None, image_px: int | None = None
+) -> Captioner:
+    """Our captioner with the weights of a folder of transformers, as `--init.weights` starts one."""
+    config, source = read_caption_folder(folder).config, open_weights(Init(weights=str(folder)))
+    assert config.video is not None and config.decoder is not None and source is not None
+    tower = TimeSformer(
+        config.video.size,
+        image_px=image_px or config.video.image_px,
+        num_frames=num_frames or config.video.num_frames,
+        attend=attend,
+    )
+    captioner = Captioner(tower, Gpt2(config.decoder, attend=attend))
+    copy_into(captioner, start_of_captioner(captioner, source, allow=(), say=quiet))
+    return captioner
 
 
 def clips(num_clips: int, *, num_frames: int = NUM_FRAMES, image_px: int = IMAGE_PX, seed: int = 0) -> torch.Tensor:

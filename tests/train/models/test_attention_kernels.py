@@ -68,7 +68,7 @@ def test_xformers_is_loaded_without_a_warning() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "flash", "cudnn"])
 def test_sdpa_on_a_cpu_is_torchs_flash(attention: str) -> None:
     qkv = qkv_of(torch.float32)
-    kernel = Kernel("torch", "flash (CPU)", "sdpa")
+    kernel = Kernel("torch", "flash (CPU)")
     assert kernels_of(attention, *qkv) == Kernels(kernel, kernel)
     rows = [x[:1, :5] for x in qkv]
     assert kernels_of(attention, *rows, packing=pack((2, 3), device=CPU)).forward == kernel

@@ -13,6 +13,7 @@ from transformers import VisionEncoderDecoderModel
 from tests.train.models.small_captioners import (
     END,
     PAD,
+    captioner_in,
     clips,
     for_them,
     ours_with_weights_of,
@@ -26,6 +27,7 @@ from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Size
 from train.models.transformer import TransformerSize, blocks_of, checkpoint_blocks
 from train.models.video_vit import VideoViT, VideoViTSize
 from train.models.videomae import VideoMAEEncoder
+from train.tasks.caption.export import save_hf
 from train.tasks.caption.objective import shifted, summed_loss
 from train.tasks.caption.stages import (
     TIED,
@@ -36,8 +38,7 @@ from train.tasks.caption.stages import (
     parameters_by_stage,
     stages_of,
 )
-from train.weights.hf_caption import load_hf, save_hf
-from train.weights.hf_caption_format import from_hf_caption
+from train.weights.hf_caption import from_hf_caption
 
 LENGTHS = (5, 1, 9)
 
@@ -152,8 +153,9 @@ def test_a_tower_hands_out_the_tokens_whose_first_is_its_class(tmp_path: Path) -
     tower = captioner_with("clip", tmp_path).video
     assert isinstance(tower, VideoViT)
     video = clips(2)
-    torch.testing.assert_close(tower.tokens(video)[:, 0], tower.features(video), atol=1e-13, rtol=0)
-    assert tower.tokens(video).shape == (2, 1 + 4 * 16, 32)
+    tokens = tower.finish(tower.transformer(tower.embed(video)))
+    torch.testing.assert_close(tokens[:, 0], tower.features(video), atol=1e-13, rtol=0)
+    assert tokens.shape == (2, 1 + 4 * 16, 32)
 
 
 def test_every_parameter_has_its_stage_and_counts_there(tmp_path: Path) -> None:
@@ -241,6 +243,6 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
         loss_of(ours(video, shifted(wanted, end_id=END)), wanted), expected.loss, atol=1e-12, rtol=0
     )
     again.save_pretrained(tmp_path / "again")
-    back = load_hf(tmp_path / "again", attend=attend_with_sdpa)
+    back = captioner_in(tmp_path / "again")
     for name, tensor in ours.state_dict().items():
         torch.testing.assert_close(back.double().state_dict()[name], tensor, atol=0, rtol=0, msg=name)

@@ -10,7 +10,7 @@ from train.models.attention import Attend, attend_naively, attend_with_sdpa
 from train.models.timesformer import TimeSformer, nearest_places, nearest_times
 from train.models.transformer import TransformerSize, checkpoint_blocks, compile_blocks
 from train.models.video_vit import VideoViTSize
-from train.weights.hf_caption_format import from_hf_caption
+from train.weights.hf_caption import from_hf_caption
 
 FRAMES, PATCHES = 4, 16
 

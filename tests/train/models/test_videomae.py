@@ -19,7 +19,7 @@ from train.models.videomae import VideoMAEEncoder, sines
 from train.tasks.classify.model import VideoClassifier
 from train.tasks.mae.masks import decoded_cubes, tube_masks
 from train.tasks.mae.objective import normalised_cubes, reconstruction_loss
-from train.weights.hf_videomae_format import from_hf_videomae
+from train.weights.hf_videomae import from_hf_videomae
 
 VIDEOMAE = Towers(kind="videomae")
 SIZE = VideoViTSize(

@@ -14,8 +14,7 @@ from torch import nn
 from train.config.optim import OptimizerSettings
 from train.config.training import TrainingSettings
 from train.losses.objective import Objective
-from train.optim.lamb import Lamb
-from train.optim.lion import Lion
+from train.optim.algorithms import Lamb, Lion
 from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
 
 LR, DECAY, STEPS = 0.02, 0.1, 7

@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.train.device_reads import as_on_a_gpu
 from tests.train.optim.test_optimizers import Net, Temperature, settings
-from train.device.transfer import Number
+from train.device.transfer import Scalar
+from train.optim.algorithms import Sgd
 from train.optim.optimizer import clip_gradients, make_optimizer, take_step
-from train.optim.sgd import Sgd
 
 NAMES = ["adamw", "lion", "lamb", "sgd"]
 
@@ -109,7 +109,7 @@ def test_a_learning_rate_that_the_device_decides_is_a_learning_rate(name: Any) -
 @pytest.mark.parametrize("loss_scale", [1.0, torch.tensor(1024.0, dtype=torch.float64)])
 @pytest.mark.parametrize("max_norm", [0.3, 1e6])
 def test_gradients_are_clipped_to_the_bit_as_with_pythons_numbers(
-    dtype: torch.dtype, loss_scale: Number, max_norm: float
+    dtype: torch.dtype, loss_scale: Scalar, max_norm: float
 ) -> None:
     for step in range(20):
         model, other = Net().to(dtype), Net().to(dtype)

@@ -13,7 +13,7 @@ from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.cli import app
-from train.run.checkpoint import latest_checkpoint, read_facts
+from train.run.checkpoint import latest_checkpoint, read_metadata
 from train.run.folder import RunFolder, read_lines
 
 __all__ = ["train"]
@@ -59,7 +59,7 @@ def test_a_masked_autoencoder_is_probed_in_the_loop_and_afterwards_alike(
              for name in ("top1", "top5", "mean_class")}  # fmt: skip
     assert names <= set(lines[0]) and names <= set(lines[1])
     best_step = max(lines, key=lambda line: line["val/noun_knn_top1"])["step"]
-    kept = {read_facts(path).step for path in RunFolder(out).checkpoints.glob("step_*")}
+    kept = {read_metadata(path).step for path in RunFolder(out).checkpoints.glob("step_*")}
     assert kept == {2, best_step}
 
     result = probed(train, capsys, out, "--label", "verb", "--label", "noun", "--neighbours", 5)

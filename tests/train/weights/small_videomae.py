@@ -17,7 +17,7 @@ from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
 from train.tasks.classify.model import VideoClassifier
 from train.tasks.mae.objective import normalised_cubes, reconstruction_loss
-from train.weights.converted import IMAGENET_STD
+from train.weights.conversion import IMAGENET_STD
 from train.weights.sources import Source, open_weights
 
 SIDE, PATCH, FRAMES, CLASSES, DECODER_DEPTH = 16, 8, 4, 5, 2

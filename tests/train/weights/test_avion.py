@@ -18,7 +18,7 @@ from manifests.errors import UserError
 from tests.train.weights import small
 from tests.train.weights.small import loaded_weights, our_model, quiet, tokens
 from train.config.model import Init
-from train.weights.avion_format import MISTYPED_MEAN
+from train.weights.avion import MISTYPED_MEAN
 from train.weights.sources import Source, open_weights
 
 NUM_FRAMES = 4

@@ -22,7 +22,7 @@ from train.distributed.world import World
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import load_tokenizer
-from train.run.checkpoint import latest_checkpoint, read_facts, read_weights
+from train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
 from train.run.checkpoint_writer import CheckpointWriter
 from train.tasks.dual_encoder.export import image_towers
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -224,7 +224,7 @@ def test_weights_that_are_not_finite_are_not_exported(run: Path, tmp_path: Path)
     shutil.copytree(run, own)
     path = latest_checkpoint(own / "checkpoints")
     assert path is not None
-    facts = read_facts(path)
+    facts = read_metadata(path)
     weights = {f"model.{name}": one for name, one in read_weights(path).items()}
     for name in ("video.proj", "objective.logit_scale"):
         poisoned = weights | {"objective.logit_scale": torch.tensor(1.0)}

@@ -26,7 +26,7 @@ from train.commands.export import export_run
 from train.config.files import load_settings
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.tasks.mae.settings import MaeSettings
-from train.weights.videomae_format import to_videomae
+from train.weights.videomae import to_videomae
 
 SMALL = (
     "--model",

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 from open_clip.model import resize_pos_embed
+from safetensors.torch import save_file
 from torch import nn
 
 from manifests.errors import UserError
 from tests.train.weights.small import loaded_weights, our_model, quiet, shuffle
 from train.config.model import Init
-from train.weights.converted import Converted
+from train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
+from train.weights.files import without_prefixes
 from train.weights.fitting import resize_positions
-from train.weights.formats import detect_format, without_prefixes
+from train.weights.formats import FORMATS, detect_format
 from train.weights.loading import Loaded
-from train.weights.open_clip_format import from_open_clip, to_open_clip
+from train.weights.open_clip import from_open_clip, to_open_clip
 from train.weights.sources import Source, open_weights
 
 State = dict[str, torch.Tensor]
@@ -30,10 +32,8 @@ def state() -> State:
     return {**to_open_clip(model.state_dict()), "logit_scale": torch.tensor(4.6)}
 
 
-def source_of(converted: Converted) -> Source:
-    from train.weights.converted import Facts
-
-    return Source(title="weights.pt (open_clip)", converted=converted, facts=Facts())
+def source_of(converted: ConvertedStateDict) -> Source:
+    return Source(title="weights.pt (open_clip)", converted=converted, facts=SourceFacts())
 
 
 def loaded(state: State, *, allow: tuple[str, ...] = (), say: Callable[[str], None] = quiet, **model: Any) -> Loaded:
@@ -232,3 +232,44 @@ def test_settings_about_no_weights_are_a_mistake() -> None:
         Init(format="avion")
     with pytest.raises(UserError, match=r"--init\.pixel-std"):
         Init(pixel_std=(0.0, 1.0, 1.0))
+
+
+def test_a_format_is_a_file_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, concatenated tensors, another layout and a configuration, without a change anywhere else."""
+    block = "video.transformer.resblocks.N"
+    names = NameTable(
+        owner="Toy",
+        names={f"{block}.attn.in_proj_*": "toy.N.{q,k,v}.*", f"{block}.mlp.c_fc.*": "toy.N.fc.*"},
+        ignored=("steps",),
+        to_ours=lambda name, tensor: tensor.T if name.endswith("c_fc.weight") else tensor,
+        to_theirs=lambda name, tensor: tensor.T if name.endswith("c_fc.weight") else tensor,
+    )
+    toy = Format(
+        name="toy",
+        title="Toy",
+        convert=names.read,
+        matches=lambda names: any_begins(names, "toy."),
+        model_types=("toy-*",),
+        read_config=lambda config, preprocess, *, source: SourceFacts(video_heads=config["heads"]),
+    )
+    monkeypatch.setitem(FORMATS, "toy", toy)
+    state = {f"toy.3.{part}.bias": torch.full((2,), float(index)) for index, part in enumerate("qkv")}
+    state |= {
+        "toy.3.fc.weight": torch.arange(6.0).view(2, 3),
+        "toy.steps": torch.tensor(9),
+        "toy.3.q.weight": torch.ones(2),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "toy-large", "heads": 5}')
+    source = open_weights(Init(weights=str(tmp_path)))
+    assert source is not None and source.title.endswith("(Toy)") and source.facts.video_heads == 5
+    found = source.converted
+    assert found.tensors["video.transformer.resblocks.3.attn.in_proj_bias"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert found.origins["video.transformer.resblocks.3.attn.in_proj_bias"] == "toy.3.{q,k,v}.bias"
+    assert found.tensors["video.transformer.resblocks.3.mlp.c_fc.weight"].shape == (3, 2)
+    assert found.ignored == ("toy.steps",) and found.unknown.keys() == {"toy.3.q.weight"}
+    back = names.write(found.tensors)
+    assert back.keys() == state.keys() - {"toy.steps", "toy.3.q.weight"}
+    assert all(torch.equal(one, state[name]) for name, one in back.items())
+    with pytest.raises(ValueError, match=r"Toy has nothing like video\.proj"):
+        names.write({"video.proj": torch.ones(1)})

@@ -12,7 +12,7 @@ from manifests.errors import UserError
 from tests.train.weights import small
 from tests.train.weights.small import images, loaded_weights, our_model, quiet, shuffle, tokens
 from train.config.model import Init
-from train.weights.hf_format import from_hf, to_hf
+from train.weights.hf_clip import from_hf, to_hf
 from train.weights.sources import Source, open_weights
 
 transformers = pytest.importorskip("transformers")

@@ -21,8 +21,8 @@ from tests.train.weights.small import (
 from train.config.model import Init, Towers
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import DualEncoder, size_of
-from train.weights.converted import Facts
-from train.weights.open_clip_format import from_open_clip, to_open_clip
+from train.weights.conversion import SourceFacts
+from train.weights.open_clip import from_open_clip, to_open_clip
 from train.weights.sources import Source, fetch_tag, open_weights
 
 
@@ -183,7 +183,7 @@ def test_the_towers_of_vit_b_16_are_open_clips_at_their_full_size() -> None:
     theirs = open_clip.create_model("ViT-B-16-quickgelu").eval()
     size = size_of("b16", Towers(activation="quick_gelu"))
     ours = DualEncoder(size, image_px=224, num_frames=1, attend=attend_with_sdpa).eval()
-    source = Source(title="ViT-B-16", converted=from_open_clip(theirs.state_dict()), facts=Facts())
+    source = Source(title="ViT-B-16", converted=from_open_clip(theirs.state_dict()), facts=SourceFacts())
     loaded_weights(ours, source, say=quiet)
     picture = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     ids = open_clip.get_tokenizer("ViT-B-16-quickgelu")(["a person washes a cup"])

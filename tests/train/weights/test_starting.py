@@ -22,9 +22,9 @@ from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import effective_settings
-from train.weights.avion_format import MISTYPED_MEAN
-from train.weights.converted import LOGIT_SCALE
-from train.weights.open_clip_format import to_open_clip
+from train.weights.avion import MISTYPED_MEAN
+from train.weights.conversion import LOGIT_SCALE
+from train.weights.open_clip import to_open_clip
 from train.weights.sources import open_weights
 
 Train = Callable[..., int]

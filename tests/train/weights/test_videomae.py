@@ -25,8 +25,8 @@ from tests.train.weights.small_videomae import (
     public,
 )
 from train.weights.formats import detect_format
-from train.weights.hf_videomae_format import from_hf_videomae, to_hf_videomae
-from train.weights.videomae_format import from_videomae, to_videomae
+from train.weights.hf_videomae import from_hf_videomae, to_hf_videomae
+from train.weights.videomae import from_videomae, to_videomae
 
 
 @pytest.fixture(scope="module")

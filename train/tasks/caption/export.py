@@ -1,4 +1,4 @@
-"""Captioners as transformers' VisionEncoderDecoderModel opens them, with tokenizer and image processor."""
+"""Captioners for transformers' VisionEncoderDecoderModel, with tokenizer and image processor."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,23 @@ from train.config.files import load_settings
 from train.config.model import kind_of
 from train.data.tokenizer import END, TOKENIZER_FILE
 from train.models.attention import attend_with_sdpa
+from train.models.captioner import Captioner
+from train.models.timesformer import TimeSformer
 from train.run.folder import RunFolder
 from train.tasks.caption.building import build_captioner
 from train.tasks.caption.runs import read_decoder_parts
-from train.tasks.caption.settings import CaptionerSettings
-from train.weights.converted import MEANS, STDS, Tensors
-from train.weights.exported import Exported, require_format, save_json
-from train.weights.hf_caption import save_hf
-from train.weights.hf_caption_configs import hf_generation_config
-from train.weights.hf_videomae_format import videomae_preprocessor_config
+from train.tasks.caption.settings import (
+    CaptionerSettings,
+    DecodingSettings,
+    length_penalty_of,
+    max_tokens_of,
+    num_beams_of,
+    temperature_of,
+)
+from train.weights.conversion import Tensors
+from train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
+from train.weights.hf_caption import to_hf_caption
+from train.weights.hf_caption_config import TimeSformerShape, generation_config, hf_caption_config
 
 
 def exported_captioner(run: RunFolder, weights: Tensors, *, form: str) -> Exported:
@@ -27,33 +35,17 @@ def exported_captioner(run: RunFolder, weights: Tensors, *, form: str) -> Export
     """
     require_format(form, ("hf",), what="a captioner")
     settings = load_settings(run.settings, CaptionerSettings)
-    if kind_of(settings.towers) != "timesformer":
+    kind = kind_of(settings.towers)
+    if kind != "timesformer":
         raise UserError(
-            f"{run.path} is a captioner with a tower of the kind {settings.towers.kind}, and transformers have "
-            "captioners of TimeSformers",
-            hint="export one with --towers.kind timesformer",
+            f"{run.path} is a captioner with a tower of the kind {settings.towers.kind}, and the format takes a "
+            "TimeSformer only",
+            hint="export a run of --towers.kind timesformer",
         )
     parts = read_decoder_parts(run)
     captioner = build_captioner(settings, parts.size, attend=attend_with_sdpa)
     captioner.load_state_dict(weights)
-
-    end_id = parts.tokenizer.end_id
-    generation = hf_generation_config(
-        end_id=end_id, pad_id=end_id, decoding=settings.decoding, context_length=parts.size.context_length
-    )
-
-    def write(folder: Path) -> None:
-        save_hf(captioner, folder, end_id=end_id)
-        save_json(folder / "generation_config.json", generation)
-        (folder / TOKENIZER_FILE).write_bytes(parts.tokenizer.as_json())
-        save_json(folder / "tokenizer_config.json", _tokenizer_config(settings))
-        save_json(folder / "preprocessor_config.json", _preprocessor_config(settings))
-
-    return Exported(write=write)
-
-
-def _tokenizer_config(settings: CaptionerSettings) -> dict[str, Any]:
-    return {
+    tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
         "eos_token": END,
@@ -61,12 +53,88 @@ def _tokenizer_config(settings: CaptionerSettings) -> dict[str, Any]:
         "model_max_length": settings.decoder.max_tokens,
     }
 
+    def write(folder: Path) -> None:
+        save_hf(captioner, folder, end_id=parts.tokenizer.end_id, decoding=settings.decoding)
+        (folder / TOKENIZER_FILE).write_bytes(parts.tokenizer.as_json())
+        save_json(folder / "tokenizer_config.json", tokenizer)
+        preprocessor = preprocessor_config("VideoMAEImageProcessor", settings, kind=kind)
+        save_json(folder / "preprocessor_config.json", preprocessor)
 
-def _preprocessor_config(settings: CaptionerSettings) -> dict[str, Any]:
-    config = videomae_preprocessor_config(settings)
-    kind = kind_of(settings.towers)
+    return Exported(write=write)
+
+
+def save_hf(
+    captioner: Captioner,
+    folder: Path,
+    *,
+    end_id: int,
+    pad_id: int | None = None,
+    decoding: DecodingSettings | None = None,
+) -> None:
+    """Writes config.json, generation_config.json and the weights for `VisionEncoderDecoderModel.from_pretrained`.
+
+    Args:
+        end_id: the token before and after a caption.
+        pad_id: the padding token; `end_id` when left out.
+        decoding: as `generate` decodes by default; transformers' own defaults when left out.
+
+    Raises:
+        UserError: the video tower is no TimeSformer.
+    """
+    tower, decoder = captioner.video, captioner.decoder
+    if not isinstance(tower, TimeSformer):
+        raise UserError(
+            f"a captioner with a {type(tower).__name__} cannot be exported: the format takes a TimeSformer only",
+            hint="export a run of --towers.kind timesformer",
+        )
+    num_patches = len(tower.positional_embedding) - 1
+    shape = TimeSformerShape(
+        size=tower.size,
+        image_px=tower.size.patch_px * round(num_patches**0.5),
+        num_frames=len(tower.temporal_embedding),
+    )
+    pad_id = end_id if pad_id is None else pad_id
+    config = hf_caption_config(shape, decoder.size, end_id=end_id, pad_id=pad_id, dropout=decoder.dropout.p)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(to_hf_caption(captioner.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    generation = hf_generation_config(
+        end_id=end_id, pad_id=pad_id, decoding=decoding, context_length=decoder.size.context_length
+    )
+    save_json(folder / "generation_config.json", generation)
+    save_json(folder / "config.json", config)
+
+
+def hf_generation_config(
+    *, end_id: int, pad_id: int, decoding: DecodingSettings | None = None, context_length: int | None = None
+) -> dict[str, Any]:
+    """generation_config.json: the special tokens of `generate`, and how it decodes.
+
+    Args:
+        decoding: transformers' own defaults, 20 tokens among them, when left out.
+        context_length: maximum number of tokens of the decoder.
+    """
+    chosen = {} if decoding is None else {**_lengths(decoding, context_length), **_choice(decoding)}
+    return generation_config(end_id=end_id, pad_id=pad_id, decoding=chosen)
+
+
+def _lengths(decoding: DecodingSettings, context_length: int | None) -> dict[str, int]:
+    longest = min(max_tokens_of(decoding), context_length or max_tokens_of(decoding))
+    shortest = {"min_new_tokens": min(decoding.min_tokens, longest - 1)} if decoding.min_tokens else {}
+    return {"max_new_tokens": longest, **shortest}
+
+
+def _choice(decoding: DecodingSettings) -> dict[str, Any]:
+    """How `generate` chooses the next token."""
+    num_beams = num_beams_of(decoding)
+    if decoding.method == "sample":
+        # Old versions restrict sampling to the 50 most probable tokens by default.
+        limits = {"top_k": decoding.top_k or 0, "top_p": 1.0 if decoding.top_p is None else decoding.top_p}
+        return {"do_sample": True, "num_beams": 1, "temperature": temperature_of(decoding), **limits}
+    if decoding.method == "greedy" or num_beams == 1:
+        return {"do_sample": False, "num_beams": 1}
     return {
-        **config,
-        "image_mean": list(settings.init.pixel_mean or MEANS[kind]),
-        "image_std": list(settings.init.pixel_std or STDS[kind]),
+        "do_sample": False,
+        "num_beams": num_beams,
+        "length_penalty": length_penalty_of(decoding),
+        "early_stopping": bool(decoding.early_stopping),
     }

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from train.data.batch import Batch
 from train.data.tokenizer import NO_TOKEN
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.pipeline import Pipeline, PipelineBatch
 from train.distributed.step import Step
 from train.losses.objective import Objective
@@ -33,7 +33,7 @@ class CaptionLoss(Objective):
         super().__init__()
         self._inputs, self._end_id, self._label_smoothing = inputs, end_id, label_smoothing
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
         longest = int(batch["length"].max()) if "length" in batch else None
         targets_BKL = without_padding(batch["targets"], longest=longest)

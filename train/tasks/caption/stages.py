@@ -20,8 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from train.distributed.chain import from_last, run_along
-from train.distributed.partition import LayerCost
+from train.distributed.stages import LayerCost, from_last, run_along
 from train.distributed.world import World
 from train.models.captioner import Captioner, tower_of
 from train.models.gpt2 import Gpt2

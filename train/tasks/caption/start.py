@@ -19,12 +19,11 @@ from train.run.folder import RunFolder
 from train.tasks.caption.building import DecoderParts
 from train.tasks.caption.runs import decoder_size_of
 from train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
-from train.weights.configs import read_config
+from train.weights.config_files import read_config
 from train.weights.effective import effective_clip_settings
-from train.weights.hf_caption_configs import caption_config_of
+from train.weights.hf_caption_config import caption_config_of
 from train.weights.loading import Loaded, fit_to
-from train.weights.runs import is_run
-from train.weights.sources import Say, Source
+from train.weights.sources import Say, Source, is_run
 
 _TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
 

@@ -14,7 +14,7 @@ from train.models.attention import Attend
 from train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViT, VideoViTSize
 from train.models.videomae import VideoMAEEncoder
-from train.weights.converted import LOGIT_SCALE
+from train.weights.conversion import LOGIT_SCALE
 from train.weights.loading import Loaded, fit_to
 from train.weights.sources import Say, Source
 

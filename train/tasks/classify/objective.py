@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from train.data.batch import Batch
-from train.device.transfer import Number
+from train.device.transfer import Scalar
 from train.distributed.step import Step
 from train.losses.objective import Objective
 from train.tasks.classify.settings import ClassifySettings
@@ -39,7 +39,7 @@ class SoftCrossEntropy(Objective):
         super().__init__()
         self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
         settings = self._settings
         num_samples = len(batch["label"])

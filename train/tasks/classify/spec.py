@@ -53,7 +53,7 @@ def _score(opened: Any, wanted: Any) -> Any:
 
 
 def _export(request: ExportRequest) -> Any:
-    from train.tasks.mae.export import exported_classifier
+    from train.tasks.classify.export import exported_classifier
 
     return exported_classifier(request.run, request.weights, form=request.form)
 

@@ -40,7 +40,7 @@ from train.tasks.classify.model import VideoClassifier, start_of_classifier
 from train.tasks.classify.objective import SoftCrossEntropy
 from train.tasks.classify.scoring import ClassResult, score_classifier
 from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
-from train.weights.converted import CLIP_MEAN, CLIP_STD
+from train.weights.conversion import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source
 

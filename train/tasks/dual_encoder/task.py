@@ -30,10 +30,9 @@ from train.data.video_captions import VideoCaptions
 from train.device.random import uniform
 from train.distributed.world import World
 from train.engine.attention_choice import video_workloads
-from train.losses.build import build_contrast
-from train.losses.global_contrast import GlobalSet
+from train.losses.contrastive import DatasetSize
 from train.losses.objective import Objective
-from train.losses.settings import GLOBAL
+from train.losses.registry import build_contrast
 from train.models.attention import AttentionBackend
 from train.models.attention_kernels import Workload
 from train.models.dual_encoder import DualEncoder, size_of
@@ -41,7 +40,7 @@ from train.models.text import Tokenize, load_tokenizer
 from train.models.transformer import NORM_EPS, blocks_of, compile_blocks
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
 from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.weights.converted import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
+from train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
 from train.weights.effective import KINDS, effective_clip_settings
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
@@ -202,8 +201,8 @@ class DualEncoderTask:
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """The loss that `--loss.*` names."""
         inputs = self._training_inputs
-        whole = _whole_set(samples, self._settings)
-        return build_contrast(self._settings.loss, inputs=inputs, whole=whole, world=world)
+        dataset = _dataset_size(samples, self._settings)
+        return build_contrast(self._settings.loss, inputs=inputs, dataset=dataset, world=world)
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
         """The blocks of both towers."""
@@ -220,13 +219,13 @@ class DualEncoderTask:
         return LoopEvaluation(self, samples, self._settings, device=self._device)
 
 
-def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | None:
-    """What a loss of the whole set compares with.
+def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSize | None:
+    """What a global loss keeps state for; None for other losses.
 
     Raises:
-        UserError: the samples have no ids that it could keep numbers for.
+        UserError: the samples are a stream, without ids for a global loss.
     """
-    if settings.loss.kind not in GLOBAL:
+    if not settings.loss.spec.is_global:
         return None
     if isinstance(samples, VideoStream):
         raise UserError(
@@ -234,7 +233,7 @@ def _whole_set(samples: Samples, settings: DualEncoderSettings) -> GlobalSet | N
             hint="name a data folder that prep made, or use --loss.kind infonce",
         )
     num_epochs = settings.steps * settings.batch / samples.num_samples
-    return GlobalSet(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
+    return DatasetSize(num_clips=samples.num_clips, num_captions=samples.num_caption_ids, num_epochs=num_epochs)
 
 
 def _captions(batch: Batch) -> torch.Tensor:

@@ -7,7 +7,7 @@ from manifests.errors import FailedWork, UserError
 from train.distributed.world import World
 from train.evaluation.examples import clip_in_words
 from train.evaluation.runner import OpenedRun, Score, evaluate, every_for
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid
 from train.run.folder import RunFolder
 from train.spec import EvaluationSpec, TaskSpec
 from train.tasks.mae.reconstruction import evaluate_reconstruction

@@ -14,7 +14,7 @@ import torch
 
 from train.device.random import device_uniform
 from train.device.transfer import constant, sent
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid
 from train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
 
 # Places of a cell of 2 x 2 patches, numbered round the cell, so that what is kept moves to a neighbour.

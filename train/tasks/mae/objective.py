@@ -11,12 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from train.data.batch import Batch
-from train.device.transfer import Number, constant
+from train.device.transfer import Scalar, constant
 from train.distributed.step import Step
 from train.losses.objective import Objective
 from train.models.masked_autoencoder import predicted_cubes
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import cubes_of, picked
+from train.models.video_vit import VideoViTSize, cubes_of, picked
 from train.tasks.mae.masks import Masking
 
 
@@ -43,7 +42,7 @@ class MaskedReconstruction(Objective):
         super().__init__()
         self._inputs, self._masking, self._size, self._std = inputs, masking, size, std
 
-    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Number]:
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
         """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
         positions_B = batch["position"]
         num_samples = len(positions_B)

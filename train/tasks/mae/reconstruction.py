@@ -17,8 +17,7 @@ from manifests.errors import FailedWork
 from train.data.batch import Batch, to_device
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import CubeGrid, cubes_of, grid_of
+from train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
 from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import normalised_cubes
 

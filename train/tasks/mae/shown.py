@@ -15,7 +15,7 @@ from train.evaluation.examples import from_end_to_end, from_middles, jpeg_uri, p
 from train.tasks.mae.reconstruction import Look, Pictures, ShownClip
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings
-from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
+from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 
 _NUM_SHOWN = 4
 _MAX_FRAMES = 4

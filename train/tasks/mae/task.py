@@ -36,13 +36,12 @@ from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.transformer import blocks_of, compile_blocks
-from train.models.video_vit import VideoViTSize
-from train.models.videomae import CubeGrid
+from train.models.video_vit import CubeGrid, VideoViTSize
 from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import MaskedReconstruction
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, check_mask
-from train.weights.converted import IMAGENET_MEAN, IMAGENET_STD
+from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 

@@ -1,0 +1,157 @@
+"""Who may import what from outside, and where. docs/architecture.md says why; this file holds it.
+
+Which of our packages may import which is held by import-linter: the contracts in pyproject.toml, run by `make lint`.
+"""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.imports import imported_names, reaches
+
+PACKAGES = ("manifests", "shards", "prep", "train")
+
+# What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
+OUTSIDE = {
+    "manifests": {"numpy", "pyarrow"},
+    "shards": {"numpy", "pyarrow", "webdataset"},
+}
+MODULES_OF_DISTRIBUTION = {
+    "ffmpeg-python": "ffmpeg",
+    "huggingface-hub": "huggingface_hub",
+    "imageio-ffmpeg": "imageio_ffmpeg",
+    "open-clip-torch": "open_clip",
+    "opencv-python-headless": "cv2",
+    "pyyaml": "yaml",
+}
+# Submodules of torch that have one interface each; whole packages are held by import-linter too.
+INTERFACES = {"torch.distributed": {"train/distributed/"}, "torch.utils.tensorboard": {"train/run/tracking.py"}}
+TORCH_IN_PREP = {"prep/latents/vae.py", "prep/text/tower.py", "prep/engines/choice.py"}
+# Programs are started in one place of each side, which has the time limit and ends the whole process group.
+MAY_START_PROGRAMS = {
+    *("prep/video/ffmpeg.py", "prep/sources/probe_processes.py"),
+    *("train/tasks/caption/metrics/java.py", "train/doctor/accelerator.py"),
+}
+# They accept plain containers, or a plain array, only; elsewhere a pickle from outside would be a program from outside.
+MAY_UNPICKLE = {"manifests/adapters/plain_pickle.py", "train/evaluation/array_pickle.py"}
+
+
+def python_files(repository: Path, package: str) -> list[Path]:
+    return sorted((repository / package).rglob("*.py"))
+
+
+def files_that_import(repository: Path, module: str, *, packages: tuple[str, ...] = PACKAGES) -> set[str]:
+    return {
+        path.relative_to(repository).as_posix()
+        for package in packages
+        for path in python_files(repository, package)
+        if reaches(imported_names(path), module)
+    }
+
+
+def modules_from_outside(repository: Path, package: str) -> set[str]:
+    if package in OUTSIDE:
+        return OUTSIDE[package]
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    requirements = (
+        project["dependencies"]
+        + extras[package]
+        + (extras["columns"] if package == "prep" else extras["track"] + extras["caption-metrics"])
+    )
+    distributions = [Requirement(requirement).name for requirement in requirements]
+    return {MODULES_OF_DISTRIBUTION.get(name, name) for name in distributions}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_its_machine_has(repository: Path, package: str) -> None:
+    allowed = sys.stdlib_module_names | modules_from_outside(repository, package) | set(PACKAGES)
+    for path in python_files(repository, package):
+        roots = {name.partition(".")[0] for name in imported_names(path)}
+        assert roots <= allowed, f"{path.relative_to(repository)} imports {sorted(roots - allowed)}"
+
+
+@pytest.mark.parametrize("module", INTERFACES)
+def test_a_part_of_torch_has_one_interface(repository: Path, module: str) -> None:
+    allowed = tuple(INTERFACES[module])
+    assert [path for path in files_that_import(repository, module) if not path.startswith(allowed)] == []
+
+
+def test_torch_has_one_interface_for_each_model_of_prep(repository: Path) -> None:
+    assert files_that_import(repository, "torch", packages=("manifests", "shards", "prep")) <= TORCH_IN_PREP
+
+
+def test_only_the_runner_starts_programs(repository: Path) -> None:
+    for module in ("subprocess", "os.system", "os.popen", "os.posix_spawn", "asyncio.subprocess", "pty"):
+        assert files_that_import(repository, module) <= MAY_START_PROGRAMS, module
+
+
+def test_only_the_plain_unpickler_knows_pickle(repository: Path) -> None:
+    for module in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
+        assert files_that_import(repository, module) <= MAY_UNPICKLE, module
+
+
+@pytest.mark.parametrize("program", ["prep", "train"])
+def test_help_loads_neither_torch_nor_ray(repository: Path, program: str) -> None:
+    script = (
+        "import sys\n"
+        f"from {program}.cli import main\n"
+        f"sys.argv = ['{program}', '--help']\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as exit:\n"
+        "    assert not exit.code, exit.code\n"
+        "heavy = {'torch', 'ray', 'open_clip', 'diffusers', 'transformers', 'xformers', 'av', 'imageio_ffmpeg'}\n"
+        "heavy &= set(sys.modules)\n"
+        "print('heavy:', sorted(heavy), file=sys.stderr)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.endswith("heavy: []\n"), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        ("prep", ["torch", "torchvision", "xformers", "open_clip", "diffusers", "safetensors", "train"]),
+        ("train", ["ray", "ffmpeg", "imageio_ffmpeg", "prep"]),
+    ],
+)
+def test_a_package_loads_on_a_machine_without_the_other_sides_parts(
+    repository: Path, package: str, absent: list[str]
+) -> None:
+    files = [path.relative_to(repository) for path in python_files(repository, package)]
+    modules = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
+    script = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({absent!r}))\n"  # None in sys.modules: the import fails
+        f"for module in {modules!r}:\n"
+        "    importlib.import_module(module)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_run_loads_no_other_task_and_at_most_190_modules(repository: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        f"sys.argv = ['train', 'dual-encoder', '--shards', {str(tmp_path)!r}, '--device', 'cpu']\n"
+        "from train.cli import main\n"
+        "from train.registry import task_named\n"
+        "try:\n"
+        "    main()\n"  # which loads all that training needs before it looks for data
+        "except SystemExit as exit:\n"
+        "    assert exit.code == 2, exit.code\n"
+        "import train.report.results, train.tasks.dual_encoder.evaluation\n"
+        "ours = [name for name in sys.modules if name.partition('.')[0] in ('train', 'shards', 'manifests', 'prep')]\n"
+        "tasks = {name.split('.')[2] for name in ours if name.count('.') > 1 and name.startswith('train.tasks.')}\n"
+        "print(len(ours), *sorted(tasks))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
+    count, *tasks = ran.stdout.splitlines()[-1].split()
+    assert tasks == ["dual_encoder"], ran.stderr
+    assert int(count) <= 190

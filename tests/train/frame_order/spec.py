@@ -1,0 +1,97 @@
+"""A task from outside of the package: whether the frames of a clip are in order, or reversed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.config.evaluation import EvaluationSettings
+from train.config.training import ClipSettings
+from train.evaluation.tables import Row, Table, protocol_of, share_cell
+from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
+
+_NO_EVALUATION = EvaluationSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameOrderSettings(ClipSettings):
+    """Settings of `train frame-order`."""
+
+    command = "frame-order"
+
+    evaluate: EvaluationSettings = _NO_EVALUATION
+    """Evaluation during training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameOrderFlags:
+    """Flags of `train eval frame-order`."""
+
+    split: str = "val"
+    """Split to score."""
+    max_samples: int = 1000
+    """Maximum number of clips."""
+
+
+def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
+    from tests.train.frame_order.task import FrameOrderTask
+
+    return FrameOrderTask(settings, **opened)
+
+
+def _effective(settings: Any, source: Any, say: Any) -> Any:
+    from train.weights.effective import effective_clip_settings
+
+    return effective_clip_settings(settings, source, say=say)
+
+
+def _workloads(settings: Any, num_clips: int) -> Any:
+    from train.engine.attention_choice import video_workloads
+
+    return video_workloads(settings, num_clips)
+
+
+def _score(opened: Any, wanted: Any) -> Any:
+    from tests.train.frame_order.task import score_run
+
+    return score_run(opened, wanted)
+
+
+def _table(result: dict[str, Any]) -> Table:
+    row = Row("accuracy", f"{result['num_samples']} clips", (share_cell(result["accuracy"], 0.5),))
+    return Table("Frame order", ("top-1",), (row,), protocol_of(result, "all clips"))
+
+
+def _export(request: ExportRequest) -> Any:
+    from safetensors.torch import save_file
+
+    from train.weights.exported import Exported
+
+    def write(folder: Path) -> None:
+        save_file(request.weights, folder / "model.safetensors")
+
+    return Exported(write=write)
+
+
+TASK = TaskSpec(
+    name="frame-order",
+    help="Train a video tower to tell whether the frames of a clip are in order, or reversed.",
+    example="train frame-order --shards data",
+    settings=FrameOrderSettings,
+    make=_make,
+    effective=_effective,
+    workloads=_workloads,
+    evaluations=(
+        EvaluationSpec(
+            name="frame-order",
+            help="Accuracy of the order of frames.",
+            example="train eval frame-order runs/order",
+            run_help="Folder that train frame-order --out made.",
+            settings=FrameOrderFlags,
+            score=_score,
+            table=_table,
+            curves=(CurveGroup("(accuracy)", "Frame order, %"),),
+        ),
+    ),
+    formats={"plain": "safetensors.torch.load_file('OUT/model.safetensors')"},
+    export=_export,
+)

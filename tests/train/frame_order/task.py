@@ -1,0 +1,165 @@
+"""The task itself: data, model, objective and evaluation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.train.frame_order.spec import FrameOrderFlags, FrameOrderSettings
+from train.augment.pictures import to_model_input
+from train.data.batch import Batch, to_device
+from train.data.decoding.clip import Views
+from train.data.inputs import clip_shape, loader_settings, open_folder
+from train.device.random import uniform
+from train.device.transfer import Scalar
+from train.distributed.step import Step
+from train.distributed.world import World
+from train.evaluation.runner import OpenedRun, Score, every_for
+from train.losses.objective import Objective
+from train.models.attention import AttentionBackend
+from train.models.dual_encoder import size_of
+from train.models.transformer import blocks_of
+from train.models.video_vit import VideoViT
+from train.tasks.mae.samples import ChunkClips
+from train.weights.conversion import CLIP_MEAN, CLIP_STD
+from train.weights.loading import Loaded, copy_into, fit_to
+from train.weights.sources import Say, Source
+
+
+class OrderClassifier(nn.Module):
+    """A video tower and a linear layer: logits [B] of clips [B, C, T, H, W] that are reversed."""
+
+    def __init__(self, settings: FrameOrderSettings, attention: AttentionBackend) -> None:
+        super().__init__()
+        size = size_of(settings.model, settings.towers).video
+        self.video = VideoViT(
+            size,
+            image_px=settings.size_px,
+            num_frames=settings.num_frames,
+            embedding_width=None,
+            attend=attention.attend,
+            temporal_std=0.02,
+        )
+        self.head = nn.Linear(size.trunk.width, 1)
+
+    def forward(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
+        logits_B: torch.Tensor = self.head(self.video(video_BCTHW))[:, 0]
+        return logits_B
+
+
+class FrameOrderTask:
+    """The task of `train frame-order`."""
+
+    name = "frame-order"
+    columns: tuple[str, ...] = ("video",)
+
+    def __init__(self, settings: FrameOrderSettings, *, attention: AttentionBackend, device: torch.device) -> None:
+        self._settings, self._attention, self._device = settings, attention, device
+        self._start: Loaded | None = None
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def files(self) -> dict[str, bytes]:
+        return {}
+
+    def training_set(self, world: World) -> ChunkClips:
+        return self.samples(self._settings.split, world)
+
+    def samples(self, split: str, world: World) -> ChunkClips:
+        settings = self._settings
+        folder = open_folder(settings, reason="train frame-order reads data folders")
+        return ChunkClips(
+            folder.path,
+            split=split,
+            shape=clip_shape(settings, views=Views()),
+            loading=loader_settings(settings, world, device=self._device),
+            tars=folder.tars,
+        )
+
+    def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
+        with torch.device("meta"):
+            model = OrderClassifier(self._settings, self._attention)
+        self._start = fit_to(model, source, allow=self._settings.init.allow, say=say)
+        return self._start
+
+    def build_model(self, samples: Any) -> OrderClassifier:
+        model = OrderClassifier(self._settings, self._attention)
+        if self._start is not None:
+            copy_into(model, self._start)
+        return model
+
+    def build_objective(self, samples: Any, world: World) -> Objective:
+        return FrameOrderLoss(self)
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        return blocks_of(model)
+
+    def inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clips [B, C, T, H, W], half of them reversed, and which are, float32 [B]."""
+        clips = to_model_input(
+            batch["video"],
+            batch["colour"],
+            size_px=self._settings.size_px,
+            mean=CLIP_MEAN,
+            std=CLIP_STD,
+            draw=None,
+        )
+        drawn = uniform(batch["position"].cpu().numpy(), 1, seed=self._settings.seed, purpose="order")[:, 0]
+        reversed_B = torch.from_numpy((drawn < 0.5).astype(np.float32)).to(clips.device)
+        return torch.where(reversed_B[:, None, None, None, None] > 0, clips.flip(2), clips), reversed_B
+
+    def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
+        wanted = self._settings.evaluate
+        if not wanted.every:
+            return {}
+        samples = self.samples(wanted.split, world)
+        right, count, _ = self.score(model, samples, every=every_for(len(samples), at_most=wanted.max_samples))
+        counts = world.sum(torch.tensor([right, count]))
+        return {f"{wanted.split}/accuracy": float(counts[0] / counts[1])}
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, samples: ChunkClips, *, every: int) -> tuple[int, int, list[Any]]:
+        """How many clips are told right, of how many, and what could not be decoded."""
+        right = count = 0
+        failed: list[Any] = []
+        for loaded in samples.evaluation_batches(every=every):
+            failed += loaded.failed
+            clips, reversed_B = self.inputs(to_device(loaded.batch, self._device))
+            right += int(((model(clips) > 0) == (reversed_B > 0)).sum())
+            count += len(reversed_B)
+        return right, count, failed
+
+
+class FrameOrderLoss(Objective):
+    """Binary cross-entropy."""
+
+    def __init__(self, task: FrameOrderTask) -> None:
+        super().__init__()
+        self._task = task
+
+    def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
+        clips, reversed_B = self._task.inputs(batch)
+        with step.synced(True), step.random(0):
+            with step.autocast():
+                logits_B = model(clips)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits_B.float(), reversed_B)
+            step.scale(loss).backward()
+        return {"loss": step.world.sum(loss.detach()).double() / step.world.size}
+
+
+def score_run(opened: OpenedRun, wanted: FrameOrderFlags) -> Score:
+    """Accuracy of a run's latest checkpoint on a split."""
+    samples = opened.task.samples(wanted.split, World())
+    model = opened.trained.fill(opened.task.build_model(samples))
+    every = every_for(len(samples), at_most=wanted.max_samples)
+    right, count, failed = opened.task.score(model, samples, every=every)
+    return Score(
+        name=f"frame-order-{wanted.split}",
+        samples=samples,
+        clip="in order or reversed",
+        values={"accuracy": right / count, "num_samples": count, "protocol": "half of the clips are reversed"},
+        failed=failed,
+    )

@@ -1,0 +1,55 @@
+"""Every flag that the help listed before is still accepted, with its type and default, and at least its choices.
+
+`flags_before.json` was read from the help of 45e639a by `flags_of`: type, default and choices of each flag, by command.
+There may be new flags, and new choices of an old one.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.test_cli import train
+
+__all__ = ["train"]
+
+# What asks for the help with every flag, and who has so many.
+FULL_HELP, LONG = "--help", ("dual-encoder", "classify", "mae", "caption", "bench")
+BEFORE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("flags_before.json").read_bytes())
+_PANEL = "│"
+
+
+def flags_of(printed: str) -> dict[str, dict[str, Any]]:
+    """Type, default and choices of each flag that a help lists, by its name; a help as wide as its longest line."""
+    found = {}
+    for line in printed.splitlines():
+        if not line.startswith(_PANEL):
+            continue
+        left, _, words = line.strip(f"{_PANEL}* ").partition("  ")
+        default = re.search(r"\[default: (.*?)\]", words)
+        choices = re.search(r"\[choices: (.*?)\]", words)
+        names = re.findall(r"(?<!\S)--\S+", left)
+        for name in names:
+            found[name] = {
+                "type": left.rpartition(names[-1])[2].strip(),
+                "default": "required" if "[required]" in words else default and default[1],
+                "choices": choices[1].split(", ") if choices else [],
+            }
+    return found
+
+
+@pytest.mark.parametrize("command", BEFORE)
+def test_every_flag_of_before_is_still_accepted(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # one line a flag
+    assert train(*command.split(), FULL_HELP if command in LONG else "--help") == 0
+    now = flags_of(capsys.readouterr().out)
+    before = BEFORE[command]
+    assert before.keys() <= now.keys(), sorted(before.keys() - now.keys())
+    for name, its in before.items():
+        assert (now[name]["type"], now[name]["default"]) == (its["type"], its["default"]), name
+        assert set(its["choices"]) <= set(now[name]["choices"]), name

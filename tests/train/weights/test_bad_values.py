@@ -1,0 +1,176 @@
+"""Values in files from elsewhere that no model can start from: each is named, with its file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPModel
+
+from manifests.errors import UserError
+from tests.train.models.small_captioners import their_captioner
+from tests.train.weights.small import our_model, quiet
+from tests.train.weights.small_videomae import State, hf_autoencoder, opened, our_autoencoder
+from train.config.model import Towers
+from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.task import effective_settings
+from train.weights.conversion import LOGIT_SCALE
+from train.weights.hf_caption import read_caption_folder
+from train.weights.loading import fit_to
+from train.weights.open_clip import to_open_clip
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each model of transformers."""
+    root = tmp_path_factory.mktemp("models")
+    clip = CLIPConfig(
+        text_config={**SMALL, "vocab_size": 99, "eos_token_id": 98}, vision_config={**SMALL, "image_size": 16}
+    )
+    for name, model in (("clip", CLIPModel(clip)), ("videomae", hf_autoencoder()), ("caption", their_captioner())):
+        model.save_pretrained(root / name)
+    return {path.name: path for path in root.iterdir()}
+
+
+def changed(folder: Path, to: Path, state: Callable[[State], State]) -> Path:
+    """The folder with other tensors."""
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(state(load_file(folder / "model.safetensors")), to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value", "kind"),
+    [
+        ("videomae", "layer_norm_eps", "x", "a finite number"),
+        ("videomae", "layer_norm_eps", float("nan"), "a finite number"),
+        ("videomae", "architectures", 5, "a list of texts"),
+        ("videomae", "decoder_num_attention_heads", 0, "a whole number of at least 1"),
+        ("clip", "vision_config", "large", "an object"),
+        ("clip", "vision_config.layer_norm_eps", [1], "a finite number"),
+        ("clip", "vision_config.hidden_act", ["gelu"], "a text"),
+        ("clip", "text_config.num_attention_heads", "four", "a whole number of at least 1"),
+        ("caption", "encoder.num_hidden_layers", "four", "a whole number of at least 1"),
+        ("caption", "encoder.hidden_size", None, "a whole number of at least 1"),
+        ("caption", "decoder.n_embd", True, "a whole number of at least 1"),
+        ("caption", "decoder.layer_norm_epsilon", "x", "a finite number"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_with_its_key_and_file(
+    folders: dict[str, Path], tmp_path: Path, model: str, key: str, value: Any, kind: str
+) -> None:
+    config = json.loads((folders[model] / "config.json").read_text())
+    *parts, last = key.split(".")
+    inner = config
+    for part in parts:
+        inner = inner[part]
+    inner[last] = value
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folders[model] / "model.safetensors")
+    for read in (opened, read_caption_folder) if model == "caption" else (opened,):
+        with pytest.raises(UserError) as caught:
+            read(tmp_path)
+        assert str(caught.value) == f"{path}: {key} is {value!r}, which is not {kind}"
+
+
+def test_three_colours_are_asked_for(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(folders["videomae"], tmp_path, dict)
+    for value in (0.5, [0.5, 0.5], ["a", "b", "c"]):
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": value}))
+        with pytest.raises(UserError, match=r"preprocessor_config\.json: image_mean is .*, which is not three finite"):
+            opened(folder)
+
+
+QUERY = "videomae.encoder.layer.0.attention.attention.query.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "said"),
+    [
+        ("mask_token", torch.int32, "int32"),
+        (QUERY, torch.int32, "int32"),
+        (QUERY, torch.float8_e4m3fn, "float8_e4m3fn"),
+        ("videomae.encoder.layer.0.attention.attention.q_bias", torch.int8, "int8"),
+    ],
+)
+def test_quantised_tensors_are_no_weights(
+    folders: dict[str, Path], tmp_path: Path, name: str, dtype: torch.dtype, said: str
+) -> None:
+    state = load_file(folders["videomae"] / "model.safetensors")
+    theirs = next(one for one in state if one.endswith(name.replace("q_bias", "query.bias")) or one == name)
+    folder = changed(folders["videomae"], tmp_path, lambda state: state | {theirs: state[theirs].to(dtype)})
+    with pytest.raises(UserError) as caught:
+        opened(folder)
+    assert f"{folder / 'model.safetensors'}: {theirs} is of {said}, and weights are" in str(caught.value)
+
+
+def test_positions_and_masks_are_no_weights_and_may_be_integers(folders: dict[str, Path], tmp_path: Path) -> None:
+    ids = {"text_model.embeddings.position_ids": torch.arange(77)[None]}
+    source = opened(changed(folders["clip"], tmp_path, lambda state: state | ids))
+    assert source.converted.ignored == tuple(ids)
+    half = {QUERY: torch.ones(32, 32, dtype=torch.bfloat16)}
+    opened(changed(folders["videomae"], tmp_path, lambda state: state | half))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path, number: float) -> None:
+    def damage(state: State) -> State:
+        state["mask_token"][0, 0, 3] = number
+        return state
+
+    folder = changed(folders["videomae"], tmp_path, damage)
+    with pytest.raises(UserError) as caught:
+        fit_to(our_autoencoder(), opened(folder), say=quiet)
+    assert str(folder) in str(caught.value) and "mask_token holds numbers that are not finite" in str(caught.value)
+    # What the model does not get may be anything.
+    state = our_model().state_dict()
+    state["text.positional_embedding"][0] = number
+    torch.save(to_open_clip(state), tmp_path / "w.pt")
+    tower = torch.nn.Module()
+    tower.video = our_model().video
+    fit_to(tower, opened(tmp_path / "w.pt"), say=quiet)
+
+
+def test_a_decoder_that_is_not_finite_is_no_start(folders: dict[str, Path], tmp_path: Path) -> None:
+    def damage(state: State) -> State:
+        state["decoder.transformer.wpe.weight"][1] = float("nan")
+        return state
+
+    with pytest.raises(UserError, match=r"model\.safetensors: decoder\.transformer\.wpe\.weight holds numbers that"):
+        read_caption_folder(changed(folders["caption"], tmp_path, damage))
+    whole = {"decoder.transformer.wte.weight": torch.ones(61, 24, dtype=torch.int64)}
+    with pytest.raises(UserError, match=r"decoder\.transformer\.wte\.weight is of int64"):
+        read_caption_folder(changed(folders["caption"], tmp_path, lambda state: state | whole))
+
+
+def test_a_temperature_that_is_not_finite_is_the_weights_fault(tmp_path: Path) -> None:
+    torch.save(to_open_clip({**our_model().state_dict(), LOGIT_SCALE: torch.tensor(float("nan"))}), tmp_path / "w.pt")
+    width = Towers(embedding_width=24)
+    with pytest.raises(UserError, match=r"w\.pt .*: logit_scale holds numbers that are not finite"):
+        effective_settings(DualEncoderSettings(model="tiny", towers=width), opened(tmp_path / "w.pt"), say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("caption", "encoder.embeddings.cls_token"),
+        ("caption", "encoder.embeddings.time_embeddings"),
+        ("videomae", QUERY),
+        ("clip", "vision_model.encoder.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_a_tensor_without_its_dimensions_is_read_and_compared(
+    folders: dict[str, Path], tmp_path: Path, model: str, name: str
+) -> None:
+    """Its layout cannot be converted; what does not fit is for the table to say."""
+    parts = [name.replace("query", part).replace("q_proj", f"{part[0]}_proj") for part in ("query", "key", "value")]
+    flat = {part: torch.tensor(1.0) for part in parts}
+    source = opened(changed(folders[model], tmp_path, lambda state: state | flat))
+    found = {**source.converted.unknown, **source.converted.tensors}
+    assert [one for one in found.values() if not one.ndim and one == 1]

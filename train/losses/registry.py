@@ -1,0 +1,99 @@
+"""The contrastive losses that `--loss.kind` knows: one row each.
+
+A loss from outside of clipmill is a row too: a program of its own registers it and then becomes `train`
+(docs/losses.md, *Add a loss*).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from train.distributed.world import World
+    from train.losses.autograd import LossFunction
+    from train.losses.contrastive import ContrastiveObjective, DatasetSize, Inputs
+    from train.losses.settings import Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """A loss, and what the command line needs to know of it.
+
+    Attributes:
+        name: value of `--loss.kind`.
+        loss: a function of `Pairs` and settings, whose gradients autograd computes; or a ContrastiveObjective, for
+            gradients in closed form or for state. "module:name" is imported when a run needs it.
+        settings: the `--loss.*` settings that this loss takes and others may not, each with its published default.
+            None: off unless given. All losses take `convention`, `min_temperature` and `epsilon`.
+    """
+
+    name: str
+    loss: "str | LossFunction | type[ContrastiveObjective]"
+    settings: Mapping[str, float | str | bool | None]
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the loss keeps state for each clip and each caption of the training set."""
+        return "gamma" in self.settings
+
+    def load(self) -> Any:
+        """The function or class of `loss`."""
+        if not isinstance(self.loss, str):
+            return self.loss
+        module, _, name = self.loss.partition(":")
+        return getattr(import_module(module), name)
+
+
+def _row(name: str, loss: str, **settings: float | str | bool | None) -> LossSpec:
+    return LossSpec(name=name, loss=f"train.losses.{loss}", settings=settings)
+
+
+_TRAINED = {"freeze_temperature": False, "temperature_lr": None}
+_CONSTANT = {"gamma_schedule": "constant", "gamma_epochs": None}
+_COSINE = {"gamma_schedule": "cosine", "gamma_epochs": None}
+_ONE, _EACH = "global_losses:OneTemperature", "global_losses:SampleTemperature"
+# SigLIP takes no temperature_lr: its bias would learn at that rate too. FastCLIP's numbers: appendix B, medium setting.
+_ROWS = (
+    _row("infonce", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
+    _row("siglip", "in_batch:SigLIP", temperature=0.1, freeze_temperature=False),
+    _row("max-margin", "in_batch:MaxMargin", margin=0.2, use_relevancy=False),
+    _row("mbcl", "in_batch:InfoNCE", temperature=0.07, **_TRAINED),
+    _row("sogclr", _ONE, temperature=0.03, gamma=0.6, **_CONSTANT),
+    _row("isogclr", _EACH, temperature=0.03, gamma=0.6, temperature_lr=1e-2, rho=9.0, **_CONSTANT),
+    _row("fastclip-v0", _ONE, temperature=0.03, gamma=0.2, temperature_lr=None, **_COSINE),
+    _row("fastclip-v1", _ONE, temperature=0.03, gamma=0.2, **_COSINE),
+    _row("fastclip-v2", _EACH, temperature=0.03, gamma=0.2, temperature_lr=1e-2, rho=7.0, **_COSINE),
+    _row("fastclip-v3", _ONE, temperature=0.07, gamma=0.2, temperature_lr=2e-4, rho=6.5, **_COSINE),
+)
+LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in _ROWS}
+
+
+def register(spec: LossSpec) -> None:
+    """Add a loss to `LOSSES`.
+
+    Raises:
+        ValueError: there is a loss of that name.
+    """
+    if spec.name in LOSSES:
+        raise ValueError(f"there is a loss {spec.name!r} already; choose another name")
+    LOSSES[spec.name] = spec
+
+
+def build_contrast(
+    settings: "Loss", *, inputs: "Inputs", dataset: "DatasetSize | None", world: "World"
+) -> "ContrastiveObjective":
+    """Build the objective of `--loss.*`.
+
+    Args:
+        inputs: turns a batch into the arguments of the model.
+        dataset: what a global loss keeps state for; other losses ignore it.
+
+    Raises:
+        KeyError: there is no loss of that kind.
+    """
+    from train.losses.autograd import AutogradObjective
+
+    loss = LOSSES[settings.kind].load()
+    objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective
+    return objective(settings, inputs=inputs, dataset=dataset, world=world)

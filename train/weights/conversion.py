@@ -1,0 +1,277 @@
+"""Converts state dicts of other projects to this project's parameter names, and back.
+
+`video.*` and `text.*` are the parameters of train.models.dual_encoder.DualEncoder. A MaskedAutoencoder or a Captioner
+has `decoder.*` besides, a VideoClassifier `fc_norm.*` and `head.*`. `logit_scale` belongs to the objective.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from manifests.errors import UserError
+from train.config.model import Activation, Kind
+
+Tensors = Mapping[str, torch.Tensor]
+Transform = Callable[[str, torch.Tensor], torch.Tensor]
+Mean = tuple[float, float, float]
+
+LOGIT_SCALE = "logit_scale"
+TEMPORAL_EMBEDDING = "video.temporal_embedding"
+CONV = "video.conv1.weight"
+# Normalisation of pixel values from 0 to 1, in the order R, G, B. VideoMAE uses ImageNet's.
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_TIMESFORMER_MEAN, _TIMESFORMER_STD = (0.45, 0.45, 0.45), (0.225, 0.225, 0.225)
+# Default normalisation of each kind of tower.
+MEANS: dict[Kind, Mean] = {"clip": CLIP_MEAN, "videomae": IMAGENET_MEAN, "timesformer": _TIMESFORMER_MEAN}
+STDS: dict[Kind, Mean] = {"clip": CLIP_STD, "videomae": IMAGENET_STD, "timesformer": _TIMESFORMER_STD}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """Properties of pretrained weights that no tensor shows; None where unknown.
+
+    Attributes:
+        activation: of the MLPs, `gelu` or `quick_gelu`.
+        video_eps: of the video tower's layer norms.
+        text_eps: of the text tower's layer norms.
+        mean: of the input normalisation: R, G, B, from 0 to 1.
+        std: of the input normalisation.
+        video_heads: attention heads of the video tower.
+        text_heads: attention heads of the text tower.
+        decoder_heads: attention heads of a masked autoencoder's decoder.
+        picture_px: side of the frames that the weights were trained on.
+        remarks: notices for the user.
+    """
+
+    activation: Activation | None = None
+    video_eps: float | None = None
+    text_eps: float | None = None
+    mean: Mean | None = None
+    std: Mean | None = None
+    video_heads: int | None = None
+    text_heads: int | None = None
+    decoder_heads: int | None = None
+    picture_px: int | None = None
+    remarks: tuple[str, ...] = ()
+
+
+_UNKNOWN = SourceFacts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertedStateDict:
+    """A state dict under our names.
+
+    Attributes:
+        tensors: by our name.
+        origins: the name in the source, by our name; `{q,k,v}` in it lists tensors that were concatenated.
+        unknown: tensors without a name of ours, by their name in the source.
+        ignored: names of buffers that the format explains (sizes, position ids, masks).
+    """
+
+    tensors: dict[str, torch.Tensor]
+    origins: dict[str, str]
+    unknown: dict[str, torch.Tensor] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+
+_INDEX, _LEAF, _PARTS = re.compile(r"\.(\d+)\."), re.compile(r"(weight|bias)$"), re.compile(r"\{(.+)\}")
+
+
+def _unchanged(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameTable:
+    """Parameter names of another project beside ours.
+
+    In a name, `N` is the index of a block and `*` is weight or bias. Their name may list in braces the tensors that are
+    one tensor here, concatenated along the first dimension: `attention.{query,key,value}.*`.
+
+    Attributes:
+        owner: model class or project, for errors.
+        names: their name by ours; read and written.
+        aliases: our name by theirs; only read.
+        roots: our first component of a name by theirs, for names that are in no row; only read.
+        ignored: suffixes of names of buffers.
+        canonical: gives a name of theirs the prefix that it has in `names`, where variants of the model lack it.
+        to_ours: converts the tensor of our name from their layout.
+        to_theirs: converts the tensor of our name to their layout.
+    """
+
+    owner: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    roots: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    canonical: Callable[[str], str] = str
+    to_ours: Transform = _unchanged
+    to_theirs: Transform = _unchanged
+
+    def read(self, state: Tensors) -> ConvertedStateDict:
+        """Their state dict under our names."""
+        tensors: dict[str, torch.Tensor] = {}
+        origins: dict[str, str] = {}
+        unknown: dict[str, torch.Tensor] = {}
+        ignored = []
+        for name, tensor in self._concatenated(state).items():
+            if name.endswith(self.ignored):
+                ignored.append(name)
+                continue
+            ours = self._our_name(self.canonical(name))
+            if ours is None or ours in tensors:
+                unknown[name] = tensor
+                continue
+            try:
+                tensors[ours] = self.to_ours(ours, tensor)
+            except (IndexError, RuntimeError):
+                tensors[ours] = tensor  # its shape is wrong, which the comparison with the model reports
+            origins[ours] = name
+        return ConvertedStateDict(tensors=tensors, origins=origins, unknown=unknown, ignored=tuple(ignored))
+
+    def write(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Our tensors as their state dict.
+
+        Raises:
+            ValueError: their model has no such parameter.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            theirs = _in_rows(self.names, name)
+            if theirs is None:
+                raise ValueError(f"{self.owner} has nothing like {name}")
+            parts = _expanded(theirs)
+            converted = self.to_theirs(name, tensor)
+            state |= dict(zip(parts, converted.chunk(len(parts)) if len(parts) > 1 else [converted], strict=True))
+        return state
+
+    @cached_property
+    def _ours(self) -> dict[str, str]:
+        return {**{theirs: ours for ours, theirs in self.names.items()}, **self.aliases}
+
+    @cached_property
+    def _first_parts(self) -> dict[str, str]:
+        """The name of the first of several concatenated tensors -> the name of all of them."""
+        return {_expanded(theirs)[0]: theirs for theirs in self.names.values() if "{" in theirs}
+
+    def _our_name(self, name: str) -> str | None:
+        if ours := _in_rows(self._ours, name):
+            return ours
+        root, dot, rest = name.partition(".")
+        return f"{self.roots[root]}{dot}{rest}" if root in self.roots else None
+
+    def _concatenated(self, state: Tensors) -> dict[str, torch.Tensor]:
+        """The state dict with queries, keys and values concatenated, unless one of them is missing."""
+        found = dict(state)
+        for name in state:
+            canonical = self.canonical(name)
+            if whole := _in_rows(self._first_parts, canonical):
+                whole = whole.removeprefix(canonical.removesuffix(name))
+                parts = _expanded(whole)
+                if state[name].ndim and all(part in state and state[part].shape == state[name].shape for part in parts):
+                    found[whole] = torch.cat([found.pop(part) for part in parts])
+        return found
+
+
+def _in_rows(rows: Mapping[str, str], name: str) -> str | None:
+    """The other name in a row, with the index and the weight or bias of `name`; None if there is no such row."""
+    index, leaf = _INDEX.search(name), _LEAF.search(name)
+    pattern = _INDEX.sub(".N.", name, count=1)
+    found = rows.get(pattern)
+    if found is None and leaf:
+        found = rows.get(f"{pattern.removesuffix(leaf[1])}*")
+        found = None if found is None else found.replace("*", leaf[1])
+    return found if found is None or index is None else found.replace(".N.", f".{index[1]}.")
+
+
+def _expanded(name: str) -> list[str]:
+    """`a.{q,k}.b` as [`a.q.b`, `a.k.b`]."""
+    braces = _PARTS.search(name)
+    return [name.replace(braces[0], part) for part in braces[1].split(",")] if braces else [name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of weights: one row of train.weights.formats.
+
+    Attributes:
+        name: value of `--init.format`.
+        title: for the user.
+        convert: a state dict under our names.
+        matches: whether names of tensors are those of this format.
+        facts: what all weights of this format have in common.
+        model_types: patterns of the `model_type` in config.json.
+        read_config: facts from config.json and preprocessor_config.json (or {}), and the folder for errors.
+    """
+
+    name: str
+    title: str
+    convert: Callable[[Tensors], ConvertedStateDict]
+    matches: Callable[[frozenset[str]], bool]
+    facts: SourceFacts = SourceFacts()
+    model_types: tuple[str, ...] = ()
+    read_config: Callable[..., SourceFacts] | None = None
+
+
+def any_begins(names: Iterable[str], *prefixes: str) -> bool:
+    """Whether a name begins with one of the prefixes."""
+    return any(name.startswith(prefixes) for name in names)
+
+
+def kind_of_tensors(names: Iterable[str]) -> Kind | None:
+    """The kind of the video tower among parameters of our names; None without one."""
+    video = [name for name in names if name.startswith("video.")]
+    if any(".time_attn." in name for name in video):
+        return "timesformer"
+    if any(name == "video.conv1.bias" or name.endswith(".attn.q_bias") for name in video):
+        return "videomae"
+    return "clip" if video else None
+
+
+# Checks of tensors from elsewhere.
+
+_MIN_BYTES = 2
+
+
+def require_floats(tensors: Tensors, *, source: object) -> None:
+    """Raises a UserError at the first tensor that is not of floating point of 16, 32 or 64 bits.
+
+    Quantisation leaves integers and 8-bit floats, whose values mean nothing without their scales.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < _MIN_BYTES:
+            raise UserError(
+                f"{source}: {name} is of {str(tensor.dtype).removeprefix('torch.')}, and weights are floating point of "
+                "16, 32 or 64 bits",
+                hint="use the weights from before quantisation",
+            )
+
+
+def require_float_weights(state: Tensors, *, source: object) -> None:
+    """`require_floats` of a state dict before conversion, without integer tensors that may be buffers."""
+    weights = {
+        name: tensor
+        for name, tensor in state.items()
+        if name.endswith("weight") or tensor.is_floating_point() or tensor.is_complex()
+    }
+    require_floats(weights, source=source)
+
+
+def by_origin(converted: ConvertedStateDict) -> dict[str, torch.Tensor]:
+    """The converted tensors by their names in the source."""
+    return {converted.origins[name]: tensor for name, tensor in converted.tensors.items()}
+
+
+def require_finite(tensors: Tensors, *, source: object) -> None:
+    """Raises a UserError at the first tensor with NaN or infinity in float32, the dtype of training."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.float().isfinite().all()):
+            raise UserError(
+                f"{source}: {name} holds numbers that are not finite (NaN or infinity)",
+                hint="the training that made these weights diverged, or the file is damaged: use other weights",
+            )

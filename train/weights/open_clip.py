@@ -1,0 +1,181 @@
+"""open_clip's and OpenAI's CLIP: names, configuration, and pretrained tags.
+
+ours                 open_clip, OpenAI       open_clip's CustomTextCLIP
+video.*              visual.*                visual.*
+text.*               *                       text.*
+logit_scale          logit_scale             logit_scale
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manifests.errors import UserError
+from train.config.model import Init
+from train.models.dual_encoder import DualEncoderSize
+from train.models.transformer import NORM_EPS
+from train.weights.config_files import colours
+from train.weights.conversion import (
+    CLIP_MEAN,
+    CLIP_STD,
+    LOGIT_SCALE,
+    TEMPORAL_EMBEDDING,
+    Format,
+    NameTable,
+    SourceFacts,
+    Tensors,
+    any_begins,
+)
+
+_TEXT_PARTS = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
+# The text tower's parts have no prefix in open_clip's CLIP.
+TEXT_ROOTS = {part: f"text.{part}" for part in _TEXT_PARTS} | {LOGIT_SCALE: LOGIT_SCALE}
+# Sizes that OpenAI's archives hold as tensors.
+_OPENAI_SIZES = frozenset({"input_resolution", "context_length", "vocab_size"})
+# Those, and masks of old versions of open_clip.
+BUFFERS = (*_OPENAI_SIZES, "attn_mask")
+
+NAMES = NameTable(owner="CLIP", roots={"visual": "video", "text": "text", **TEXT_ROOTS}, ignored=BUFFERS)
+from_open_clip = NAMES.read
+
+
+def to_open_clip(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Our tensors as a state dict of open_clip's CLIP, which has no temporal embedding."""
+    roots = {"video.": "visual.", "text.": ""}
+    state = {}
+    for name, tensor in tensors.items():
+        root = next((root for root in roots if name.startswith(root)), "")
+        if name != TEMPORAL_EMBEDDING:
+            state[f"{roots.get(root, '')}{name.removeprefix(root)}"] = tensor
+    return state
+
+
+# Fields of CLIPVisionCfg and CLIPTextCfg that show in shapes, or do not change what a tower computes.
+_FREE = frozenset(
+    {
+        *("image_size", "layers", "width", "head_width", "heads", "mlp_ratio", "patch_size", "patch_dropout"),
+        *("norm_kwargs", "output_tokens", "context_length", "vocab_size", "hf_tokenizer_name"),
+        *("tokenizer_kwargs", "pad_id", "eos_id"),
+    }
+)
+_POOLING = frozenset({"pool_type", "proj_type"})
+
+
+def facts_of_open_clip(model: Mapping[str, Any], preprocess: Mapping[str, Any], *, source: str) -> SourceFacts:
+    """Facts from `model_cfg` and `preprocess_cfg` of open_clip_config.json, or from the entry of a tag.
+
+    Raises:
+        UserError: the model computes something that the towers here do not.
+    """
+    from open_clip import CLIPTextCfg, CLIPVisionCfg
+
+    towers = {}
+    for part, config_class in (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg)):
+        defaults, given = {field.name: field.default for field in fields(config_class)}, model.get(part) or {}
+        for name, value in given.items():
+            is_plain = value == defaults.get(name) or (not value and name not in _POOLING)
+            if name not in _FREE and not is_plain:
+                raise UserError(
+                    f"{source}: {part}.{name} is {value!r}, which the towers here do not have",
+                    hint="use the weights of a plain CLIP with a vision Transformer (ViT)",
+                )
+        towers[part] = {**defaults, **given}
+    vision, text = towers["vision_cfg"], towers["text_cfg"]
+    is_quick = bool(preprocess.get("quick_gelu", model.get("quick_gelu", False)))
+    return SourceFacts(
+        activation="quick_gelu" if is_quick else "gelu",
+        video_eps=_eps(vision),
+        text_eps=_eps(text),
+        mean=colours(preprocess.get("mean")),
+        std=colours(preprocess.get("std")),
+        video_heads=vision["width"] // vision["head_width"],
+        text_heads=text["heads"],
+    )
+
+
+def _eps(tower: Mapping[str, Any]) -> float:
+    return float((tower["norm_kwargs"] or {}).get("eps", NORM_EPS))
+
+
+def open_clip_config(size: DualEncoderSize, init: Init, *, image_px: int) -> dict[str, Any]:
+    """open_clip_config.json of a CLIP for single frames. Defaults are left out: other versions know other fields."""
+    video, text = size.video.trunk, size.text.trunk
+    norm = {} if video.norm_eps == NORM_EPS else {"norm_kwargs": {"eps": video.norm_eps}}
+    return {
+        "model_cfg": {
+            "embed_dim": size.embedding_width,
+            "quick_gelu": video.activation == "quick_gelu",
+            "vision_cfg": {
+                "image_size": image_px,
+                "layers": video.depth,
+                "width": video.width,
+                "head_width": video.width // video.num_heads,
+                "patch_size": size.video.patch_px,
+                **norm,
+            },
+            "text_cfg": {
+                "context_length": size.text.context_length,
+                "vocab_size": size.text.vocabulary_size,
+                "width": text.width,
+                "heads": text.num_heads,
+                "layers": text.depth,
+            },
+        },
+        "preprocess_cfg": {"mean": list(init.pixel_mean or CLIP_MEAN), "std": list(init.pixel_std or CLIP_STD)},
+    }
+
+
+def file_of_tag(name: str, tag: str) -> tuple[Path, SourceFacts]:
+    """The file of pretrained weights in open_clip's cache, downloaded if it is not there.
+
+    Raises:
+        UserError: open_clip knows no such weights, or cannot download them.
+    """
+    import open_clip
+    from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
+
+    entry, model = get_pretrained_cfg(name, tag), open_clip.get_model_config(name)
+    if not entry or model is None:
+        tags = list_pretrained_tags_by_model(name)
+        raise UserError(
+            f"there is no file {name}:{tag}, and open_clip has no weights of that name and tag",
+            hint=f"tags of {name}: {', '.join(tags)}" if tags else "names: open_clip.list_pretrained()",
+        )
+    facts = facts_of_open_clip(model, entry, source=f"{name}:{tag}")
+    try:
+        return Path(download_pretrained(entry)), facts
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"cannot download {name}:{tag}, and it is not in the cache: {str(error).splitlines()[0]}",
+            hint="check the network, fill the cache with open_clip.create_model on a machine with one, or name a file",
+        ) from error
+
+
+_OTHER_TOWERS = {
+    "visual.layer1.": "a ResNet",
+    "visual.trunk.": "a tower of timm",
+    "text.transformer.encoder.": "a BERT",
+}
+
+
+def _is_open_clip(names: frozenset[str]) -> bool:
+    for prefix, kind in _OTHER_TOWERS.items():
+        if any_begins(names, prefix):
+            raise UserError(
+                f"these weights are of {kind} (tensors {prefix}*); the towers here are CLIP's Transformers",
+                hint="use the weights of a CLIP with a vision Transformer (ViT)",
+            )
+    return any_begins(names, "visual.conv1.", "transformer.resblocks.", "text.transformer.resblocks.")
+
+
+OPEN_CLIP = Format(name="open_clip", title="open_clip", convert=from_open_clip, matches=_is_open_clip)
+OPENAI = Format(
+    name="openai",
+    title="OpenAI's CLIP",
+    convert=from_open_clip,
+    matches=lambda names: _is_open_clip(names) and names >= _OPENAI_SIZES,
+    facts=SourceFacts(activation="quick_gelu", video_eps=NORM_EPS, text_eps=NORM_EPS, mean=CLIP_MEAN, std=CLIP_STD),
+)
