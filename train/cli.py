@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
-from train.commands.arguments import SOURCES, name_files, parse
-from train.commands.help import help_text, wants_help
+from train.commands.arguments import SOURCES, name_files, parse, wants_help
 from train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0
@@ -94,6 +93,8 @@ def _call() -> None:
     words = sys.argv[1:]
     try:
         if wants_help(app, words):
+            from train.commands.help import help_text
+
             print(help_text(app, words))
         else:
             parse(app, words)()

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from cyclopts.argument import ArgumentCollection
 
 
+HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
+
+
+def wants_help(app: "App", words: Sequence[str]) -> bool:
+    """Whether the words of a command line ask for help, or name no command."""
+    if not HELP.isdisjoint(words) or HELP_ALL in words:
+        return True
+    _, apps, rest = app.parse_commands(words)
+    return apps[-1].default_command is None and not rest
+
+
 def parse(app: "App", words: Sequence[str]) -> Callable[[], object]:
     """The command that is asked for, with its arguments.
 

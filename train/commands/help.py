@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 from cyclopts import Group
 
+from train.commands.arguments import HELP, HELP_ALL
 from train.config.fields import Range
 from train.config.files import PRESETS_FOLDER, preset_path, read_values
 from train.config.groups import FIRST_RUN
@@ -18,20 +19,11 @@ if TYPE_CHECKING:
     from cyclopts.argument import Argument, ArgumentCollection
     from cyclopts.help import HelpEntry
 
-HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
 _WIDTH = 80
 _WIDEST_LABEL, _WIDEST_SHORT_LABEL = 27, 22
 _MOST_SHOWN = 100  # a longer range says what a number can hold rather than what one would choose
 _TIED = str.maketrans(" ", "\N{NO-BREAK SPACE}")
 _FIRST_SENTENCE = re.compile(r"(.+?)(?:\.(?=\s)|\.?$)")
-
-
-def wants_help(app: "App", words: Sequence[str]) -> bool:
-    """Whether the words of a command line ask for help, or name no command."""
-    if not HELP.isdisjoint(words) or HELP_ALL in words:
-        return True
-    _, apps, rest = app.parse_commands(words)
-    return apps[-1].default_command is None and not rest
 
 
 def help_text(app: "App", words: Sequence[str]) -> str:
@@ -117,7 +109,8 @@ def _row(argument: "Argument", *, is_short: bool) -> tuple[str, str]:
     if is_short and (sentence := _FIRST_SENTENCE.match(words)):
         words = sentence[1]
     words = words.rstrip(".")
-    facts = [", ".join(entry.choices)] if entry.choices else []
+    is_switch = (entry.metavar or "BOOL").startswith("BOOL")  # with or without a value
+    facts = [", ".join(entry.choices)] if entry.choices and not is_switch else []
     bounds = next((one for one in reversed(_said(argument)) if isinstance(one, Range)), None)
     if bounds is not None and not is_short and min(bounds.most, bounds.below) <= _MOST_SHOWN:
         least, most = max(bounds.least, bounds.above), min(bounds.most, bounds.below)
@@ -125,7 +118,7 @@ def _row(argument: "Argument", *, is_short: bool) -> tuple[str, str]:
     default = _default(argument.field_info.default)
     if argument.required:
         facts.append("required")
-    elif default and argument.show_default and not (argument.hint is bool and not entry.negative_names):
+    elif default and not (is_switch and not entry.negative_names):
         facts.append(f"default: {default}".translate(_TIED))
     return label, f"{words} [{'; '.join(facts)}]" if facts else words
 
@@ -143,6 +136,8 @@ def _named(entry: "HelpEntry") -> str:
     if entry.negative_names:
         head, _, last = name.rpartition(".")
         return f"{head}.[no-]{last}" if head else f"--[no-]{last.removeprefix('--')}"
+    if entry.metavar == "BOOL|CHOICE":
+        return f"{name} [{'|'.join(entry.choices or ())}]"
     return f"{name} {entry.metavar}" if entry.metavar else name
 
 

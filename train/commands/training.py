@@ -24,12 +24,7 @@ def training_command(name: str) -> Callable[..., None]:
         *,
         preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
         config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
-        resume: Annotated[
-            Resume,
-            groups.WHERE,
-            FIRST_RUN,
-            Parameter(negative="", metavar="[auto]", show_choices=False, show_default=False),
-        ] = False,
+        resume: Annotated[Resume, groups.WHERE, FIRST_RUN, Parameter(negative="")] = False,
     ) -> None:
         from train.commands.launch import launch
 
