@@ -16,7 +16,7 @@ from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import Clip, ClipMaking, ClipShape, frame_places, make_clip
 from train.data.decoding.pictures import rgb_pictures
 from train.data.frame_sampling import US_PER_S
-from train.data.loader import Loader, LoaderSettings, Visit
+from train.data.loader import Loader, LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample, LoadedBatch, SampleFailed
 from train.data.usable_captions import Spans
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class ClipPlan:
     """What a visit shows: (chunk, frame) of each picture; `rng` goes on to draw the crop."""
 
-    visit: Visit
+    request: SampleRequest
     places: tuple[tuple[int, int], ...]
     rng: np.random.Generator | None
 
@@ -48,9 +48,9 @@ class VideoClips:
         visits_of_same_frames: so many visits in a row, of one clip, draw their moments together in training.
     """
 
-    def __init__(self, chunks: ChunkSet, spans: Spans, shape: ClipShape, *, visits_of_same_frames: int = 1) -> None:
+    def __init__(self, chunks: ChunkSet, spans: Spans, shape: ClipShape, *, requests_of_same_frames: int = 1) -> None:
         self.chunks, self.spans, self._shape = chunks, spans, shape
-        self._visits_of_same_frames = visits_of_same_frames
+        self._requests_of_same_frames = requests_of_same_frames
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -66,7 +66,7 @@ class VideoClips:
     def pictures(self, clip: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
         """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
         try:
-            plan = self.plan(Visit(clip, clip, None))
+            plan = self.plan(SampleRequest(clip, clip, None))
             shown = self._show(plan, {})
         except SampleFailed:
             return []
@@ -75,38 +75,42 @@ class VideoClips:
             pictures = np.stack(rgb_pictures(shown.video, shown.colour, size_px=self._shape.size_px))
         return list(pictures)[:num_frames]
 
-    def load(self, visits: Sequence[Visit], finish: Callable[[Visit, Clip], Sample]) -> list[Sample | FailedSample]:
+    def load(
+        self, requests: Sequence[SampleRequest], finish: Callable[[SampleRequest, Clip], Sample]
+    ) -> list[Sample | FailedSample]:
         """Reads, decodes and crops clips, and lets `finish` make samples of them.
 
         A chunk that several of them show is decoded once.
         """
-        plans = [self.plan(visit) for visit in visits]
+        plans = [self.plan(request) for request in requests]
         shared = self._decode_shared(plans) if len(plans) > 1 else {}
         loaded: list[Sample | FailedSample] = []
         for plan in plans:
             try:
-                loaded.append(finish(plan.visit, self._show(plan, shared)))
+                loaded.append(finish(plan.request, self._show(plan, shared)))
             except SampleFailed as error:
-                loaded.append(FailedSample(plan.visit.position, error.key, error.reason, error.detail))
+                loaded.append(FailedSample(plan.request.position, error.key, error.reason, error.detail))
         return loaded
 
-    def plan(self, visit: Visit) -> ClipPlan:
+    def plan(self, request: SampleRequest) -> ClipPlan:
         """Which frames a visit shows."""
-        spans, number = self.spans, visit.sample
+        spans, number = self.spans, request.sample
         first, last = int(spans.first_chunk[number]), int(spans.last_chunk[number])
         chunks = [self.chunks.table.times(chunk) for chunk in range(first, last + 1)]
-        rng = visit.rng()
-        rng_of_moments = rng if self._visits_of_same_frames == 1 else visit.shared_rng(self._visits_of_same_frames)
+        rng = request.rng()
+        rng_of_moments = (
+            rng if self._requests_of_same_frames == 1 else request.shared_rng(self._requests_of_same_frames)
+        )
         begin_us, end_us = int(spans.begin_us[number]), int(spans.end_us[number])
         num_views = self._shape.views.num_clips
         places = frame_places(begin_us, end_us, self._shape.sampling, chunks, rng=rng_of_moments, num_views=num_views)
-        return ClipPlan(visit, tuple((first + place.chunk, place.frame) for place in places), rng)
+        return ClipPlan(request, tuple((first + place.chunk, place.frame) for place in places), rng)
 
     def clip(self, plan: ClipPlan, decoded: Mapping[int, ChunkFrames]) -> Clip:
         """Crops the frames of a plan, which are among those decoded of each chunk; SampleFailed where they differ."""
         pictures = [decoded[chunk][frame] for chunk, frame in plan.places]
         in_graph = self.chunks.rule == "filter"
-        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=self.key(plan.visit.sample))
+        return make_clip(pictures, self._shape, rng=plan.rng, in_graph=in_graph, key=self.key(plan.request.sample))
 
     def describe(self) -> list[str]:
         """What is not as it was asked for."""
@@ -124,7 +128,7 @@ class VideoClips:
                 for chunk, frames in plan.by_chunk.items()
             }
             return self.clip(plan, decoded)
-        key = self.key(plan.visit.sample)
+        key = self.key(plan.request.sample)
         making = ClipMaking(self._shape, num_frames=len(plan.places), rng=plan.rng, key=key)
         for chunk, places in plan.by_chunk.items():
 
@@ -209,13 +213,13 @@ class ClipSamples:
         """One line for the log: what is in the set, and what is left out and why."""
         raise NotImplementedError
 
-    def sample(self, visit: Visit, clip: Clip) -> Sample:
+    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
         """The clip with what belongs to it."""
         raise NotImplementedError
 
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
-        return self.clips.load(visits, self.sample)
+        return self.clips.load(requests, self.sample)
 
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""

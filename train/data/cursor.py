@@ -52,7 +52,7 @@ class Cursor:
         early = self.positions(whole, num_own - whole, rank=rank, num_ranks=num_ranks, group=group).tolist()
         place = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
         # Ranks that met different failures must still name the same position, so that `together` knows them by it.
-        return place if num_ranks > 1 else together([place])
+        return place if num_ranks > 1 else merge_cursors([place])
 
     def _nth_free(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.ahead:
@@ -71,7 +71,7 @@ def set_fingerprint(order: str, content: str) -> str:
     return f"{order}{_SEPARATOR}{content}"
 
 
-def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str) -> Cursor:
+def resume_cursor(states: Iterable[LoaderState], *, samples: str, seed: int, what: str) -> Cursor:
     """The place that the states of all ranks describe.
 
     Args:
@@ -98,14 +98,14 @@ def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str
                 hint="go on with the data, split, segment and seed that the run began with",
             )
     try:
-        return together([Cursor(state["position"], tuple(state["ahead"])) for state in states])
+        return merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])
     except ValueError as error:
         raise UserError(
             f"the loader's states do not belong together: {error}", hint="give those of one step"
         ) from error
 
 
-def together(places: Iterable[Cursor]) -> Cursor:
+def merge_cursors(places: Iterable[Cursor]) -> Cursor:
     """One place for the places of all ranks, which have taken the same number of batches.
 
     Raises:

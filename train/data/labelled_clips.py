@@ -23,7 +23,7 @@ from train.data.classes import ClassList, names_of, numbers_of
 from train.data.clip_samples import ClipSamples, VideoClips
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample
 from train.data.usable_captions import one_by_one, usable_captions
 
@@ -121,22 +121,24 @@ class LabelledClips(ClipSamples):
         repeated = [f"{self._repeats} samples of each in an epoch"] if self._repeats > 1 else []
         return "; ".join([", ".join([first, *there]), *repeated, *self._remarks, *self.clips.describe()])
 
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
-        return super().load([Visit(self._clip(visit.sample), visit.position, visit.seed) for visit in visits])
+        return super().load(
+            [SampleRequest(self._clip(request.sample), request.position, request.seed) for request in requests]
+        )
 
     def key(self, sample: int) -> str:
         """The chunk in which the clip begins."""
         return super().key(self._clip(sample))
 
-    def sample(self, visit: Visit, clip: Clip) -> Sample:
+    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
         """The clip with its class and its names."""
         return Sample(
-            position=visit.position,
-            key=self.clips.key(visit.sample),
-            clip_id=visit.sample,
-            caption_id=int(self._caption_ids[visit.sample]),
-            label=int(self.labels[visit.sample]),
+            position=request.position,
+            key=self.clips.key(request.sample),
+            clip_id=request.sample,
+            caption_id=int(self._caption_ids[request.sample]),
+            label=int(self.labels[request.sample]),
             video=clip.video,
             colour=clip.colour,
         )

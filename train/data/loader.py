@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from train.data.batch import Sample
-from train.data.cursor import Cursor, LoaderState, resumed
+from train.data.cursor import Cursor, LoaderState, resume_cursor
 from train.data.order import SampleOrder
 from train.data.outcomes import BatchFilling, FailedSample, LoadedBatch
 from train.data.workers import Stuck, in_order
@@ -21,7 +21,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True)
-class Visit:
+class SampleRequest:
     """One sample at one position of the order; without a seed as in evaluation, where nothing is random."""
 
     sample: int
@@ -32,10 +32,10 @@ class Visit:
         """A generator of its own for every visit: what is drawn does not depend on threads or on what came before."""
         return None if self.seed is None else np.random.default_rng((self.seed, self.position))
 
-    def shared_rng(self, num_visits: int) -> np.random.Generator | None:
+    def shared_rng(self, num_requests: int) -> np.random.Generator | None:
         """A generator that the `num_visits` visits of a group begin with alike, and that is none of their own."""
-        first = self.position - self.position % num_visits
-        return None if self.seed is None else np.random.default_rng((self.seed, first, num_visits))
+        first = self.position - self.position % num_requests
+        return None if self.seed is None else np.random.default_rng((self.seed, first, num_requests))
 
 
 class SampleSet(Protocol):
@@ -52,7 +52,7 @@ class SampleSet(Protocol):
         """One line for the log: what is in the set, and what is left out and why."""
         ...
 
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         """The samples of a few visits that may share work, in their order."""
         ...
 
@@ -140,7 +140,7 @@ class Loader:
         begin = self.place if position is None else Cursor(position)
         filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=max_failures)
         where = {"rank": settings.rank, "num_ranks": settings.num_ranks, "group": settings.group}
-        for num_own, outcome in enumerate(self._outcomes(self._training_visits(begin)), start=1):
+        for num_own, outcome in enumerate(self._outcomes(self._training_requests(begin)), start=1):
             if filling.add(outcome):
                 num_common = filling.num_batches * settings.batch
                 self.place = begin.after(num_common, num_own, **where)
@@ -151,8 +151,8 @@ class Loader:
         settings = self._settings
         filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=None)
         numbers = range(settings.rank * every, len(self._samples), settings.num_ranks * every)
-        visits: Iterator[list[Visit | None]] = ([Visit(number, number, None)] for number in numbers)
-        for number, outcome in zip(numbers, self._outcomes(visits), strict=True):
+        requests: Iterator[list[SampleRequest | None]] = ([SampleRequest(number, number, None)] for number in numbers)
+        for number, outcome in zip(numbers, self._outcomes(requests), strict=True):
             if filling.add(outcome):
                 yield filling.take(Cursor(number + 1))
         if filling.has_any:
@@ -174,11 +174,11 @@ class Loader:
         Raises:
             UserError: they are of other samples or another seed, or of different steps.
         """
-        self.place = resumed(
+        self.place = resume_cursor(
             states, samples=self._samples.fingerprint, seed=self._settings.seed, what=self._samples.describe()
         )
 
-    def _training_visits(self, place: Cursor) -> Iterator[list[Visit | None]]:
+    def _training_requests(self, place: Cursor) -> Iterator[list[SampleRequest | None]]:
         """This rank's visits in groups; None for an empty place of the order."""
         settings, taken = self._settings, 0
         count = -(-_BLOCK // settings.group) * settings.group
@@ -187,19 +187,19 @@ class Loader:
                 taken, count, rank=settings.rank, num_ranks=settings.num_ranks, group=settings.group
             )
             taken += count
-            visits = [
-                Visit(sample, at, settings.seed) if sample >= 0 else None
+            requests = [
+                SampleRequest(sample, at, settings.seed) if sample >= 0 else None
                 for at, sample in zip(positions.tolist(), self._order.at(positions).tolist(), strict=True)
             ]
             for begin in range(0, count, settings.group):
-                yield visits[begin : begin + settings.group]
+                yield requests[begin : begin + settings.group]
 
-    def _outcomes(self, groups: Iterator[list[Visit | None]]) -> Iterator[Sample | FailedSample | None]:
+    def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
         """What has become of each visit, in order; None for an empty place."""
         settings = self._settings
 
-        def load(group: list[Visit | None]) -> list[Sample | FailedSample]:
-            return self._samples.load([visit for visit in group if visit is not None])
+        def load(group: list[SampleRequest | None]) -> list[Sample | FailedSample]:
+            return self._samples.load([request for request in group if request is not None])
 
         loaded = in_order(
             load,
@@ -210,11 +210,11 @@ class Loader:
         )
         for group, outcomes in loaded:
             if isinstance(outcomes, Stuck):
-                outcomes = [self._stuck(visit, outcomes) for visit in group if visit is not None]
+                outcomes = [self._stuck(request, outcomes) for request in group if request is not None]
             left = iter(outcomes)
-            for visit in group:
-                yield None if visit is None else next(left)
+            for request in group:
+                yield None if request is None else next(left)
 
-    def _stuck(self, visit: Visit, stuck: Stuck) -> FailedSample:
+    def _stuck(self, request: SampleRequest, stuck: Stuck) -> FailedSample:
         detail = f"it was not there after {stuck.after_s:g} s, and nobody waits for it any more"
-        return FailedSample(visit.position, self._samples.key(visit.sample), "stuck", detail)
+        return FailedSample(request.position, self._samples.key(request.sample), "stuck", detail)

@@ -23,7 +23,7 @@ from train.data.clip_samples import ClipSamples, VideoClips
 from train.data.cursor import set_fingerprint
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.relevancy import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
 from train.data.usable_captions import ClipCaptions, group_captions, one_by_one, usable_captions
@@ -195,14 +195,14 @@ class VideoCaptions(ClipSamples):
         """
         return str(self._texts[int(self._rows[place])].as_py())
 
-    def sample(self, visit: Visit, clip: Clip) -> Sample:
+    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
         """The clip with a caption and its names."""
-        place, relevancy = self._place(visit)
+        place, relevancy = self._place(request)
         caption_id = int(self._caption_ids[place])
         sample = Sample(
-            position=visit.position,
-            key=self.key(visit.sample),
-            clip_id=visit.sample,
+            position=request.position,
+            key=self.key(request.sample),
+            clip_id=request.sample,
             caption_id=caption_id,
             video=clip.video,
             colour=clip.colour,
@@ -238,14 +238,14 @@ class VideoCaptions(ClipSamples):
         own = place_in_used[self.captions.choice.first(np.arange(len(self)))]
         return RelevantCaptions(used, own, min_relevancy=self._settings.min_relevancy)
 
-    def _place(self, visit: Visit) -> tuple[int, float]:
+    def _place(self, request: SampleRequest) -> tuple[int, float]:
         """Place of the caption that a visit shows, and its relevancy."""
-        if visit.seed is None:
-            return self._first_place(visit.sample), 1.0
+        if request.seed is None:
+            return self._first_place(request.sample), 1.0
         if self._relevant is not None:
-            used, relevancy = self._relevant.draw(visit.sample, position=visit.position, seed=visit.seed)
+            used, relevancy = self._relevant.draw(request.sample, position=request.position, seed=request.seed)
             return int(self._place_of_used[used]), relevancy
-        return self.captions.choice.draw_one(visit.sample, position=visit.position, seed=visit.seed), 1.0
+        return self.captions.choice.draw_one(request.sample, position=request.position, seed=request.seed), 1.0
 
     def _first_place(self, sample: int) -> int:
         return int(self.captions.choice.first(np.array([sample]))[0])

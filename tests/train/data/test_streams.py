@@ -38,7 +38,7 @@ def open_stream(pattern: object, *, cache: Path | None = None, shape: ClipShape 
 def first(stream: VideoStream, num_batches: int, *, max_failures: int = 0) -> list[LoadedBatch]:
     batches = stream.batches(max_failures=max_failures)
     taken = list(islice(batches, num_batches))
-    taken = [LoadedBatch({**one.batch, "video": one.batch["video"].clone()}, one.failed, one.place) for one in taken]
+    taken = [LoadedBatch({**one.batch, "video": one.batch["video"].clone()}, one.failed, one.cursor) for one in taken]
     batches.close()
     return taken
 

@@ -41,7 +41,7 @@ def test_the_second_time_everything_comes_as_the_first_time(written: Written, ba
     """All is known to be good by then; the last batch of an evaluation is smaller."""
     checked = loader(written, batch=batch)
     first, second = (list(checked.evaluation_batches()) for _ in range(2))
-    assert [loaded.place for loaded in second] == [loaded.place for loaded in first]
+    assert [loaded.cursor for loaded in second] == [loaded.cursor for loaded in first]
     for one, other in zip(first, second, strict=True):
         assert one.batch.keys() == other.batch.keys()
         assert all((one.batch[name] == other.batch[name]).all() for name in ("position", "latents", "text"))

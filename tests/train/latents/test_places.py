@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from tests.train.latents.written import Written
-from train.data.cursor import Cursor, together
+from train.data.cursor import Cursor, merge_cursors
 from train.data.latents.loader import LatentLoader
 
 SEED = 11
@@ -140,7 +140,7 @@ def test_ranks_that_took_more_than_others_leave_exactly_the_rest(
         num_own = num_batches * batch + failed
         taken.update(place.positions(0, num_own, rank=rank, num_ranks=num_ranks).tolist())
         places.append(place.after(num_batches * batch, num_own, rank=rank, num_ranks=num_ranks))
-    rest = together(places)
+    rest = merge_cursors(places)
     taken.update(rest.positions(0, 100, rank=0, num_ranks=1).tolist())
     assert set(taken.values()) == {1}
     assert sorted(taken) == list(range(begin, max(taken) + 1))

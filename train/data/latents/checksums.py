@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.latents.mapped_tars import MappedTars
-from train.data.latents.segment_set import SegmentSet, Visits
+from train.data.latents.segment_set import SegmentRequests, SegmentSet
 from train.data.latents.text_rows import TextMembers
 from train.data.outcomes import FailedSample, Reason, SampleFailed
 from train.data.workers import Stuck, in_order
@@ -125,14 +125,14 @@ class Checksums:
             raise SampleFailed(self._samples.key(chunk), reason=problem.reason, detail=problem.detail)
 
     @contextmanager
-    def compared(self, visits: Visits) -> "Iterator[Callable[[int, int], dict[int, FailedSample]] | None]":
+    def compared(self, requests: SegmentRequests) -> "Iterator[Callable[[int, int], dict[int, FailedSample]] | None]":
         """Compares what `visits` need and nobody has compared, in their order and ahead of the caller.
 
         Gives a function of (begin, end): those of visits[begin:end] that must not be shown, by their place in `visits`;
         the ends rise from call to call. None where all are known to be good.
         """
-        members = [(self._latents, visits.chunk)]
-        if self._text is not None and (of_text := self._text_of(visits)) is not None:
+        members = [(self._latents, requests.chunk)]
+        if self._text is not None and (of_text := self._text_members_of(requests)) is not None:
             members.append((self._text, of_text))
         if all(checked.are_good(numbers) for checked, numbers in members):
             yield None
@@ -149,8 +149,8 @@ class Checksums:
                 for place in (begin + np.flatnonzero(checked.bad(numbers[begin:end]))).tolist():
                     problem = checked.problem(int(numbers[place]))
                     assert problem is not None
-                    key = self._samples.key(int(visits.chunk[place]))
-                    found.setdefault(place, FailedSample(int(visits.position[place]), key, *problem))
+                    key = self._samples.key(int(requests.chunk[place]))
+                    found.setdefault(place, FailedSample(int(requests.position[place]), key, *problem))
             return dict(sorted(found.items()))
 
         try:
@@ -158,11 +158,11 @@ class Checksums:
         finally:
             comparing.close()
 
-    def _text_of(self, visits: Visits) -> NDArray[np.int64] | None:
+    def _text_members_of(self, requests: SegmentRequests) -> NDArray[np.int64] | None:
         text = self._samples.text
-        if text is None or visits.text_address is None:
+        if text is None or requests.text_address is None:
             return None
-        return np.searchsorted(text.address, visits.text_address, side="right") - 1
+        return np.searchsorted(text.address, requests.text_address, side="right") - 1
 
 
 def _compare(members: list[tuple[CheckedMembers, NDArray[np.int64]]]) -> Generator[int, None, None]:
@@ -171,20 +171,22 @@ def _compare(members: list[tuple[CheckedMembers, NDArray[np.int64]]]) -> Generat
     Gives the place of each before it is waited for: everything before that place is known.
     """
     todo = sorted(
-        (place, number) for number, (checked, of_visits) in enumerate(members) for place in checked.unknown(of_visits)
+        (place, number)
+        for number, (checked, of_requests) in enumerate(members)
+        for place in checked.unknown(of_requests)
     )
 
     def compare(one: tuple[int, int]) -> Problem | None:
         place, number = one
-        checked, of_visits = members[number]
-        return checked.compare(int(of_visits[place]))
+        checked, of_requests = members[number]
+        return checked.compare(int(of_requests[place]))
 
     compared = in_order(compare, todo, num_threads=_NUM_THREADS, num_ahead=_NUM_AHEAD, stuck_after_s=_STUCK_AFTER_S)
     try:
         for place, _ in todo:
             yield place
             (place, number), found = next(compared)
-            checked, of_visits = members[number]
-            checked.note(int(of_visits[place]), found)
+            checked, of_requests = members[number]
+            checked.note(int(of_requests[place]), found)
     finally:
         compared.close()

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from train.data.batch import Batch
 from train.data.latents.checksums import Checksums
-from train.data.latents.gather import Gather, VisitBlock
-from train.data.latents.segment_set import Visits, join
+from train.data.latents.gather import Gather, RequestBlock
+from train.data.latents.segment_set import SegmentRequests, join
 from train.data.outcomes import FailedSample, TooManyFailures
 
 
@@ -18,7 +18,7 @@ class Filled(NamedTuple):
     num_taken: int
 
 
-def fill(blocks: Iterable[VisitBlock], gather: Gather, *, batch: int) -> Iterator[Filled]:
+def fill(blocks: Iterable[RequestBlock], gather: Gather, *, batch: int) -> Iterator[Filled]:
     """Batches of `batch` visits; each block ends one, however many it then has."""
     num_taken = 0
     for block in blocks:
@@ -29,7 +29,7 @@ def fill(blocks: Iterable[VisitBlock], gather: Gather, *, batch: int) -> Iterato
 
 
 def fill_checked(
-    blocks: Iterable[VisitBlock], gather: Gather, checksums: Checksums, *, batch: int, max_failures: int | None
+    blocks: Iterable[RequestBlock], gather: Gather, checksums: Checksums, *, batch: int, max_failures: int | None
 ) -> Iterator[Filled]:
     """Batches of `batch` visits whose bytes are those written; the next good visit takes the place of a failed one.
 
@@ -38,11 +38,11 @@ def fill_checked(
     Raises:
         TooManyFailures: more than `max_failures` visits failed.
     """
-    waiting: list[Visits] = []
+    waiting: list[SegmentRequests] = []
     failed: list[FailedSample] = []
     num_waiting = num_taken = num_failures = 0
     for block in blocks:
-        with checksums.compared(block.visits) as failed_of:
+        with checksums.compared(block.requests) as failed_of:
             begin = 0
             if failed_of is None and not waiting and not failed:
                 # As `fill` goes: this is every epoch but the first, where a batch of one shows each call.
@@ -63,7 +63,7 @@ def fill_checked(
                     yield Filled(gather.fill(block, begin, end), tuple(failed), num_taken)
                     failed = []
                 else:
-                    waiting.append(block.visits.take([row for row in range(begin, end) if row not in bad]))
+                    waiting.append(block.requests.take([row for row in range(begin, end) if row not in bad]))
                     num_waiting += len(waiting[-1])
                 if num_waiting == batch:
                     yield _filled(waiting, failed, gather, num_taken=num_taken)
@@ -73,7 +73,7 @@ def fill_checked(
         yield _filled(waiting, failed, gather, num_taken=num_taken)
 
 
-def _filled(waiting: list[Visits], failed: list[FailedSample], gather: Gather, *, num_taken: int) -> Filled:
-    visits = join(waiting)
-    batch = gather.fill(gather.block(visits), 0, len(visits)) if len(visits) else Batch()
+def _filled(waiting: list[SegmentRequests], failed: list[FailedSample], gather: Gather, *, num_taken: int) -> Filled:
+    requests = join(waiting)
+    batch = gather.fill(gather.block(requests), 0, len(requests)) if len(requests) else Batch()
     return Filled(batch, tuple(failed), num_taken)

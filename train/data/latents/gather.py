@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from train.data.batch import Batch
 from train.data.caption_choice import CaptionTexts
-from train.data.latents.segment_set import SegmentSet, Visits
+from train.data.latents.segment_set import SegmentRequests, SegmentSet
 
 if TYPE_CHECKING:
     import torch
@@ -60,11 +60,11 @@ class Gather:
         self._pads = samples.segments.tails == "pad"
         self._ring = deque(self._new_buffers(batch, is_kept=True) for _ in range(depth or 0))
 
-    def block(self, visits: Visits) -> "VisitBlock":
+    def block(self, requests: SegmentRequests) -> "VisitBlock":
         """`visits`, ready for `fill`."""
-        return VisitBlock(visits, pads=self._pads)
+        return RequestBlock(requests, pads=self._pads)
 
-    def fill(self, visits: "VisitBlock", begin: int, end: int) -> Batch:
+    def fill(self, requests: "VisitBlock", begin: int, end: int) -> Batch:
         """The batch of visits[begin:end]."""
         num = end - begin
         if self._ring:
@@ -75,24 +75,24 @@ class Gather:
         latents, text = buffers.latents, buffers.text
         if num < buffers.num_rows:
             latents, text = latents[:num], None if text is None else text[:num]
-        addresses = visits.address[begin:end]
+        addresses = requests.address[begin:end]
         if self._pads:
-            num_frames = visits.visits.num_frames[begin:end].tolist()
+            num_frames = requests.requests.num_frames[begin:end].tolist()
             self._copy_padded(addresses, num_frames, latents, buffers.latents_at)
         else:
             _copy(addresses, buffers.latents_at, self._row_bytes)
         # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
         batch: Batch = {
             "input": "latents",
-            "key": Keys(visits.visits.chunk[begin:end], self._samples),
+            "key": Keys(requests.requests.chunk[begin:end], self._samples),
             "latents": latents,
         }
-        for name, column in visits.columns:
+        for name, column in requests.columns:
             batch[name] = self._from_numpy(column[begin:end])  # type: ignore[literal-required]
         if self._words is not None:
             batch["tokens"] = self._words.tokens(batch["caption_id"])
         if text is not None:
-            _copy(visits.text_address[begin:end], buffers.text_at, self._text_bytes)
+            _copy(requests.text_address[begin:end], buffers.text_at, self._text_bytes)
             batch["text"] = text
         return batch
 
@@ -131,7 +131,7 @@ class Words:
         return torch.from_numpy(np.stack([self._tokenize(self._texts.text(one)) for one in caption_id.tolist()]))
 
 
-class VisitBlock:
+class RequestBlock:
     """Visits as a batch is made of them: all that can be worked out for many batches at once.
 
     Attributes:
@@ -140,16 +140,16 @@ class VisitBlock:
             which nothing overwrites. Arrays, because a slice of an array costs half as much as one of a tensor.
     """
 
-    def __init__(self, visits: Visits, *, pads: bool) -> None:
-        self.visits = visits
-        self.address: list[int] = visits.address.tolist()
-        self.text_address: list[int] = [] if visits.text_address is None else visits.text_address.tolist()
+    def __init__(self, requests: SegmentRequests, *, pads: bool) -> None:
+        self.requests = requests
+        self.address: list[int] = requests.address.tolist()
+        self.text_address: list[int] = [] if requests.text_address is None else requests.text_address.tolist()
         columns = {
-            "position": visits.position,
-            "clip_id": visits.sample,
-            "caption_id": visits.caption_id,
-            "label": visits.label,
-            "num_frames": visits.num_frames if pads else None,
+            "position": requests.position,
+            "clip_id": requests.sample,
+            "caption_id": requests.caption_id,
+            "label": requests.label,
+            "num_frames": requests.num_frames if pads else None,
         }
         self.columns = [(name, column) for name, column in columns.items() if column is not None]
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionTexts
 from train.data.classes import ClassList
-from train.data.cursor import Cursor, LoaderState, resumed
+from train.data.cursor import Cursor, LoaderState, resume_cursor
 from train.data.latents.checksums import Checksums
 from train.data.latents.filling import Filled, fill, fill_checked
-from train.data.latents.gather import Gather, VisitBlock, Words
+from train.data.latents.gather import Gather, RequestBlock, Words
 from train.data.latents.records import FrameShape
 from train.data.latents.segment_set import Captions, SegmentSet
 from train.data.latents.segments import Tails
@@ -187,14 +187,14 @@ class LatentLoader:
             UserError: they are of another set of samples or another seed, in which their place means nothing, or of
                 different steps.
         """
-        self.place = resumed(states, samples=self.fingerprint, seed=self._seed, what=self.describe())
+        self.place = resume_cursor(states, samples=self.fingerprint, seed=self._seed, what=self.describe())
 
-    def _filled(self, blocks: Iterator[VisitBlock], *, max_failures: int | None) -> Iterator[Filled]:
+    def _filled(self, blocks: Iterator[RequestBlock], *, max_failures: int | None) -> Iterator[Filled]:
         if not self._verify:
             return fill(blocks, self._gather, batch=self._batch)
         return fill_checked(blocks, self._gather, self._checksums, batch=self._batch, max_failures=max_failures)
 
-    def _training_blocks(self, place: Cursor) -> Iterator[VisitBlock]:
+    def _training_blocks(self, place: Cursor) -> Iterator[RequestBlock]:
         """This rank's visits from `place` on, in blocks of whole batches."""
         largest = max(_BLOCK // self._batch, 1)
         begin, num_batches = 0, 1
@@ -205,12 +205,12 @@ class LatentLoader:
             begin += count
             num_batches = min(num_batches * _GROWTH, largest)
 
-    def _evaluation_blocks(self, every: int) -> Iterator[VisitBlock]:
+    def _evaluation_blocks(self, every: int) -> Iterator[RequestBlock]:
         step = self._num_ranks * every
         count = max(_BLOCK // self._batch, 1) * self._batch * step
         for begin in range(0, len(self), count):
             samples = np.arange(begin + self._rank * every, min(begin + count, len(self)), step)
             yield self._block(samples, samples, seed=None)
 
-    def _block(self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None) -> VisitBlock:
-        return self._gather.block(self.samples.visit(samples, position=positions, seed=seed))
+    def _block(self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None) -> RequestBlock:
+        return self._gather.block(self.samples.request(samples, position=positions, seed=seed))

@@ -32,7 +32,7 @@ Captions = Literal["none", "stored", "words"]
 
 
 @dataclass(frozen=True)
-class Visits:
+class SegmentRequests:
     """Samples to be shown, one entry of each array a visit.
 
     Attributes:
@@ -62,14 +62,14 @@ class Visits:
         """Some of the visits."""
         chosen = np.array(rows, dtype=np.int64)
         arrays: dict[str, Any] = {name: None if array is None else array[chosen] for name, array in vars(self).items()}
-        return Visits(**arrays)
+        return SegmentRequests(**arrays)
 
 
-def join(parts: Sequence[Visits]) -> Visits:
+def join(parts: Sequence[SegmentRequests]) -> SegmentRequests:
     """One after another; of a set with text, or all of one without."""
     arrays = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
     joined: dict[str, Any] = {name: None if some[0] is None else np.concatenate(some) for name, some in arrays.items()}
-    return Visits(**joined)
+    return SegmentRequests(**joined)
 
 
 class SegmentSet:
@@ -221,7 +221,7 @@ class SegmentSet:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def visit(self, samples: NDArray[np.int64], *, position: NDArray[np.int64], seed: int | None) -> Visits:
+    def request(self, samples: NDArray[np.int64], *, position: NDArray[np.int64], seed: int | None) -> SegmentRequests:
         """What is shown of `samples` at `position`: one caption of each, drawn with `seed`, or else the first."""
         captions = self.captions
         segment = self.segment_of(samples)
@@ -234,7 +234,7 @@ class SegmentSet:
             caption = captions.pair_caption[place]
             caption_id = captions.caption_id[caption].astype(np.int64)
             text_address = None if captions.address is None else captions.address[caption]
-        return Visits(
+        return SegmentRequests(
             sample=samples.astype(np.int64),
             position=position,
             chunk=chunk,

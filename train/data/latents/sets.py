@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionTexts
 from train.data.latents.loader import LatentLoader
-from train.data.latents.segment_set import Visits
+from train.data.latents.segment_set import SegmentRequests
 from train.data.latents.segments import times_us
 from train.data.outcomes import SampleFailed
 
@@ -61,7 +61,7 @@ class CaptionedLatents(LatentLoader):
 
     def text(self, sample: int) -> str:
         """The words of the caption."""
-        caption_id = self._visit(sample).caption_id
+        caption_id = self._request(sample).caption_id
         assert caption_id is not None
         return self._texts.text(int(caption_id[0]))
 
@@ -73,7 +73,7 @@ class CaptionedLatents(LatentLoader):
 
     def key(self, sample: int) -> str:
         """The chunk."""
-        return self.samples.key(int(self._visit(sample).chunk[0]))
+        return self.samples.key(int(self._request(sample).chunk[0]))
 
     def span_s(self, sample: int) -> tuple[float, float]:
         """Begin and end of the segment in its video, seconds."""
@@ -88,12 +88,12 @@ class CaptionedLatents(LatentLoader):
 
         None where they are not those written.
         """
-        visit, shape = self._visit(sample), self.frame_shape
+        request, shape = self._request(sample), self.frame_shape
         try:
-            self._checksums.require_good(int(visit.chunk[0]))
+            self._checksums.require_good(int(request.chunk[0]))
         except SampleFailed:
             return []
-        content = self.samples.tars.bytes_at(int(visit.address[0]), self.samples.segment_bytes)
+        content = self.samples.tars.bytes_at(int(request.address[0]), self.samples.segment_bytes)
         if shape.dtype == "bfloat16":
             bits = np.frombuffer(content, np.uint16).astype(np.uint32) << np.uint32(16)
             latents = bits.view(np.float32)
@@ -108,9 +108,9 @@ class CaptionedLatents(LatentLoader):
     def _texts(self) -> CaptionTexts:
         return CaptionTexts(self._data_dir)
 
-    def _visit(self, sample: int) -> Visits:
+    def _request(self, sample: int) -> SegmentRequests:
         at = np.array([sample])
-        return self.samples.visit(at, position=at, seed=None)
+        return self.samples.request(at, position=at, seed=None)
 
 
 # The set of (segment of latents, class) samples of one split: the twin of `train.data.labelled_clips`.

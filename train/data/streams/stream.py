@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from train.data.batch import Sample
-from train.data.cursor import Cursor, LoaderState, resumed
+from train.data.cursor import Cursor, LoaderState, resume_cursor
 from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.plain import PlainVideo
 from train.data.frame_sampling import US_PER_S
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.outcomes import BatchFilling, FailedSample, LoadedBatch, SampleFailed
 from train.data.streams.clips import StreamedClip, WithoutVideo, frames_on_screen
 from train.data.streams.samples import Unreadable
@@ -147,7 +147,7 @@ class VideoStream:
         Raises:
             UserError: they are of other tars or another seed, or of different steps.
         """
-        self.place = resumed(states, samples=self.fingerprint, seed=self._loading.seed, what=self.describe())
+        self.place = resume_cursor(states, samples=self.fingerprint, seed=self._loading.seed, what=self.describe())
 
     def text(self, sample: int) -> str:
         """The caption of a clip that an evaluation has passed."""
@@ -241,12 +241,12 @@ class VideoStream:
         if not isinstance(clip, StreamedClip):
             return FailedSample(work.position, clip.key, "shard_unreadable", clip.detail)
         try:
-            return self._sample(clip, Visit(0, work.position, work.seed))
+            return self._sample(clip, SampleRequest(0, work.position, work.seed))
         except SampleFailed as error:
             return FailedSample(work.position, error.key, error.reason, error.detail)
 
-    def _sample(self, clip: StreamedClip, visit: Visit) -> Sample:
-        rng = visit.rng()
+    def _sample(self, clip: StreamedClip, request: SampleRequest) -> Sample:
+        rng = request.rng()
         try:
             video = PlainVideo(clip.content)
             frames = frames_on_screen(video, clip, self._shape.sampling, rng=rng)
@@ -261,7 +261,7 @@ class VideoStream:
         except Exception as error:  # whatever a foreign file makes libav's bindings raise is its own failure
             raise SampleFailed(clip.key, reason="undecodable", detail=f"{type(error).__name__}: {error}") from error
         return Sample(
-            position=visit.position,
+            position=request.position,
             key=clip.key,
             caption_id=clip.caption_id,
             video=made.video,

@@ -17,7 +17,7 @@ from train.data.chunks import ChunkSet
 from train.data.clip_samples import ClipSamples, VideoClips
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample
 from train.data.usable_captions import Spans
 
@@ -50,7 +50,7 @@ class ChunkClips(ClipSamples):
         table, rows = chunks.table, np.arange(len(chunks.table))
         spans = Spans(table.start_ms * 1000, table.end_us, first_chunk=rows, last_chunk=rows)
         self._per_chunk, self._same_frames = loading.group, same_frames
-        clips = VideoClips(chunks, spans, shape, visits_of_same_frames=loading.group if same_frames else 1)
+        clips = VideoClips(chunks, spans, shape, requests_of_same_frames=loading.group if same_frames else 1)
         super().__init__(clips, split=split, loading=loading)
 
     def __len__(self) -> int:
@@ -92,16 +92,18 @@ class ChunkClips(ClipSamples):
             parts.append(f"{num_single:,} of a single frame, which is repeated")
         return "; ".join(parts + self.clips.describe())
 
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
-        return super().load([Visit(self._chunk(visit.sample), visit.position, visit.seed) for visit in visits])
+        return super().load(
+            [SampleRequest(self._chunk(request.sample), request.position, request.seed) for request in requests]
+        )
 
-    def sample(self, visit: Visit, clip: Clip) -> Sample:
+    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
         """The clip with its name."""
         return Sample(
-            position=visit.position,
-            key=self.clips.key(visit.sample),
-            clip_id=visit.sample,
+            position=request.position,
+            key=self.clips.key(request.sample),
+            clip_id=request.sample,
             video=clip.video,
             colour=clip.colour,
         )

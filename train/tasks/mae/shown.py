@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import times_us
 from train.data.latents.sets import SPREAD
-from train.data.loader import Visit
+from train.data.loader import SampleRequest
 from train.evaluation.examples import from_end_to_end, from_middles, jpeg_uri, png_uri
 from train.tasks.mae.evaluating import Look, Pictures, ShownClip
 from train.tasks.mae.samples import ChunkClips
@@ -61,7 +61,7 @@ def has_few_pixels(clips: Sequence[ShownClip]) -> bool:
 def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, float]:
     """From when to when in its video the frames of an evaluated clip are on screen, seconds."""
     if isinstance(samples, ChunkClips):
-        places = samples.clips.plan(Visit(sample, sample, None)).places
+        places = samples.clips.plan(SampleRequest(sample, sample, None)).places
         times = [(samples.clips.chunks.table.times(chunk), frame) for chunk, frame in (places[0], places[-1])]
         (first, first_frame), (last, last_frame) = times
         return (
