@@ -136,7 +136,7 @@ def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[lis
             for chunk, frames in plan.by_chunk.items()
             for frame, packet in chunks.read(chunk, frames).packets or ()
         }
-        packets = [torch.from_numpy(np.frombuffer(found[place], np.uint8).copy()) for place in plan.places]
+        packets = [torch.from_numpy(np.frombuffer(found[place], np.uint8).copy()) for place in plan.frames]
         width, height = jpeg_size(packets[0])
         rectangle = rectangle_of("random", width=width, height=height, min_area=0.5, rng=plan.rng)
         return _ReadClip(packets, rectangle)

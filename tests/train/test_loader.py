@@ -82,14 +82,14 @@ def test_batches_do_not_depend_on_threads(failing: tuple[int, ...]) -> None:
         got = take(Numbers(23, failing=failing), 12, num_threads=num_threads, num_ahead=num_ahead)
         assert content(got) == content(expected)
         assert [one.failed for one in got] == [one.failed for one in expected]
-        assert [one.next_position for one in got] == [one.next_position for one in expected]
+        assert [one.cursor.position for one in got] == [one.cursor.position for one in expected]
 
 
 @pytest.mark.parametrize("failing", [(), (3, 7, 8)])
 def test_going_on_from_any_batch_gives_the_batches_that_would_have_come(failing: tuple[int, ...]) -> None:
     whole = take(Numbers(23, failing=failing), 12)
     for stop in (1, 5, 6, 11):
-        rest = take(Numbers(23, failing=failing), 12 - stop, position=whole[stop - 1].next_position)
+        rest = take(Numbers(23, failing=failing), 12 - stop, position=whole[stop - 1].cursor.position)
         assert content(rest) == content(whole[stop:])
 
 

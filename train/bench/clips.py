@@ -17,8 +17,8 @@ from train.bench.rates import Rate, Rounds
 from train.config.training import DualEncoderSettings
 from train.data.batch import Sample
 from train.data.clip_samples import ClipPlan
-from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import Clip
+from train.data.decoding.decoders import ChunkFrames
 from train.data.decoding.reading import ChunkBytes
 from train.data.loader import SampleRequest
 from train.data.order import SampleOrder
@@ -126,7 +126,7 @@ class ClipLinks:
         return replace(work, plans=plans, contents=contents)
 
     def _decode(self, work: _Work) -> _Work:
-        frames = {chunk: self._samples.clips.chunks.decode(content) for chunk, content in work.contents.items()}
+        frames = {chunk: self._samples.clips.chunks.decoder.decode(content) for chunk, content in work.contents.items()}
         return replace(work, frames=frames)
 
     def _crop(self, work: _Work) -> _Work:

@@ -12,7 +12,7 @@ from train.commands.effective import effective_caption_settings, effective_clip_
 from train.config.machine import ParallelSettings
 from train.config.model import Init
 from train.config.training import ClipSettings, DualEncoderSettings
-from train.data.latents.records import FrameShape
+from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
 from train.distributed.world import World

@@ -6,12 +6,12 @@ from typing import Any
 from manifests.errors import UserError
 from train.config.files import load_settings
 from train.config.model import kind_of
-from train.data.tokenizer import END, TOKENIZER_FILE
 from train.models.attention import attend_with_sdpa
 from train.run.folder import RunFolder
 from train.tasks.caption.building import build_captioner
 from train.tasks.caption.runs import read_decoder_parts
 from train.tasks.caption.settings import CaptionerSettings
+from train.tasks.caption.tokenizer import END, TOKENIZER_FILE
 from train.weights.converted import MEANS, STDS, Tensors
 from train.weights.exported import Exported, require_format, save_json
 from train.weights.hf_caption import save_hf

@@ -17,7 +17,6 @@ from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.data.prefetch import batches_on_all_stages
-from train.data.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.distributed.partition import LayerCost
 from train.distributed.world import World
 from train.losses.objective import Objective
@@ -32,6 +31,7 @@ from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from train.tasks.caption.start import decoder_of_start, start_of_captioner
+from train.tasks.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.tasks.dual_encoder.evaluation import every_for
 from train.weights.converted import MEANS, STDS
 from train.weights.loading import Loaded, copy_into

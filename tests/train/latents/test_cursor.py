@@ -98,16 +98,16 @@ def test_a_resumed_run_shows_exactly_the_rest(
 
 
 def test_a_position_is_enough_to_go_on_from(written: Written) -> None:
-    whole = [(shown(loaded), loaded.next_position) for loaded in islice(loader(written, batch=4), 9)]
+    whole = [(shown(loaded), loaded.cursor.position) for loaded in islice(loader(written, batch=4), 9)]
     for stop in (1, 4, 8):
         rest = islice(loader(written, batch=4).batches(position=whole[stop - 1][1]), 9 - stop)
-        assert [(shown(loaded), loaded.next_position) for loaded in rest] == whole[stop:]
+        assert [(shown(loaded), loaded.cursor.position) for loaded in rest] == whole[stop:]
 
 
 def test_a_state_of_other_samples_or_another_order_is_refused(written: Written) -> None:
     state = loader(written).state_dict()
     for other in ({"text": False}, {"segment": "2.5s"}, {"tails": "pad"}, {"seed": SEED + 1}):
-        with pytest.raises(UserError, match="state is of other"):
+        with pytest.raises(UserError, match="state belongs to other"):
             loader(written, **other).load_state_dict(state)
     loader(written, batch=3, num_ranks=2, depth=1, copy=False).load_state_dict(state)
 
@@ -117,7 +117,7 @@ def test_states_of_different_steps_do_not_belong_together(written: Written) -> N
     states = [running.state_dict()]
     next(iter(running))
     states.append(running.state_dict())
-    with pytest.raises(UserError, match="do not belong together"):
+    with pytest.raises(UserError, match="are of different steps"):
         loader(written).load_state_dict(*states)
 
 
