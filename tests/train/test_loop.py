@@ -141,7 +141,7 @@ def test_other_samples_than_those_of_the_run_are_refused(tmp_path: Path, monkeyp
     chosen = settings(tmp_path / "run")
     train_plane(create_run(chosen), chosen)
     monkeypatch.setattr(Points, "fingerprint", "other points")
-    with pytest.raises(UserError, match="of other samples"):
+    with pytest.raises(UserError, match="to other samples"):
         train_plane(reopen_run(chosen), chosen)
 
 
