@@ -14,6 +14,7 @@ from train.data.batch import Sample
 from train.data.failures import FailedSample, TooManyFailures
 from train.data.filling import LoadedBatch
 from train.data.loader import Loader, LoaderSettings, Visit
+from train.data.workers import in_order
 
 
 class Numbers:
@@ -187,7 +188,8 @@ def test_a_batch_is_whole_until_the_second_one_after_it_is_asked_for() -> None:
     batches.close()
 
 
-def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on() -> None:
+@pytest.mark.parametrize("num_ahead", [8, 1, 20])
+def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(num_ahead: int) -> None:
     """Two threads hang for good, one after the other; every other sample comes, in the order it would have had."""
     for_good = threading.Event()
 
@@ -197,7 +199,7 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on()
                 for_good.wait()
             return super().load(visits)
 
-    batches = Loader(Hanging(10), settings(num_threads=2, stuck_after_s=0.3)).batches(max_failures=100)
+    batches = Loader(Hanging(10), settings(num_threads=2, num_ahead=num_ahead, stuck_after_s=0.3)).batches(max_failures=100)
     taken = list(islice(batches, 4))
     expected = take(Numbers(10, failing=(3, 7)), 4)
     assert content(taken) == content(expected)
@@ -205,6 +207,29 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on()
     assert {(failure.key, failure.reason) for failure in failed} == {("key_3", "stuck"), ("key_7", "stuck")}
     batches.close()
     for_good.set()
+
+
+def test_a_caller_that_takes_groups_is_woken_when_a_group_is_there() -> None:
+    last_of_group, others_done = threading.Event(), threading.Semaphore(0)
+    taken: list[object] = []
+
+    def work(number: int) -> int:
+        if number == 3:
+            last_of_group.wait()
+        others_done.release()
+        return number
+
+    results = in_order(work, range(12), num_threads=2, num_ahead=8, stuck_after_s=60, num_together=4)
+    caller = threading.Thread(target=lambda: taken.extend(result for _, result in results))
+    caller.start()
+    for _ in range(7):  # all that may be begun but the one that is held back
+        others_done.acquire()
+    time.sleep(0.05)
+    assert not taken
+    assert others_done.acquire(blocking=False) is False
+    last_of_group.set()
+    caller.join()
+    assert taken == list(range(12))
 
 
 def test_every_rank_gets_as_much_and_together_they_get_everything_once() -> None:

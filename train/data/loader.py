@@ -198,6 +198,7 @@ class Loader:
     def _outcomes(self, groups: Iterator[list[Visit | None]]) -> Iterator[Sample | FailedSample | None]:
         """What has become of each visit, in order; None for an empty place."""
         settings = self._settings
+        num_ahead = max(1, settings.num_ahead // settings.group)
 
         def load(group: list[Visit | None]) -> list[Sample | FailedSample]:
             return self._samples.load([visit for visit in group if visit is not None])
@@ -206,8 +207,10 @@ class Loader:
             load,
             groups,
             num_threads=settings.num_threads,
-            num_ahead=max(1, settings.num_ahead // settings.group),
+            num_ahead=num_ahead,
             stuck_after_s=settings.stuck_after_s,
+            # While the caller sleeps nothing new is begun: two pieces of work for each thread must be left meanwhile.
+            num_together=max(1, min(settings.batch // settings.group, num_ahead - 2 * settings.num_threads)),
         )
         for group, outcomes in loaded:
             if isinstance(outcomes, Stuck):

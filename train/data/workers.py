@@ -101,10 +101,14 @@ def in_order(
     stuck_after_s: float,
     size_of: Callable[[_Item], int] = lambda item: 0,
     max_bytes: int = 0,
+    num_together: int = 1,
 ) -> Generator[tuple[_Item, _Result | Stuck], None, None]:
     """(item, work(item)) in the order of `items`; threads run ahead of the caller by at most `num_ahead` items.
 
     Where items have sizes, those ahead of the caller hold at most `max_bytes` together, or are one alone.
+
+    A caller that uses results only in groups says so by `num_together`: when it has to wait, it is woken once the last
+    of so many results is there, not once for each. Every wake-up takes the interpreter lock away from the threads.
 
     Work that takes longer than `stuck_after_s` gives a `Stuck` in place of its result. Its thread cannot be stopped: it
     is left behind, and a new one takes its place.
@@ -116,11 +120,17 @@ def in_order(
     waiting: deque[_Task[_Item, _Result]] = deque()
     held_bytes = 0
 
+    def wait_for(task: _Task[_Item, _Result]) -> None:
+        while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
+            # All that run are looked at: the task may be waiting for threads that are stuck with others.
+            pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
+
     def first() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
-        while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
-            # All that run are looked at: the first may be waiting for threads that are stuck with later ones.
-            pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
+        if not task.done.is_set():
+            # Earlier ones may take longer than the last, so the first is waited for as well.
+            wait_for(waiting[min(num_together, len(waiting)) - 1])
+            wait_for(task)
         nonlocal held_bytes
         waiting.popleft()
         held_bytes -= size_of(task.item)
