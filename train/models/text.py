@@ -5,7 +5,10 @@ Shape suffixes: B batch, L tokens, M tokens of all captions together, D width, E
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,9 +89,7 @@ def load_tokenizer() -> Tokenize:
     The ids are open_clip's. It is done for every sample of a loader's threads under the interpreter lock, so words are
     remembered (no token reaches across white space), and texts in which open_clip's cleaning finds nothing skip it.
     """
-    from open_clip.tokenizer import SimpleTokenizer
-
-    tokenizer = SimpleTokenizer(context_length=CONTEXT_LENGTH)
+    tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=CONTEXT_LENGTH)
     ids_of_word: dict[str, list[int]] = {}
 
     def ids_of(word: str) -> list[int]:
@@ -113,6 +114,22 @@ def load_tokenizer() -> Tokenize:
         return tokens
 
     return tokenize
+
+
+def _open_clip_tokenizer_module() -> Any:
+    """The module open_clip.tokenizer, without the rest of open_clip.
+
+    The package's __init__ imports all of its models, timm, torchvision and transformers: 2 s at the start of a run that
+    needs none of them.
+    """
+    package = find_spec("open_clip")
+    assert package is not None and package.submodule_search_locations is not None, "open_clip is not installed"
+    path = Path(package.submodule_search_locations[0]) / "tokenizer.py"
+    spec = spec_from_file_location("open_clip.tokenizer", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _is_plain(text: str) -> bool:
