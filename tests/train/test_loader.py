@@ -189,9 +189,12 @@ def test_a_batch_is_whole_until_the_second_one_after_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [8, 1, 20])
-def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(num_ahead: int) -> None:
+def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(
+    num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two threads hang for good, one after the other; every other sample comes, in the order it would have had."""
     for_good = threading.Event()
+    monkeypatch.setattr("train.data.workers._GOODBYE_S", 0.1)  # nobody shall wait for those that hang
 
     class Hanging(Numbers):
         def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:

@@ -3,8 +3,10 @@
 Shape suffixes: B batch, L tokens, M tokens of all captions together, D width, E width of the embedding.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import chain
 from pathlib import Path
@@ -83,6 +85,7 @@ class TextTower(nn.Module):
         return x_1MD[0].index_select(0, packing.end_N)
 
 
+@cache
 def load_tokenizer() -> Tokenize:
     """CLIP's tokenizer: a text to int64 ids [77], start and end tokens around it, zeros behind, cut to length.
 
@@ -122,6 +125,8 @@ def _open_clip_tokenizer_module() -> Any:
     The package's __init__ imports all of its models, timm, torchvision and transformers: 2 s at the start of a run that
     needs none of them.
     """
+    if (loaded := sys.modules.get("open_clip.tokenizer")) is not None:
+        return loaded
     package = find_spec("open_clip")
     assert package is not None and package.submodule_search_locations is not None, "open_clip is not installed"
     path = Path(package.submodule_search_locations[0]) / "tokenizer.py"
