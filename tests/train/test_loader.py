@@ -202,7 +202,9 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(
                 for_good.wait()
             return super().load(visits)
 
-    batches = Loader(Hanging(10), settings(num_threads=2, num_ahead=num_ahead, stuck_after_s=0.3)).batches(max_failures=100)
+    batches = Loader(Hanging(10), settings(num_threads=2, num_ahead=num_ahead, stuck_after_s=0.3)).batches(
+        max_failures=100
+    )
     taken = list(islice(batches, 4))
     expected = take(Numbers(10, failing=(3, 7)), 4)
     assert content(taken) == content(expected)
