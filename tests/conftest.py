@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores would
-# wait for them.
+# Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
+# would wait for them.
 LONG = (
     "test_dry_run.py",
     "test_slice.py",
