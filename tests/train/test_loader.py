@@ -13,6 +13,7 @@ from manifests.errors import UserError
 from train.data.batch import Sample
 from train.data.loader import Loader, LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from train.data.workers import in_order
 
 
 class Numbers:
@@ -186,9 +187,13 @@ def test_a_batch_is_whole_until_the_second_one_after_it_is_asked_for() -> None:
     batches.close()
 
 
-def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on() -> None:
+@pytest.mark.parametrize("num_ahead", [8, 1, 20])
+def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(
+    num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two threads hang for good, one after the other; every other sample comes, in the order it would have had."""
     for_good = threading.Event()
+    monkeypatch.setattr("train.data.workers._JOIN_TIMEOUT_S", 0.1)  # nobody shall wait for those that hang
 
     class Hanging(Numbers):
         def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
@@ -196,7 +201,9 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on()
                 for_good.wait()
             return super().load(requests)
 
-    batches = Loader(Hanging(10), settings(num_threads=2, stuck_after_s=0.3)).batches(max_failures=100)
+    batches = Loader(Hanging(10), settings(num_threads=2, num_ahead=num_ahead, stuck_after_s=0.3)).batches(
+        max_failures=100
+    )
     taken = list(islice(batches, 4))
     expected = take(Numbers(10, failing=(3, 7)), 4)
     assert content(taken) == content(expected)
@@ -204,6 +211,29 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on()
     assert {(failure.key, failure.reason) for failure in failed} == {("key_3", "stuck"), ("key_7", "stuck")}
     batches.close()
     for_good.set()
+
+
+def test_a_caller_that_takes_groups_is_woken_when_a_group_is_there() -> None:
+    last_of_group, others_done = threading.Event(), threading.Semaphore(0)
+    taken: list[object] = []
+
+    def work(number: int) -> int:
+        if number == 3:
+            last_of_group.wait()
+        others_done.release()
+        return number
+
+    results = in_order(work, range(12), num_threads=2, num_ahead=8, stuck_after_s=60, num_together=4)
+    caller = threading.Thread(target=lambda: taken.extend(result for _, result in results))
+    caller.start()
+    for _ in range(7):  # all that may be begun but the one that is held back
+        others_done.acquire()
+    time.sleep(0.05)
+    assert not taken
+    assert others_done.acquire(blocking=False) is False
+    last_of_group.set()
+    caller.join()
+    assert taken == list(range(12))
 
 
 def test_every_rank_gets_as_much_and_together_they_get_everything_once() -> None:

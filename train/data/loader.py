@@ -194,6 +194,7 @@ class Loader(BatchLoader):
     def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
         """The outcome of each request, in order; None for an empty position."""
         loading = self._loading
+        num_ahead = max(1, loading.num_ahead // loading.group)
 
         def load(group: list[SampleRequest | None]) -> list[Sample | FailedSample]:
             return self._samples.load([request for request in group if request is not None])
@@ -202,8 +203,10 @@ class Loader(BatchLoader):
             load,
             groups,
             num_threads=loading.num_threads,
-            num_ahead=max(1, loading.num_ahead // loading.group),
+            num_ahead=num_ahead,
             stuck_after_s=loading.stuck_after_s,
+            # Nothing new is begun while the caller sleeps, so two items for each thread have to be queued meanwhile.
+            num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
         )
         for group, outcomes in loaded:
             if isinstance(outcomes, Stuck):

@@ -105,6 +105,7 @@ def in_order(
     stuck_after_s: float,
     size_of: Callable[[_Item], int] = lambda item: 0,
     max_bytes: int = 0,
+    num_together: int = 1,
 ) -> Generator[tuple[_Item, _Result | Stuck], None, None]:
     """Yield (item, work(item)) in the order of `items`; threads run at most `num_ahead` items ahead of the caller.
 
@@ -113,6 +114,8 @@ def in_order(
             is abandoned and replaced by a new one.
         size_of: size of an item in bytes.
         max_bytes: maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.
+        num_together: results that the caller uses together. A caller that has to wait is woken when the last of them is
+            ready, not once for each: every wake-up takes the interpreter lock from the threads.
 
     Raises:
         Exception: what `work` raised for an item, when its turn comes.
@@ -121,11 +124,17 @@ def in_order(
     waiting: deque[_Task[_Item, _Result]] = deque()
     held_bytes = 0
 
+    def wait_for(task: _Task[_Item, _Result]) -> None:
+        while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
+            # All running tasks are checked: this one may be queued behind threads that are stuck with others.
+            pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
+
     def first() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
-        while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
-            # All running tasks are checked: the first may be queued behind threads that are stuck with later ones.
-            pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
+        if not task.done.is_set():
+            # Earlier tasks may take longer than the last one, so the first is waited for as well.
+            wait_for(waiting[min(num_together, len(waiting)) - 1])
+            wait_for(task)
         nonlocal held_bytes
         waiting.popleft()
         held_bytes -= size_of(task.item)
