@@ -196,4 +196,4 @@ def test_one_page_shows_all_old_runs(train: Train, old: Path, here: Path) -> Non
     runs = [str(old / "runs" / name) for name in RUNS]
     assert train("overview", *runs, "--out", "all.html") == 0
     page = (here / "all.html").read_text()
-    assert all(f"runs/{name}" in page or name in page for name in RUNS)
+    assert all(f'runs/{name}/index.html">{name}</a>' in page for name in RUNS)
