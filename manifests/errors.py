@@ -2,6 +2,7 @@
 
     ClipmillError
     ├── UserError      the request cannot be carried out as given      exit 2, `error:` and `hint:` lines
+    │   └── UserErrors several mistakes in it                          exit 2, two lines for each
     ├── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
     └── Stopped        told to stop (SIGTERM), and what was done saved exit 143, how to go on
 
@@ -13,7 +14,7 @@ that reaches the top is a bug and keeps its traceback.
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 EXIT_FAILED_WORK = 1
@@ -43,6 +44,15 @@ class UserError(ClipmillError):
         self.hint = hint
 
 
+class UserErrors(UserError):
+    """Several mistakes of one request. Messages and hints have a line for each; `errors` has them one by one."""
+
+    def __init__(self, errors: Iterable[UserError]) -> None:
+        self.errors = tuple(errors)
+        hints = [error.hint for error in self.errors if error.hint]
+        super().__init__("\n".join(map(str, self.errors)), hint="\n".join(hints) or None)
+
+
 class FailedWork(ClipmillError):
     """Some of the work failed; the message says how much, and where the list is."""
 
@@ -63,9 +73,10 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
         command()
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+        for one in error.errors if isinstance(error, UserErrors) else (error,):
+            print(f"error: {one}", file=sys.stderr)
+            if one.hint:
+                print(f"hint: {one.hint}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     except FailedWork as error:
         print(f"failed: {error}", file=sys.stderr)

@@ -9,26 +9,27 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
-from manifests.whole_numbers import refuse_fractions
-from train.commands.arguments import add_files, hint_with_files, refuse_idle_flags
+from train.commands.arguments import SOURCES, name_files, parse
+from train.commands.help import help_text, wants_help
 from train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0
 
 app = App(
     name="train",
-    help="Trains video-language models from the shards that prep made.",
+    help="Train video-language models on the shards made by prep.",
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run_command says what an interruption means
-    config=[add_files, refuse_fractions, refuse_idle_flags],
+    config=SOURCES,
 )
 # By import path: a command is loaded when it is called, or when the help lists them all.
 for _name in task_names():
     app.command(f"train.commands.training:{_name.replace('-', '_')}", name=_name)
 app.command("train.commands.evaluation:evaluate", name="eval")
 app.command("train.commands.bench:bench", name="bench")
+app.command("train.commands.export:export", name="export")
 for _name, _path in COMMANDS.items():
     app.command(_path, name=_name)
 
@@ -40,9 +41,9 @@ def doctor(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Reports what this machine has, what training will use of it, and what is wrong.
+    """Report the hardware and software of this machine, what training will use, and what is wrong.
 
-    Exit codes: 0, also with warnings; 1 if something would stop training; 2 for invalid usage.
+    Exit codes: 0 if training can run, even with warnings; 1 if something would stop it; 2 for invalid usage.
 
     Examples:
 
@@ -52,9 +53,9 @@ def doctor(
     Parameters
     ----------
     shards
-        Data folder whose disk to measure; it is only read. The current folder when left out, with a temporary file.
+        Data folder whose disk to measure; it is only read. Default: the current folder, with a temporary file.
     device
-        Device that training is to run on, as in a training command.
+        Device that training is to run on.
     as_json
         Print one JSON object.
     """
@@ -64,44 +65,8 @@ def doctor(
 
 
 @app.command
-def export(
-    run: Path,
-    *,
-    form: Annotated[str, Parameter(name="--format")],
-    out: Path,
-    frame_embedding: Literal["mean", "zero"] = "mean",
-    checkpoint: Path | None = None,
-) -> None:
-    """Export a run's weights as a folder for open_clip, transformers or VideoMAE, which --init.weights reads too.
-
-    Example:
-
-        train export runs/first --format open_clip --out exported
-
-    Parameters
-    ----------
-    run
-        Folder that train dual-encoder, train mae, train classify with a videomae tower, or train caption with a
-        TimeSformer tower made.
-    form
-        open_clip: for create_model('local-dir:OUT'); hf: for from_pretrained('OUT') of CLIPModel,
-        VideoMAEForPreTraining, VideoMAEForVideoClassification or, of captioners, VisionEncoderDecoderModel;
-        videomae: a checkpoint as VideoMAE's own.
-    out
-        Folder to make.
-    frame_embedding
-        What a picture of a dual encoder gets for a temporal embedding: the mean of all frames', or none.
-    checkpoint
-        Checkpoint of the run; its latest when left out.
-    """
-    from train.commands.export import export_run
-
-    export_run(run, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, say=print)
-
-
-@app.command
 def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negative="")], /, *, out: Path) -> None:
-    """Writes one page about several runs: their numbers, a few of their pictures, links to their pages.
+    """Write a web page that compares several runs: metrics, sample images, links to their results pages.
 
     Example:
 
@@ -110,9 +75,9 @@ def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negati
     Parameters
     ----------
     runs
-        Folders that training commands made.
+        Run folders.
     out
-        Page to write.
+        HTML file to write.
     """
     from train.report.overview import write_overview
 
@@ -126,13 +91,14 @@ def main() -> None:
 
 
 def _call() -> None:
-    if {*sys.argv[1:]} <= {"--help", "-h"}:
-        for name in app:
-            app[name]  # loads it
+    words = sys.argv[1:]
     try:
-        app(sys.argv[1:])
+        if wants_help(app, words):
+            print(help_text(app, words))
+        else:
+            parse(app, words)()
     except UserError as error:
-        error.hint = hint_with_files(error, sys.argv[1:])
+        name_files(error, words)
         _let_first_speak()
         raise
     except CycloptsError as error:

@@ -200,9 +200,10 @@ def test_help_names_every_command_with_an_example(train: Train, capsys: pytest.C
         assert train(*command, "--help") == 0
         printed = capsys.readouterr().out
         assert f"train {' '.join(command)} " in printed and "Example" in printed
-        # What is read together stands together: no panel is longer than a glance.
-        for panel in printed.split("╭─")[1:]:
-            assert len(re.findall(r"^│ \*? *--", panel, re.MULTILINE)) <= 14, panel
+        assert train(*command, "--help-all") == 0
+        # What is read together stands together: no group is longer than a glance.
+        for group in capsys.readouterr().out.split("\n\n"):
+            assert len(re.findall(r"^  --", group, re.MULTILINE)) <= 14, group
 
 
 def test_a_run_goes_on_when_nobody_reads_what_it_says(data_dir: Path, tmp_path: Path) -> None:

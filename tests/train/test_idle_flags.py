@@ -79,3 +79,27 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
     ):
         assert train(*words.split()) == 0, words
     assert [(one.stride, one.sampling) for one in chosen[:2]] == [(16, "uniform"), (8, "uniform")]
+
+
+def test_flags_without_effect_are_named_together_with_all_other_mistakes(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "mae --preset tiny --sampling uniform --stride 2 --steps 0 --evaluate.neighbours 0 --optimizer.ema 1"
+    assert train(*words.split()) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("error: ") for line in lines[::2]] == [
+        "--evaluate.neighbours is 0, which has no effect: --evaluate.every is 0",
+        "--stride is 2, which has no effect: --sampling is uniform",
+        "--steps is 0",
+        "--optimizer.ema is 1.0",
+    ]
+    assert all(line.startswith("hint: ") for line in lines[1::2]) and len(lines) == 8
+    assert lines[3].endswith("--sampling stride") and lines[5].endswith("to 10,000,000,000")
+
+
+def test_a_decoder_of_the_weights_to_start_from_is_not_a_new_one(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vision-encoder-decoder"}')
+    assert train("caption", "--init.weights", tmp_path, "--decoder.name", "tiny") == 2
+    assert f"which has no effect: --init.weights is {tmp_path}, which has its own" in two_lines(capsys)[0]

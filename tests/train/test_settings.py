@@ -1,3 +1,6 @@
+import math
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -5,14 +8,16 @@ from typing import Any
 import pytest
 
 import train.commands.launch
-from manifests.errors import UserError
-from train.cli import main
+from manifests.errors import UserError, UserErrors
+from train.cli import app, main
+from train.config.fields import Range, deferred_checks, mistakes
 from train.config.files import PRESETS_FOLDER, load_settings, preset_path, save_settings
 from train.config.training import FREE_ON_RESUME, require_same, shaping
-from train.tasks.caption.settings import CaptionerSettings
+from train.registry import task_named, task_names
+from train.tasks.caption.settings import CaptionerSettings, CaptionTowers
 from train.tasks.classify.settings import ClassifySettings
 from train.tasks.dual_encoder.settings import DualEncoderSettings
-from train.tasks.mae.settings import MaeSettings
+from train.tasks.mae.settings import MaeOptimizer, MaeSettings
 
 
 def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
@@ -59,6 +64,71 @@ def test_a_setting_out_of_range_is_named(field: str, value: float, rule: str) ->
     assert rule in (caught.value.hint or "")
 
 
+def test_all_mistakes_are_named_at_once_and_none_twice() -> None:
+    with pytest.raises(UserErrors) as caught:
+        DualEncoderSettings(steps=0, lr=math.nan, batch=1, seed=-1, size_px=40, best="val/x")
+    named = [str(one) for one in caught.value.errors]
+    assert named == [
+        *("--steps is 0", "--lr is nan", "--seed is -1"),
+        "--best val/x needs an evaluation in the loop",
+        *("--batch is 1", "--size-px is 40"),
+    ]
+    assert str(caught.value).splitlines() == named and len((caught.value.hint or "").splitlines()) == 6
+
+
+def test_a_rule_does_not_trip_over_what_is_out_of_range() -> None:
+    # The patch is no number to divide by, and the ratio none to round: each is named once, and nothing that follows.
+    with deferred_checks():
+        caption = CaptionerSettings(towers=CaptionTowers(patch_px=0, drop_path=2), size_px=40)
+        mae = MaeSettings(mask_ratio=math.nan, optimizer=MaeOptimizer(end_lr=1.0), lr=0.0)
+    assert [str(one) for one in mistakes(caption)] == [
+        "--towers.drop-path is 2",
+        "--towers.patch-px is 0",
+        "--size-px is 40",
+    ]
+    assert [str(one) for one in mistakes(mae)] == ["--lr is 0.0", "--mask-ratio is nan"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "inside", "outside"),
+    [
+        (Range(1, 1024), "from 1 to 1,024", (1, 1024, None), (0, 1025, math.nan)),
+        (Range(least=0), "0 or more", (0, 10**30), (-1, math.inf, math.nan)),
+        (Range(above=0, most=1), "more than 0 and at most 1", (1e-9, 1), (0, 1.1)),
+        (Range(least=0, below=1), "0 or more and less than 1", (0, 0.999), (1, -1e-9)),
+        (Range(), "a finite number", (-5,), (math.inf, -math.inf, math.nan)),
+        (Range(0, 0.5), "from 0 to 0.5", ((0, 0.5, 0.1), None), ((0, 0.6, 0.1), (math.nan,))),
+    ],
+)
+def test_a_range_says_what_it_holds(
+    values: Range, words: str, inside: tuple[object, ...], outside: tuple[object, ...]
+) -> None:
+    assert str(values) == words
+    assert all(map(values.holds, inside)) and not any(map(values.holds, outside))
+
+
+def test_every_field_of_every_task_has_a_group_and_a_sound_default() -> None:
+    for name in task_names():
+        assert mistakes(task_named(name).settings()) == []
+        for argument in app[name].assemble_argument_collection(parse_docstring=True):
+            group = str(argument.parameter.group)
+            assert not argument.show or (argument.parameter.help and "_sort_key=" in group), (argument.name, group)
+            assert not argument.show or "_name='Parameters'" not in group, argument.name
+
+
+def test_a_run_of_a_task_loads_no_module_of_another(repository: Path) -> None:
+    script = (
+        "import sys\n"
+        "from train.cli import app\n"
+        "from train.commands.arguments import parse\n"
+        "parse(app, ['dual-encoder', '--steps', '3'])\n"
+        "others = ('train.tasks.mae', 'train.tasks.classify', 'train.tasks.caption')\n"
+        "print([name for name in sys.modules if name.startswith(others)])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -76,6 +146,7 @@ def test_a_setting_out_of_range_is_named(field: str, value: float, rule: str) ->
         ),
         ("seed: " + "x" * 100_000, "a value of 100,000 characters"),
         ("steps: 0", "--steps is 0"),
+        ("steps: 0\nlr: 0\ntowers: {drop_path: 2}", "(?s)--steps is 0.*--lr is 0.*--towers.drop-path is 2"),
         ("model: huge", "huge"),
         ("a: " + "[" * 1_000, "nested too deeply"),
         ("towers: " + "{a: " * 120 + "1" + "}" * 120, "too deeply nested values"),

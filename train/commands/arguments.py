@@ -1,117 +1,46 @@
-"""A check of flags: one that has no effect beside the others is refused, so that nobody waits for what it cannot do."""
+"""Words of the command line to a command and its settings, which are checked together."""
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from manifests.errors import UserError
+from manifests.errors import UserError, UserErrors
+from manifests.whole_numbers import refuse_fractions
+from train.config.fields import FLAG, Checked, deferred_checks, flags_without_effect, mistakes, refuse
+from train.config.files import preset_path, read_values, yaml_source
 from train.config.training import TrainingSettings, flat
-from train.tasks.caption.settings import has_captioner
+from train.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
-from train.config.files import preset_path, read_values, yaml_source
-from train.run.folder import RunFolder
-
-# A flag, the one that it goes with, and the values of that one with which it has no effect.
-_GOES_WITH: dict[str, tuple[str, tuple[object, ...]]] = {
-    "--stride": ("--sampling", ("uniform", "lavila")),
-    "--min-crop-area": ("--crop", ("multi-scale", "centre")),
-    "--decoder-mask-ratio": ("--decoder-mask", ("none",)),
-    "--towers.temporal": ("--towers.kind", ("videomae",)),
-    "--augment.rand-magnitude": ("--augment.rand-ops", (0,)),
-    "--augment.rand-std": ("--augment.rand-ops", (0,)),
-}
-# What takes effect with it, as the hints have it.
-_EFFECTIVE = {
-    "--sampling": "--sampling stride",
-    "--crop": "--crop random",
-    "--decoder-mask": "--decoder-mask random or running-cell",
-    "--towers.kind": "--towers.kind clip",
-    "--augment.rand-ops": "--augment.rand-ops 1 or more",
-    "--evaluate.every": "--evaluate.every STEPS",
-}
-# About a decoder, or a tokenizer, that is made anew, and what there must not be beside it.
-_OF_WHAT_IS_NEW = {
-    "--decoder.name": ("--decoder.weights",),
-    "--decoder.vocabulary": ("--decoder.weights", "--decoder.tokenizer"),
-}
-# These look at the split without an evaluation in the loop: for its classes, and for pictures at the end.
-_READ_THE_SPLIT = ("classify", "mae")
 
 
-def refuse_idle_flags(_app: Any, commands: tuple[str, ...], arguments: Iterable[Any]) -> None:
-    """A cyclopts `config`: raises a UserError where a flag was given a value that cannot have an effect.
+def parse(app: "App", words: Sequence[str]) -> Callable[[], object]:
+    """The command that is asked for, with its arguments.
 
-    Those of files are let pass: a preset or the settings of a run may well say more than what the flags beside them
-    leave in effect. So are flags that say what holds anyway.
-
-    Args:
-        arguments: cyclopts' collection, with flags and what configuration files gave.
+    Raises:
+        UserError: settings are invalid, or flags that were typed have no effect beside the others: all of them at once.
+        CycloptsError: a flag is unknown or missing, or has a value of another type.
     """
-    found = {argument.name: argument for argument in arguments}
-    for name, argument in found.items():
-        if name in _OF_WHAT_IS_NEW:
-            _refuse_of_what_is_new(name, found)
-        other, idle = _goes_with(name, commands[-1] if commands else "")
-        if other not in found or not any(token.source == "cli" for token in argument.tokens):
-            continue
-        value, beside = _value(argument), _value(found[other])
-        if value != argument.field_info.default and beside in idle:
-            raise UserError(
-                f"{name} is {_words(argument)}, which has no effect: {other} is {beside}",
-                hint=f"leave it out, or use {_EFFECTIVE[other]}",
-            )
+    typed: dict[str, str] = {}
 
+    def note_typed(_app: object, _commands: object, arguments: "ArgumentCollection") -> None:
+        for argument in arguments:
+            if argument.tokens and argument.tokens[-1].source == "cli":
+                typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
 
-def _refuse_of_what_is_new(name: str, found: dict[str, Any]) -> None:
-    if not any(token.source == "cli" for token in found[name].tokens):
-        return
-    # The settings of a run say of each flag that it was left out.
-    beside = [other for other in _OF_WHAT_IS_NEW[name] if _words(found[other])]
-    start = _words(found["--init.weights"])
-    if start and has_captioner(Path(start)):
-        beside = ["--init.weights", *beside]
-    if beside:
-        raise UserError(
-            f"{name} is {_words(found[name])}, which has no effect: {beside[0]} is {_words(found[beside[0]])}, "
-            "which has its own",
-            hint="leave it out",
-        )
-
-
-def _words(argument: Any) -> str:
-    return " ".join(str(token.value) for token in argument.tokens)
-
-
-def _goes_with(name: str, command: str) -> tuple[str, tuple[object, ...]]:
-    is_of_evaluation = name.startswith("--evaluate.") and name != "--evaluate.every"
-    if is_of_evaluation and not (name == "--evaluate.split" and command in _READ_THE_SPLIT):
-        return "--evaluate.every", (0,)
-    if name == "--towers.temporal" and command == "mae":
-        return "", ()  # which has no other kind of tower, and says so
-    return _GOES_WITH.get(name, ("", ()))
-
-
-def _value(argument: Any) -> object:
-    """The value that takes effect; words where cyclopts is still to say that they are none."""
-    default, words = argument.field_info.default, [str(token.value) for token in argument.tokens]
-    if not words:
-        return default
-    if isinstance(default, tuple):
-        return tuple(words)
-    try:
-        return type(default)(words[-1]) if isinstance(default, (int, float)) else words[-1]
-    except ValueError:
-        return words[-1]
-
-
-# Settings from files, for flags that nobody gave.
-
-_FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
+    app.config = (*SOURCES, note_typed)
+    with deferred_checks():
+        command, bound, _ = app.parse_args(words)
+    found: list[UserError] = []
+    for settings in bound.arguments.values():
+        if isinstance(settings, Checked):
+            found += flags_without_effect(settings, typed)
+            found += mistakes(settings)
+    refuse(found)
+    return lambda: command(*bound.args, **bound.kwargs)
 
 
 def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
@@ -149,14 +78,22 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
             fill(saved)
 
 
-def hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
-    """The hint of a mistake, with the flags that its message names and that nobody typed: a preset or file has them.
+SOURCES = (add_files, refuse_fractions)
+
+
+def name_files(error: UserError, words: Sequence[str]) -> None:
+    """Adds to the hints of mistakes which preset or file has the flags that they name and nobody typed.
 
     Args:
         words: of the command line.
     """
+    for one in error.errors if isinstance(error, UserErrors) else (error,):
+        one.hint = _hint_with_files(one, words)
+
+
+def _hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
     typed = {word.partition("=")[0] for word in words}
-    untyped = [flag for flag in dict.fromkeys(_FLAG.findall(str(error))) if flag not in typed]
+    untyped = [flag for flag in dict.fromkeys(FLAG.findall(str(error))) if flag not in typed]
     said = [] if error.hint is None else [error.hint]
     try:
         sources = {str(file): Path(file) for file in reversed(_values_of("--config", words))}

@@ -6,18 +6,20 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from train.config import groups
+from train.config.groups import FIRST_RUN
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 
 def bench(
     settings: DualEncoderSettings = DualEncoderSettings(),  # noqa: B008 - frozen
     *,
-    preset: Annotated[str | None, Parameter(group="Where")] = None,
-    config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
-    seconds: Annotated[float, Parameter(group="Where")] = 3.0,
-    as_json: Annotated[bool, Parameter(name="--json", group="Where", negative="")] = False,
+    preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
+    config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
+    seconds: Annotated[float, groups.WHERE, FIRST_RUN] = 3.0,
+    as_json: Annotated[bool, groups.WHERE, FIRST_RUN, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Measures each link from disk to weights with the settings of a training run, and names the slowest.
+    """Profile the input pipeline and training step of a dual encoder, and report the bottleneck.
 
     Example:
 
@@ -26,11 +28,11 @@ def bench(
     Parameters
     ----------
     preset
-        Settings by name; flags and --config go before them.
+        Named settings, overridden by flags and --config files.
     config
-        YAML file of settings, keys spelled as the flags; a later file goes before an earlier one.
+        YAML file of settings, with keys spelled as the flags. Later files override earlier ones.
     seconds
-        Time for each link.
+        Time to measure each stage for, in seconds.
     as_json
         Print one JSON object.
     """

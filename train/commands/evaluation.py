@@ -68,12 +68,12 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         evaluation.help,
         example=evaluation.example,
         run=evaluation.run_help,
-        shards="Data folder or tars; those of the training when left out.",
-        as_json="Print one JSON object, without pictures.",
+        shards="Data folder or tar files. Default: those of the training run.",
+        as_json="Print one JSON object, without images.",
     )
     return command
 
 
-evaluate = App(name="eval", help="Evaluate a trained run, and add the result to its page.")
+evaluate = App(name="eval", help="Evaluate the latest checkpoint of a run, and add the result to its results page.")
 for _evaluation in evaluations().values():
     evaluate.command(evaluation_command(_evaluation), name=_evaluation.name)

@@ -2,15 +2,40 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.commands.arguments import docstring
 from train.registry import DEFAULT, task_named, task_names
-from train.run.checkpoint import read_weights
 from train.run.folder import open_run
 from train.spec import ExportRequest
-from train.weights.conversion import require_finite
-from train.weights.exported import publish_folder
+
+
+def export(
+    run: Path,
+    *,
+    form: Annotated[str, Parameter(name="--format")],
+    out: Path,
+    frame_embedding: Literal["mean", "zero"] = "mean",
+    checkpoint: Path | None = None,
+) -> None:
+    """The command; its help is made below, from the formats of all tasks."""
+    export_run(run, form=form, out=out, frame_embedding=frame_embedding, checkpoint=checkpoint, say=print)
+
+
+_FORMATS = [(name, form, opens) for name in task_names() for form, opens in task_named(name).formats.items()]
+export.__doc__ = docstring(
+    "Export the weights of a run as a folder for other libraries, which --init.weights reads too.\n\n"
+    "Task, format, and what opens the folder OUT:\n\n" + "\n".join(f"    {a:12} {b:9} {c}" for a, b, c in _FORMATS),
+    example="train export runs/first --format open_clip --out exported",
+    run="Run folder.",
+    form=f"Format: {', '.join(dict.fromkeys(form for _, form, _ in _FORMATS))}.",
+    out="New folder to write.",
+    frame_embedding="Temporal embedding of single images, for dual encoders: mean over all frames, or zero.",
+    checkpoint="Checkpoint of the run. Default: the latest.",
+)
 
 
 def export_run(
@@ -28,6 +53,10 @@ def export_run(
         UserError: there is no checkpoint, its weights are not finite, `out` exists already, or the format cannot hold
             such a model.
     """
+    from train.run.checkpoint import read_weights
+    from train.weights.conversion import require_finite
+    from train.weights.exported import publish_folder
+
     run = open_run(run_path)
     path = checkpoint or run.require_checkpoint()
     task = str(run.require_facts().get("task", DEFAULT))
@@ -40,6 +69,8 @@ def export_run(
             f"{run.path} is a run of train {task}, which no format has a place for",
             hint=f"name a run of train {', '.join(known)}",
         )
+    if form not in {known for _, known, _ in _FORMATS}:
+        raise UserError(f"there is no format {form} (--format)", hint=f"train {task} has {', '.join(spec.formats)}")
     if frame_embedding != "mean" and not spec.has_frame_embedding:
         raise UserError(
             f"--frame-embedding is about the pictures of a dual encoder, and {run.path} is a run of train {task}",

@@ -7,6 +7,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from train.commands.arguments import docstring
+from train.config import groups
+from train.config.groups import FIRST_RUN
 from train.registry import task_named, task_names
 from train.run.folder import Resume
 
@@ -20,9 +22,14 @@ def training_command(name: str) -> Callable[..., None]:
     def command(
         settings: kind = default,  # type: ignore[valid-type]
         *,
-        preset: Annotated[str | None, Parameter(group="Where")] = None,
-        config: Annotated[list[Path] | None, Parameter(group="Where", negative="")] = None,
-        resume: Annotated[Resume, Parameter(group="Where", negative="")] = False,
+        preset: Annotated[str | None, groups.WHERE, FIRST_RUN] = None,
+        config: Annotated[list[Path] | None, groups.WHERE, FIRST_RUN, Parameter(negative="")] = None,
+        resume: Annotated[
+            Resume,
+            groups.WHERE,
+            FIRST_RUN,
+            Parameter(negative="", metavar="[auto]", show_choices=False, show_default=False),
+        ] = False,
     ) -> None:
         from train.commands.launch import launch
 
@@ -31,9 +38,9 @@ def training_command(name: str) -> Callable[..., None]:
     command.__doc__ = docstring(
         spec.help,
         example=spec.example,
-        preset="Settings by name; flags and --config override them.",
-        config="YAML file of settings, keys spelled as the flags; a later file overrides an earlier one.",
-        resume="Continue the run in --out from its latest checkpoint; auto: start a new run if there is none.",
+        preset="Named settings, listed below. Flags and --config files override them.",
+        config="YAML file of settings. Keys are spelled as the flags; later files override earlier ones.",
+        resume="Resume the run in --out from its latest checkpoint. auto: start a new run if there is none.",
     )
     return command
 

@@ -1,32 +1,42 @@
-"""Settings of which caption a clip is shown with: a group of the training settings."""
+"""Settings of captions and of augmentation."""
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
 
 from manifests.errors import UserError
+from train.config.fields import PROBABILITY, Checked, GoesWith, Range, caught
+
+_RAND_OPS = GoesWith("rand_ops", use="1 or more")
+_JITTER = Range(least=0)
+MAX_MAGNITUDE = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionSettings:
-    """Which of a clip's captions a visit shows."""
+class CaptionSettings(Checked):
+    """Which caption of a clip a sample shows."""
+
+    prefix = "captions"
 
     sources: str | None = None
-    """Weights of sources, `human=1,*rephraser*=2`; others are left out. All alike when left out."""
-    min_relevancy: float | None = None
-    """Show any sentence more relevant than this, by verb and nouns (0.1 for EK-100); a clip's own if left out."""
+    """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are left out. Default: all
+    sources alike."""
+    min_relevancy: Annotated[float | None, Range(least=0, below=1)] = None
+    """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this (0.1 for EK-100). Default:
+    only the clip's own captions."""
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """Weights can be read."""
         if self.sources is not None:
-            parse_weights(self.sources)
-        if self.min_relevancy is not None and not 0 <= self.min_relevancy < 1:
-            raise UserError(f"--captions.min-relevancy is {self.min_relevancy}", hint="it must be from 0 to below 1")
+            yield from caught(parse_weights, self.sources)
 
 
 def parse_weights(text: str) -> dict[str, float]:
     """The weights of `name=weight,name=weight`, in this order.
 
     Raises:
-        UserError: it is not of that form, a weight is negative or no number, or none is more than 0.
+        UserError: it is not of that form, a weight is negative or not a number, or all are 0.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):
@@ -46,54 +56,29 @@ def parse_weights(text: str) -> dict[str, float]:
     return weights
 
 
-# Settings of augmentation: a group of the training settings, nothing by default.
-
-
-MAX_MAGNITUDE = 10.0
-_MAX_OPERATIONS = 15
-_MAX_HUE = 0.5
-
-
 @dataclass(frozen=True, kw_only=True)
-class Augment:
-    """How much the clips of training are changed. Everything is drawn once a clip and holds for all its frames."""
+class Augment(Checked):
+    """Augmentation of training clips. Parameters are drawn once per clip and hold for all of its frames."""
 
-    flip: float = 0.0
-    """Probability that a clip is mirrored, left to right."""
-    brightness: float = 0.0
-    """x: the clip is multiplied by a factor from max(0, 1 - x) to 1 + x."""
-    contrast: float = 0.0
-    """x: the distance to the clip's mean grey, likewise."""
-    saturation: float = 0.0
-    """x: the distance of each pixel to its own grey, likewise."""
-    hue: float = 0.0
-    """x: colours turn by -x to x of a full circle; at most 0.5."""
-    blur: float = 0.0
-    """Probability that a clip is blurred."""
-    rand_ops: int = 0
-    """Operations of RandAugment that are drawn for a clip, each of them done with probability 1/2; VideoMAE: 4."""
-    rand_magnitude: float = 7.0
-    """Mean strength of these operations, from 0 to 10."""
-    rand_std: float = 0.5
-    """Standard deviation of their strength."""
-    erase: float = 0.0
-    """Probability that a box through all frames becomes noise (random erasing); VideoMAE: 0.25."""
+    prefix = "augment"
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            holds, rule = _rule(field.name, value)
-            if not holds:
-                raise UserError(f"--augment.{field.name.replace('_', '-')} is {value}", hint=f"it must be {rule}")
-
-
-def _rule(name: str, value: float) -> tuple[bool, str]:
-    if name in ("flip", "blur", "erase"):
-        return 0 <= value <= 1, "a probability, from 0 to 1"
-    if name == "hue":
-        return 0 <= value <= _MAX_HUE, "part of a circle, from 0 to 0.5"
-    if name == "rand_ops":
-        return 0 <= value <= _MAX_OPERATIONS, f"from 0 to {_MAX_OPERATIONS}"
-    if name == "rand_magnitude":
-        return 0 <= value <= MAX_MAGNITUDE, f"from 0 to {MAX_MAGNITUDE:g}"
-    return math.isfinite(value) and value >= 0, "0 or more"
+    flip: Annotated[float, PROBABILITY] = 0.0
+    """Probability of a horizontal flip."""
+    brightness: Annotated[float, _JITTER] = 0.0
+    """Brightness jitter x: factor drawn from max(0, 1 - x) to 1 + x."""
+    contrast: Annotated[float, _JITTER] = 0.0
+    """Contrast jitter x: likewise, of the distance to the clip's mean grey."""
+    saturation: Annotated[float, _JITTER] = 0.0
+    """Saturation jitter x: likewise, of the distance of each pixel to its grey."""
+    hue: Annotated[float, Range(0, 0.5)] = 0.0
+    """Hue jitter x: shift drawn from -x to x, as a share of the colour circle."""
+    blur: Annotated[float, PROBABILITY] = 0.0
+    """Probability of a Gaussian blur."""
+    rand_ops: Annotated[int, Range(0, 15)] = 0
+    """Number of RandAugment operations per clip, each applied with probability 1/2 (VideoMAE: 4)."""
+    rand_magnitude: Annotated[float, Range(0, MAX_MAGNITUDE), _RAND_OPS] = 7.0
+    """Mean magnitude of the RandAugment operations."""
+    rand_std: Annotated[float, _JITTER, _RAND_OPS] = 0.5
+    """Standard deviation of their magnitude."""
+    erase: Annotated[float, PROBABILITY] = 0.0
+    """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""

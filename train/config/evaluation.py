@@ -1,12 +1,17 @@
-"""Settings of the evaluation in the loop: a group of the training settings, off by default."""
+"""Settings of the evaluation during training."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from manifests.errors import UserError
+from train.config.fields import Checked, GoesWith, Range
+from train.config.groups import FIRST_RUN
 
-# The numbers that a protocol logs while a model is trained.
+EVERY = GoesWith("every", use="STEPS")
+
+# The metrics that a protocol logs during training.
 NUMBERS: dict[str, tuple[str, ...]] = {
     "retrieval": tuple(
         f"{direction}_{name}"
@@ -23,88 +28,85 @@ NUMBERS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings:
-    """On what, and how often, a model is evaluated while it is trained."""
+class EvaluationSettings(Checked):
+    """On what, and how often, a model is evaluated during training."""
 
-    every: int = 0
-    """Steps from one evaluation to the next; the last step has one too; 0 for none."""
-    split: str = "val"
+    prefix = "evaluate"
+
+    every: Annotated[int, FIRST_RUN, Range(least=0)] = 0
+    """Steps between evaluations; 0: none. The last step is evaluated too."""
+    split: Annotated[str, EVERY] = "val"
     """Split to evaluate on."""
-    max_samples: int = 5000
-    """Samples at most: every k-th of the split, with the smallest k that is enough."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("max_samples", 2)):
-            if getattr(self, name) < least:
-                flag = name.replace("_", "-")
-                raise UserError(f"--evaluate.{flag} is {getattr(self, name)}", hint=f"it must be {least} or more")
+    max_samples: Annotated[int, Range(least=2), EVERY] = 5000
+    """Maximum number of samples: every k-th of the split, with the smallest sufficient k."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DualEncoderEvaluation(EvaluationSettings):
     """How a dual encoder is evaluated."""
 
-    protocol: Literal["retrieval", "mir", "zero-shot"] = "retrieval"
-    """retrieval: R@k and median rank; mir: EK-100's mAP and nDCG; zero-shot: classes by prompts."""
-    relevancy: Path | None = None
-    """mir: .pkl or .npy of relevancies; of verb and noun classes when left out."""
-    sentences: Path | None = None
-    """mir: CSV whose `narration` column has the sentences of --evaluate.relevancy, in its order."""
-    classes: Path | None = None
-    """zero-shot: text file, one class a line; from the labels of the captions when left out."""
-    templates: Path | None = None
-    """zero-shot: text file, one template with {} a line."""
-    label: str | None = None
-    """zero-shot: label column of the captions, as `verb`."""
-
-
-# Settings of the probes: of `train eval probe`, and of the evaluation while a model without captions is trained.
+    protocol: Annotated[Literal["retrieval", "mir", "zero-shot"], EVERY] = "retrieval"
+    """Evaluation protocol. retrieval: R@k and median rank; mir: EK-100's mAP and nDCG; zero-shot: classification by
+    prompts."""
+    relevancy: Annotated[Path | None, EVERY] = None
+    """mir: relevancy matrix, .pkl or .npy. Default: computed from verb and noun classes."""
+    sentences: Annotated[Path | None, EVERY] = None
+    """mir: CSV file whose `narration` column has the sentences of --evaluate.relevancy, in its order."""
+    classes: Annotated[Path | None, EVERY] = None
+    """zero-shot: text file, one class per line. Default: the labels of the captions."""
+    templates: Annotated[Path | None, EVERY] = None
+    """zero-shot: text file, one prompt template with {} per line. Default: the bare class name."""
+    label: Annotated[str | None, EVERY] = None
+    """zero-shot: label column of the captions, such as verb."""
 
 
 Method = Literal["knn", "linear"]
 METHODS: tuple[Method, ...] = ("knn", "linear")
+NEIGHBOURS = Range(1, 10_000)
 
-# What each method says of each label: top1 and top5 over clips, and top1 of each class, averaged over the classes.
+# Metrics of each method and label: top-1 and top-5 over clips, and the mean over classes of their top-1.
 PROBE_NUMBERS = ("top1", "top5", "mean_class")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEvaluation(EvaluationSettings):
-    """Which labels are read out of frozen features, and how; `max_samples` of those that are scored."""
+    """Which labels are predicted from frozen features, and how; `max_samples` of those that are scored."""
 
-    labels: tuple[str, ...] = ()
-    """Labels of the captions that are told from frozen features, such as motion."""
-    methods: tuple[Method, ...] = ("knn",)
-    """knn: nearest neighbours; linear: a linear layer trained on the features."""
-    neighbours: int = 20
-    """knn: neighbours that vote."""
-    temperature: float = 0.07
-    """knn: a neighbour's vote is exp(cosine / temperature)."""
-    max_bank: int = 20_000
-    """Samples of the training split at most, spread evenly over it, that neighbours and the linear layer come from."""
+    # The split is read in any case: for reconstructions at the end.
+    split: str = "val"
+    """Split to evaluate on, and to take the reconstructed clips of the results page from."""
+    labels: Annotated[tuple[str, ...], FIRST_RUN, EVERY] = ()
+    """Labels to predict from frozen features. They are labels of the captions, such as motion."""
+    methods: Annotated[tuple[Method, ...], EVERY] = ("knn",)
+    """knn: k-nearest-neighbour classifier; linear: linear probe trained on the features."""
+    neighbours: Annotated[int, NEIGHBOURS, EVERY] = 20
+    """knn: number of neighbours (k)."""
+    temperature: Annotated[float, Range(1e-3, 1e3), EVERY] = 0.07
+    """knn: temperature; the vote of a neighbour has weight exp(cosine / temperature)."""
+    max_bank: Annotated[int, Range(least=2), EVERY] = 20_000
+    """Maximum number of samples of the training split, spread evenly, for neighbours and the linear probe."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def rules(self) -> Iterator[UserError]:
+        """There is something to predict, by something, and nothing twice."""
         if self.every and not self.labels:
-            raise UserError(
+            yield UserError(
                 f"--evaluate.every is {self.every}, and there is no label to tell from features",
                 hint="name labels of the captions: --evaluate.labels LABEL",
             )
-        for name, values in (("labels", self.labels), ("methods", self.methods)):
-            if len(set(values)) < len(values):
-                raise UserError(f"--evaluate.{name} names one twice: {', '.join(values)}", hint="name each once")
-        if not self.methods:
-            raise UserError("--evaluate.methods names none", hint=f"there are {', '.join(METHODS)}")
-        if not 1 <= self.neighbours <= 10_000:
-            raise UserError(f"--evaluate.neighbours is {self.neighbours}", hint="it must be from 1 to 10,000")
-        if not 1e-3 <= self.temperature <= 1e3:
-            raise UserError(f"--evaluate.temperature is {self.temperature}", hint="it must be from 0.001 to 1,000")
-        if self.max_bank < 2:
-            raise UserError(f"--evaluate.max-bank is {self.max_bank}", hint="it must be 2 or more")
+        yield from named_once(self.flag("labels"), self.labels)
+        yield from named_once(self.flag("methods"), self.methods, known=METHODS)
+
+
+def named_once(flag: str, values: tuple[str, ...], *, known: tuple[str, ...] = ()) -> Iterator[UserError]:
+    """Yields the mistakes of a flag with several values: one twice, or none where there are some to choose from."""
+    if len(set(values)) < len(values):
+        yield UserError(f"{flag} names one twice: {', '.join(values)}", hint="name each once")
+    if known and not values:
+        yield UserError(f"{flag} names none", hint=f"there are {', '.join(known)}")
 
 
 def number_names(wanted: ProbeEvaluation) -> tuple[str, ...]:
-    """The numbers of the evaluation in the loop, without the split: what --best can name."""
+    """The metrics of the evaluation during training, without the split: what --best can name."""
     return tuple(
         f"{label}_{method}_{name}" for label in wanted.labels for method in wanted.methods for name in PROBE_NUMBERS
     )

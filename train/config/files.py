@@ -8,14 +8,12 @@ loads back to an equal object.
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
+from train.config.fields import deferred_checks, mistakes, refuse
 from train.config.training import TrainingSettings, plain_values
-
-if TYPE_CHECKING:
-    pass
 
 PRESETS_FOLDER = Path(__file__).parents[1] / "presets"
 Settings = TypeVar("Settings", bound=TrainingSettings)
@@ -54,13 +52,16 @@ def load_settings(path: Path, kind: type[Settings]) -> Settings:
 
     try:
         app.config = [yaml_source(path)]
-        return app([])
+        with deferred_checks():
+            settings: Settings = app([])
+        refuse(mistakes(settings))
+        return settings
     except (CycloptsError, UserError) as error:
-        wrong = str(error).splitlines()[0]
+        wrong = str(error) if isinstance(error, UserError) else str(error).splitlines()[0]
         wrong = wrong if str(path) in wrong else f"{path}: {wrong}"
         hints = ["put back what the run wrote"]
         if isinstance(error, UserError) and error.hint:
-            hints.append(error.hint)
+            hints += error.hint.splitlines()
         if path.is_file() and not path.read_bytes().endswith(b"\n"):
             # What a run saves ends in a whole line.
             wrong = f"{path} is cut off in the middle of a line; {wrong}"

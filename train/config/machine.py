@@ -1,10 +1,12 @@
-"""Settings of how a model is spread over ranks: a group of the training settings."""
+"""Settings of distributed training and of experiment tracking."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from manifests.errors import UserError
+from train.config.fields import Checked, Range, caught
 
 TYPE_RULE = "type:"
 COUNTS_RULE = re.compile(r"\d+(,\d+)*")
@@ -14,24 +16,28 @@ Schedule = Literal["1f1b", "gpipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelSettings:
-    """What each of several ranks keeps; one process keeps everything."""
+class ParallelSettings(Checked):
+    """How a model is distributed over several processes."""
+
+    prefix = "parallel"
 
     strategy: Strategy = "ddp"
-    """ddp: all of it; zero1: a part of the optimizer's state; fsdp: a part of weights, gradients and state."""
-    stages: int = 1
-    """Processes that the layers of a model lie on, as a pipeline; more processes make more such pipelines."""
+    """Data parallelism. ddp: full replicas; zero1: sharded optimizer state; fsdp: sharded weights, gradients and
+    optimizer state."""
+    stages: Annotated[int, Range(1, 4096)] = 1
+    """Number of pipeline stages, one process each. More processes form replicas of the pipeline."""
     schedule: Schedule = "1f1b"
-    """Order of a pipeline's microbatches; gpipe: all forward, then all back; 1f1b: back as soon as can be."""
+    """Pipeline schedule. gpipe: all forward passes, then all backward passes; 1f1b: each backward pass as early as
+    possible."""
     partition: str = "parameters"
-    """Layers of each stage, by: parameters, uniform, type:KIND (as type:block), or their numbers (as 5,9)."""
+    """How layers are assigned to stages. parameters: balanced by size; uniform: equal counts; type:KIND: equal counts
+    of a kind (type:block); 5,9: these counts."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.stages <= 4096:
-            raise UserError(f"--parallel.stages is {self.stages}", hint="it must be from 1 to 4,096")
-        check_rule(self.partition)
+    def rules(self) -> Iterator[UserError]:
+        """The partition is one, and the strategy suits it."""
+        yield from caught(check_rule, self.partition)
         if self.stages > 1 and self.strategy == "fsdp":
-            raise UserError(
+            yield UserError(
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
                 hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
             )
@@ -51,16 +57,15 @@ def check_rule(rule: str) -> None:
     )
 
 
-# Settings of tracking: a group of the training settings. The console and metrics.jsonl always get the numbers.
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrackSettings:
-    """Who else gets the numbers of a run."""
+class TrackSettings(Checked):
+    """Where metrics are logged besides the console and metrics.jsonl."""
+
+    prefix = "track"
 
     tensorboard: bool = False
-    """Event files in the run's folder, for tensorboard --logdir."""
+    """Write TensorBoard event files to the run folder."""
     wandb: Literal["off", "online", "offline"] = "off"
-    """Weights & Biases; offline: files in the run's folder, for wandb sync."""
+    """Log to Weights & Biases. offline: to files in the run folder, for `wandb sync`."""
     project: str = "clipmill"
-    """Project of Weights & Biases."""
+    """Weights & Biases project."""

@@ -1,70 +1,36 @@
 """Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.data import Augment
 from train.config.evaluation import EvaluationSettings
+from train.config.fields import Checked, GoesWith, Range, caught
+from train.config.groups import FIRST_RUN
 from train.config.machine import ParallelSettings, TrackSettings
-from train.config.model import Init, ModelName, Towers, check_frames
+from train.config.model import Init, Kind, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
 
-if TYPE_CHECKING:
-    pass
-
-from train.config.model import Kind
-
-_WHERE = Parameter(group="Where")
-_CLIPS = Parameter(group="Clips")
-_AUGMENT = Parameter(group="Augmentation")
-_TRAINING = Parameter(group="Training")
-_NOTHING = Augment()
-_OPTIMIZER = Parameter(group="Optimizer")
-_ADAMW = OptimizerSettings()
-_TRACKING = Parameter(group="Tracking")
-_UNTRACKED = TrackSettings()
-_TOWERS = Parameter(group="Towers")
-_PLAIN = Towers()
-_INIT = Parameter(group="Weights to start from", negative_iterable=(), consume_multiple=True)
-_RANDOM = Init()
-_EVALUATION = Parameter(group="Evaluation")
-_NO_EVALUATION = EvaluationSettings()
-_CHECKPOINTS = Parameter(group="Checkpoints")
-_PARALLEL = Parameter(group="Parallel")
-_COPIES = ParallelSettings()
-_MACHINE = Parameter(group="Machine")
-
-# Least and most: what lies beyond would fail later and less clearly, for want of memory, threads or digits.
-_RANGES: dict[str, tuple[float, float]] = {
-    "steps": (1, 10**10),
-    "batch": (1, 10**6),
-    "lr": (1e-12, 1e3),
-    "warmup_steps": (0, 10**10),
-    "weight_decay": (0, 1e3),
-    "max_grad_norm": (1e-12, 1e12),
-    "seed": (0, 2**63 - 1),
-    "checkpoint_every": (1, 10**10),
-    "keep_checkpoints": (1, 10**6),
-    "workers": (1, 1024),
-    "batches_ahead": (1, 1000),
-    "max_failures": (0, 10**12),
-}
-_CLIP_RANGES: dict[str, tuple[float, float]] = {
-    "num_frames": (1, 1024),
-    "stride": (1, 10**6),
-    "size_px": (2, 4096),
-    "samples_per_chunk": (1, 10**6),
-}
+# What lies beyond these would fail later and less clearly, for want of memory, threads or digits.
+STEPS = Range(1, 10**10)
+COUNT = Range(1, 10**6)
+# Fields of which tasks have defaults of their own; their meaning is inherited.
+LearningRate = Annotated[float, groups.TRAINING, FIRST_RUN, Range(1e-12, 1e3)]
+WeightDecay = Annotated[float, groups.TRAINING, FIRST_RUN, Range(0, 1e3)]
+NumFrames = Annotated[int, groups.CLIPS, FIRST_RUN, Range(1, 1024)]
+Sampling = Annotated[Literal["uniform", "stride", "lavila"], groups.CLIPS, FIRST_RUN]
+Crop = Annotated[Literal["random", "multi-scale", "centre"], groups.CLIPS]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
+class TrainingSettings(Checked):
     """What the loop needs to know, whatever it trains."""
 
     command: ClassVar[str] = ""
@@ -72,75 +38,76 @@ class TrainingSettings:
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Settings of the task that may differ when a run is resumed, besides FREE_ON_RESUME."""
 
-    shards: Annotated[str, _WHERE] = "data"
-    """Data folder that prep made, a path or an address (s3://bucket/data); or tars: 'DIR/{000000..000099}.tar'."""
-    cache: Annotated[Path | None, _WHERE] = None
-    """Folder for copies of what --shards has elsewhere; the user's cache folder when left out."""
-    out: Annotated[Path, _WHERE] = Path("run")
-    """Folder of the run: settings, metrics, checkpoints, results page."""
-    split: Annotated[str, _WHERE] = "train"
+    shards: Annotated[str, groups.WHERE, FIRST_RUN] = "data"
+    """Data folder made by prep. A path, an address (s3://bucket/data), or tar files: 'DIR/{000000..000099}.tar'."""
+    cache: Annotated[Path | None, groups.WHERE] = None
+    """Folder for local copies of remote --shards. Default: the user's cache folder."""
+    out: Annotated[Path, groups.WHERE, FIRST_RUN] = Path("run")
+    """Run folder. It holds settings, metrics, checkpoints and the results page."""
+    split: Annotated[str, groups.WHERE, FIRST_RUN] = "train"
     """Split to train on."""
 
-    steps: Annotated[int, _TRAINING] = 10_000
-    """Optimizer steps."""
-    batch: Annotated[int, _TRAINING] = 64
-    """Samples of a step, of all processes together."""
-    lr: Annotated[float, _TRAINING] = 3e-4
-    """Highest learning rate, reached after the warm-up; then --optimizer.schedule takes over."""
-    warmup_steps: Annotated[int, _TRAINING] = 500
-    """Steps over which the learning rate rises."""
-    weight_decay: Annotated[float, _TRAINING] = 0.1
-    """Decay of matrices (gains, biases and embeddings have none)."""
-    max_grad_norm: Annotated[float, _TRAINING] = 1.0
-    """Longer gradients are shortened to this length."""
-    seed: Annotated[int, _TRAINING] = 0
-    """Of weights, order and crops."""
-    optimizer: Annotated[OptimizerSettings, _OPTIMIZER] = _ADAMW
-    """How weights follow gradients."""
-    microbatch: Annotated[int | None, _TRAINING] = None
-    """Samples that one process computes at once, for batches larger than memory; all its share when left out."""
+    steps: Annotated[int, groups.TRAINING, FIRST_RUN, STEPS] = 10_000
+    """Number of optimizer steps."""
+    batch: Annotated[int, groups.TRAINING, FIRST_RUN, COUNT] = 64
+    """Batch size, over all processes."""
+    lr: LearningRate = 3e-4
+    """Peak learning rate. It is reached after warmup; --optimizer.schedule takes over from there."""
+    warmup_steps: Annotated[int, groups.TRAINING, FIRST_RUN, Range(0, 10**10)] = 500
+    """Number of linear warmup steps."""
+    weight_decay: WeightDecay = 0.1
+    """Weight decay. Gains, biases and embeddings are not decayed."""
+    max_grad_norm: Annotated[float, groups.TRAINING, Range(1e-12, 1e12)] = 1.0
+    """Maximum gradient norm (gradient clipping)."""
+    seed: Annotated[int, groups.TRAINING, FIRST_RUN, Range(0, 2**63 - 1)] = 0
+    """Random seed for weight initialisation, sample order and augmentation."""
+    optimizer: Annotated[OptimizerSettings, groups.OPTIMIZER] = field(default_factory=OptimizerSettings)
+    """Optimizer, schedule and weight averaging."""
+    microbatch: Annotated[int | None, groups.TRAINING, FIRST_RUN, Range(least=1)] = None
+    """Samples per forward pass of a process. A smaller number saves memory; gradients are those of the whole batch.
+    Default: the process's share of the batch."""
 
-    checkpoint_every: Annotated[int, _CHECKPOINTS] = 500
-    """Steps between checkpoints; the last step always makes one."""
-    keep_checkpoints: Annotated[int, _CHECKPOINTS] = 3
-    """How many of the latest checkpoints stay."""
-    best: Annotated[str | None, _CHECKPOINTS] = None
-    """Number of --evaluate whose best checkpoint stays too: the highest, or the lowest of a loss or rank."""
-    parallel: Annotated[ParallelSettings, _PARALLEL] = _COPIES
-    """How a model is spread over processes."""
+    checkpoint_every: Annotated[int, groups.CHECKPOINTS, STEPS] = 500
+    """Number of steps between checkpoints. The last step always writes one."""
+    keep_checkpoints: Annotated[int, groups.CHECKPOINTS, COUNT] = 3
+    """Number of most recent checkpoints to keep."""
+    best: Annotated[str | None, groups.CHECKPOINTS] = None
+    """Metric of the evaluation whose best checkpoint is also kept. The best is the highest, except for losses and
+    ranks."""
+    parallel: Annotated[ParallelSettings, groups.PARALLEL] = field(default_factory=ParallelSettings)
+    """Distribution over processes."""
 
-    track: Annotated[TrackSettings, _TRACKING] = _UNTRACKED
-    """Who else gets the numbers."""
+    track: Annotated[TrackSettings, groups.TRACKING] = field(default_factory=TrackSettings)
+    """Experiment tracking."""
 
-    evaluate: Annotated[EvaluationSettings, _EVALUATION] = _NO_EVALUATION
-    """Evaluation while the model is trained."""
+    evaluate: Annotated[EvaluationSettings, groups.EVALUATION] = field(default_factory=EvaluationSettings)
+    """Evaluation during training."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], _MACHINE] = "auto"
-    """Where the model runs."""
-    precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], _MACHINE] = "auto"
-    """Of the model's products; auto: bf16 where the GPU has it, else fp32. Weights and losses are float32."""
-    attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], _MACHINE] = "auto"
-    """Implementation of attention. auto: the fastest, measured when a run begins on a GPU; flash, cudnn: torch's kernel
-    of that name, where it supports the shape; naive: keeps all scores in memory, to compare."""
-    compile: Annotated[bool, _MACHINE] = False
-    """Compile each block of the model with torch.compile: slower to start, then faster."""
-    workers: Annotated[int, _MACHINE] = 4
-    """Threads that decode."""
-    decode: Annotated[Literal["packets", "filter", "plain"], _MACHINE] = "packets"
-    """packets: only what the frames need, by the packet table; plain, filter: through the container, to compare."""
-    batches_ahead: Annotated[int, _MACHINE] = 2
-    """Batches that are decoded ahead."""
-    max_failures: Annotated[int, _MACHINE] = 100
-    """Samples that may fail before the run stops."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], groups.MACHINE, FIRST_RUN] = "auto"
+    """Device to train on."""
+    precision: Annotated[Literal["auto", "bf16", "fp16", "tf32", "fp32"], groups.MACHINE, FIRST_RUN] = "auto"
+    """Precision of matrix products. auto: bf16 if the GPU supports it, else fp32. Weights and losses are float32."""
+    attention: Annotated[Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"], groups.MACHINE] = "auto"
+    """Attention backend. auto: the fastest, as measured at the start on a GPU; flash, cudnn: PyTorch's kernel of that
+    name, where it supports the shape; naive: materialises all scores, for comparison."""
+    compile: Annotated[bool, groups.MACHINE] = False
+    """Compile each block with torch.compile: slower start, faster steps."""
+    workers: Annotated[int, groups.MACHINE, FIRST_RUN, Range(1, 1024)] = 4
+    """Number of decoding threads."""
+    decode: Annotated[Literal["packets", "filter", "plain"], groups.MACHINE] = "packets"
+    """Decoding path. packets: only the packets that the frames need, by the packet table; plain, filter: through the
+    container, for comparison."""
+    batches_ahead: Annotated[int, groups.MACHINE, Range(1, 1000)] = 2
+    """Number of batches to prefetch."""
+    max_failures: Annotated[int, groups.MACHINE, Range(0, 10**12)] = 100
+    """Number of failed samples that a run tolerates before it stops."""
 
-    def __post_init__(self) -> None:
-        _check_ranges(self, _RANGES)
-        if self.microbatch is not None:
-            _require("microbatch", self.microbatch, self.microbatch >= 1, "1 or more")
+    def rules(self) -> Iterator[UserError]:
+        """The best checkpoint can be known, and the schedule does not rise."""
         if self.best is not None and not self.evaluate.every:
-            raise UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
+            yield UserError(f"--best {self.best} needs an evaluation in the loop", hint="add --evaluate.every STEPS")
         if self.optimizer.end_lr > self.lr:
-            raise UserError(
+            yield UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
             )
 
@@ -148,57 +115,46 @@ class TrainingSettings:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(TrainingSettings):
-    """What clips look like, and the tower that sees them."""
+    """Clips, and the video tower that encodes them."""
 
     only_kind: ClassVar[Kind | None] = None
     """The kind of tower that the task has, where it has but one."""
 
-    num_frames: Annotated[int, _CLIPS] = 4
-    """Pictures of a clip."""
-    sampling: Annotated[Literal["uniform", "stride", "lavila"], _CLIPS] = "uniform"
-    """uniform: one picture from each of equal parts; stride: every --stride-th frame; lavila: LaViLa's rule."""
-    stride: Annotated[int, _CLIPS] = 4
-    """Frames from one picture to the next (with --sampling stride); shrinks in a clip that is too short."""
-    size_px: Annotated[int, _CLIPS] = 224
-    """Side of the square that a picture is resized to (latents have their own)."""
-    crop: Annotated[Literal["random", "multi-scale", "centre"], _CLIPS] = "random"
-    """Crop of training: random (torchvision's RandomResizedCrop), multi-scale (VideoMAE's) or the centre square."""
-    min_crop_area: Annotated[float, _CLIPS] = 0.5
-    """Smallest part of a picture's area that a random crop keeps."""
-    samples_per_chunk: Annotated[int, _CLIPS] = 1
-    """Samples that are visited in a row because they share a chunk, which is then decoded once."""
-    augment: Annotated[Augment, _AUGMENT] = _NOTHING
-    """Changes of the clips in training."""
-    model: Annotated[ModelName, _TRAINING] = "b16"
-    """Size of the towers."""
-    towers: Annotated[Towers, _TOWERS] = _PLAIN
-    """What the towers are made of beyond their size."""
-    init: Annotated[Init, _INIT] = _RANDOM
+    num_frames: NumFrames = 4
+    """Number of frames per clip."""
+    sampling: Sampling = "uniform"
+    """Frame sampling. uniform: one frame from each of equal segments; stride: every --stride-th frame; lavila: LaViLa's
+    rule."""
+    stride: Annotated[int, groups.CLIPS, FIRST_RUN, COUNT, GoesWith("sampling", ("stride",))] = 4
+    """Step of --sampling stride, in frames. It is reduced for clips that are too short."""
+    size_px: Annotated[int, groups.CLIPS, FIRST_RUN, Range(2, 4096)] = 224
+    """Frame size in pixels. Frames are resized to squares; latents have their own size."""
+    crop: Crop = "random"
+    """Crop in training. random: torchvision's RandomResizedCrop; multi-scale: VideoMAE's; centre: the centre square."""
+    min_crop_area: Annotated[float, groups.CLIPS, Range(above=0, most=1), GoesWith("crop", ("random",))] = 0.5
+    """Minimum area of a random crop, as a share of the frame's."""
+    samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
+    """Number of consecutive samples drawn from the same chunk, so that it is decoded only once."""
+    augment: Annotated[Augment, groups.AUGMENTATION] = field(default_factory=Augment)
+    """Augmentation in training."""
+    model: Annotated[ModelName, groups.MODEL, FIRST_RUN] = "b16"
+    """Model size."""
+    towers: Annotated[Towers, groups.TOWERS] = field(default_factory=Towers)
+    """Architecture of the towers beyond their size."""
+    init: Annotated[Init, groups.MODEL, groups.SEVERAL] = field(default_factory=Init)
     """Weights to start from."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ranges(self, _CLIP_RANGES)
-        _require("min_crop_area", self.min_crop_area, 0 < self.min_crop_area <= 1, "more than 0 and at most 1")
-        check_frames(self.towers, num_frames=self.num_frames)
+    def rules(self) -> Iterator[UserError]:
+        """Clips can be cut into tubelets."""
+        yield from super().rules()
+        yield from caught(check_frames, self.towers, num_frames=self.num_frames)
 
 
 def check_best(best: str | None, *, split: str, names: Iterable[str]) -> None:
-    """Raises a UserError where `--best` is none of the numbers of an evaluation of `split`."""
+    """Raises a UserError where `--best` is none of the metrics of an evaluation of `split`."""
     numbers = [f"{split}/{name}" for name in names]
     if best is not None and best not in numbers:
         raise UserError(f"--best {best} is no number of the evaluation", hint=f"there are {', '.join(numbers)}")
-
-
-def _check_ranges(settings: Any, ranges: dict[str, tuple[float, float]]) -> None:
-    for name, (least, most) in ranges.items():
-        value = getattr(settings, name)
-        _require(name, value, bool(least <= value <= most), f"from {least:,} to {most:,}")
-
-
-def _require(name: str, value: float, holds: bool, rule: str) -> None:
-    if not holds:
-        raise UserError(f"--{name.replace('_', '-')} is {value}", hint=f"it must be {rule}")
 
 
 # What may differ when a run is resumed: it does not change the weights, but for rounding.

@@ -1,75 +1,78 @@
 """Settings of the contrastive loss, `--loss.*`. Which loss takes which, with what default: `registry.py`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config.fields import SHARE, Checked, Range
+from train.config.groups import FIRST_RUN
 from train.losses.registry import LOSSES, LossSpec
 
 Convention = Literal["paper", "fast_clip"]
 GammaSchedule = Literal["constant", "cosine"]
 
-_KINDS = f"Contrastive loss, with formulas in docs/losses.md: {', '.join(LOSSES)}"
+_KINDS = f"Contrastive loss (docs/losses.md): {', '.join(LOSSES)}"
+_POSITIVE, _PORTION = Range(above=0), Range(above=0, most=1)
 ADAPTIVE_MARGIN = 0.4  # LaViLa's, scaled by the relevancy of each caption
-
-_POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: 0 < value < inf, "more than 0")
-_NOT_NEGATIVE: tuple[Callable[[Any], bool], str] = (lambda value: 0 <= value < inf, "0 or more")
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": _POSITIVE,
-    "min_temperature": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
-    "temperature_lr": _POSITIVE,
-    "rho": _NOT_NEGATIVE,
-    "gamma": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
-    "gamma_epochs": (lambda value: value >= 1, "at least 1"),
-    "epsilon": (lambda value: 0 <= value < 1, "0 or more, and less than 1"),
-    "margin": _NOT_NEGATIVE,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
-    """Contrastive loss and its hyperparameters.
+class Loss(Checked):
+    """Contrastive loss and its hyperparameters."""
 
-    Raises:
-        UserError: with all `mistakes`.
-    """
+    prefix = "loss"
 
-    kind: Annotated[str, Parameter(help=_KINDS)] = "infonce"
+    kind: Annotated[str, FIRST_RUN, Parameter(help=_KINDS)] = "infonce"
     convention: Convention = "fast_clip"
     """Gradients of the FastCLIP losses where the paper and its public code differ. The published hyperparameters are
     those of the code."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, _POSITIVE] = None
     """Initial temperature. Default: the published value of the loss."""
     freeze_temperature: Annotated[bool, Parameter(negative="")] = False
     """Keep the temperature at its initial value (infonce, siglip, mbcl)."""
-    min_temperature: float = 0.01
-    """Lower bound of a trained temperature, at most 1."""
-    temperature_lr: float | None = None
+    min_temperature: Annotated[float, _PORTION] = 0.01
+    """Lower bound of a trained temperature."""
+    temperature_lr: Annotated[float | None, _POSITIVE] = None
     """Learning rate of the temperature. Default: the published value of the loss, or else the model's rate."""
-    rho: float | None = None
+    rho: Annotated[float | None, Range(least=0)] = None
     """Weight of the temperature in the robust losses (isogclr, fastclip-v2, fastclip-v3). Default: as published."""
-    gamma: float | None = None
-    """Weight of the new value in the moving averages of the global losses, at most 1; with the cosine schedule, its
-    final value. Default: as published."""
+    gamma: Annotated[float | None, _PORTION] = None
+    """Weight of the new value in the moving averages of the global losses; with the cosine schedule, its final
+    value. Default: as published."""
     gamma_schedule: GammaSchedule | None = None
     """Schedule of gamma, by epoch. cosine: from 1 down to --loss.gamma. Default: as published."""
-    gamma_epochs: int | None = None
+    gamma_epochs: Annotated[int | None, Range(least=1)] = None
     """Number of epochs of the cosine schedule. Default: half of the run."""
-    epsilon: float = 1e-14
+    epsilon: Annotated[float, SHARE] = 1e-14
     """Constant added to the moving averages of the global losses before the logarithm."""
-    margin: float | None = None
+    margin: Annotated[float | None, Range(least=0)] = None
     """Minimum difference between the similarity of a pair and those of its negatives (max-margin). Default: 0.2, or
     0.4 with --loss.use-relevancy."""
     use_relevancy: Annotated[bool, Parameter(negative="")] = False
     """Multiply the margin by the relevancy of the caption, as LaViLa does (max-margin)."""
 
-    def __post_init__(self) -> None:
-        if found := list(mistakes(self)):
-            raise UserError("; ".join(map(str, found)), hint="; ".join(str(one.hint) for one in found))
+    def rules(self) -> Iterator[UserError]:
+        """The loss exists, and takes what is set."""
+        spec = LOSSES.get(self.kind)
+        if spec is None:
+            yield UserError(f"--loss.kind is {self.kind}", hint=f"--loss.kind must be one of: {', '.join(LOSSES)}")
+            return
+        for name in dict.fromkeys(name for other in LOSSES.values() for name in other.settings):
+            value = getattr(self, name)
+            if name not in spec.settings and value not in (None, False):
+                users = sorted(other.name for other in LOSSES.values() if name in other.settings)
+                yield UserError(
+                    f"{self.flag(name)} is {value}, and {self.kind} has no use for it",
+                    hint=f"leave out {self.flag(name)}, or use --loss.kind with one of: {', '.join(users)}",
+                )
+        if "temperature" in spec.settings and (start := self.number("temperature")) < self.min_temperature:
+            yield UserError(
+                f"--loss.temperature is {start}",
+                hint=f"--loss.temperature must be at least --loss.min-temperature, {self.min_temperature}",
+            )
 
     @property
     def spec(self) -> LossSpec:
@@ -92,34 +95,3 @@ class Loss:
     def effective_gamma_schedule(self) -> GammaSchedule:
         """The schedule as given, or the default of the loss."""
         return cast(GammaSchedule, self.gamma_schedule or self.spec.settings["gamma_schedule"])
-
-
-def mistakes(loss: Loss) -> Iterator[UserError]:
-    """Yield every mistake in the settings: a kind that does not exist, values out of range, settings without use."""
-    spec = LOSSES.get(loss.kind)
-    if spec is None:
-        yield _out_of_range("kind", loss.kind, f"one of: {', '.join(LOSSES)}")
-    for name, (is_in_range, rule) in _RANGES.items():
-        value = getattr(loss, name)
-        if value is not None and not is_in_range(value):
-            yield _out_of_range(name, value, rule)
-    if spec is None:
-        return
-    for name in dict.fromkeys(name for other in LOSSES.values() for name in other.settings):
-        value = getattr(loss, name)
-        if name not in spec.settings and value not in (None, False):
-            users = sorted(other.name for other in LOSSES.values() if name in other.settings)
-            yield UserError(
-                f"{_flag(name)} is {value}, and {loss.kind} has no use for it",
-                hint=f"leave out {_flag(name)}, or use --loss.kind with one of: {', '.join(users)}",
-            )
-    if "temperature" in spec.settings and 0 < (start := loss.number("temperature")) < loss.min_temperature:
-        yield _out_of_range("temperature", start, f"at least --loss.min-temperature, {loss.min_temperature}")
-
-
-def _flag(name: str) -> str:
-    return f"--loss.{name.replace('_', '-')}"
-
-
-def _out_of_range(name: str, value: object, rule: str) -> UserError:
-    return UserError(f"{_flag(name)} is {value}", hint=f"{_flag(name)} must be {rule}")

@@ -82,7 +82,7 @@ def test_mistakes_are_named(
 
 
 def test_the_help_names_no_flag_that_is_always_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("mae", "--help") == 0
+    assert train("mae", "--help-all") == 0
     printed = capsys.readouterr().out
     assert "--towers.drop-path " in printed
     for name in ("kind", "temporal", "embedding-width", "packed-text", "patch-dropout"):

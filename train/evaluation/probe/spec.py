@@ -1,52 +1,41 @@
 """`train eval probe`: accuracies of nearest neighbours and of a linear layer on frozen features."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config.evaluation import METHODS, PROBE_NUMBERS, Method, ProbeEvaluation
+from train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
+from train.config.fields import Checked
 from train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeFlags:
+class ProbeFlags(Checked):
     """Flags of `train eval probe`."""
 
     label: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    """Label of the captions; one at least, several may be given."""
+    """Label of the captions to predict. Repeat it for several labels."""
     method: Annotated[tuple[Method, ...], Parameter(negative="")] = METHODS
-    """knn or linear; both when left out."""
+    """Classifier. Default: both."""
     split: str = "val"
-    """Split to score."""
+    """Split to evaluate on."""
     train_split: str = "train"
-    """Split that neighbours and the linear layer come from."""
-    neighbours: int = 20
-    """Number of neighbours that vote."""
+    """Split that neighbours and the training data of the linear probe come from."""
+    neighbours: Annotated[int, NEIGHBOURS] = 20
+    """Number of neighbours (k)."""
 
-    def __post_init__(self) -> None:
-        with flags_named({"--evaluate.labels": "--label", "--evaluate.methods": "--method", "--evaluate.": "--"}):
-            self.evaluation()
+    def rules(self) -> Iterator[UserError]:
+        """Something predicts, and nothing is named twice."""
+        yield from named_once("--label", self.label)
+        yield from named_once("--method", self.method, known=METHODS)
 
     def evaluation(self) -> ProbeEvaluation:
         """The settings that training has for it."""
         return ProbeEvaluation(split=self.split, labels=self.label, methods=self.method, neighbours=self.neighbours)
-
-
-@contextmanager
-def flags_named(names: dict[str, str]) -> Iterator[None]:
-    """Has mistakes in the settings of an evaluation name the flags of `train eval` in place of those of training."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error)
-        for flag, typed in names.items():
-            message = message.replace(flag, typed)
-        raise UserError(message, hint=error.hint) from error
 
 
 def _score(opened: Any, wanted: Any) -> Any:
@@ -86,10 +75,10 @@ def probe_table(result: dict[str, Any]) -> Table:
 
 PROBE = EvaluationSpec(
     name="probe",
-    help="Accuracies of nearest neighbours and of a linear layer on frozen features of the video tower.\n\n"
-    "The same tower with random weights and chance are shown for comparison.",
+    help="Evaluate frozen features of the video tower with a k-NN classifier and a linear probe.\n\n"
+    "Baselines are chance and the same tower with random weights.",
     example="train eval probe runs/mae --shards data --label motion --label shape",
-    run_help="Folder that train mae, dual-encoder or classify --out made.",
+    run_help="Run folder of train mae, dual-encoder or classify.",
     settings=ProbeFlags,
     score=_score,
     table=probe_table,

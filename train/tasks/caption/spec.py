@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-
-from manifests.errors import UserError
+from train.config.fields import Checked, Range
 from train.evaluation.tables import Cell, Row, Table, protocol_of
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
-from train.tasks.caption.settings import METRIC_LABELS, CaptionerSettings, DecodingSettings
+from train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
 # The first one is the number by which captioners are compared.
 _CAPTION_COLUMNS = {
@@ -26,21 +24,17 @@ _CAPTION_COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionFlags:
+class CaptionFlags(Checked):
     """Flags of `train eval caption`."""
 
     split: str = "val"
-    """Split to caption."""
-    max_samples: int = 100_000
-    """Clips at most: every k-th of the split, with the smallest k that is enough (12 of 52: every 5th, 11)."""
+    """Split to evaluate on."""
+    max_samples: Annotated[int, Range(least=1)] = 100_000
+    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
     spice_jars: Path | None = None
-    """Folder of the two jars that SPICE needs; no SPICE when left out."""
-    decoding: Annotated[DecodingSettings | None, Parameter(group="Decoding")] = None
-    """How captions are written; as the run says when left out."""
-
-    def __post_init__(self) -> None:
-        if self.max_samples < 1:
-            raise UserError(f"--max-samples is {self.max_samples}", hint="it must be 1 or more")
+    """Folder of the two jar files that SPICE needs. Default: SPICE is left out."""
+    decoding: Annotated[DecodingSettings | None, DECODING] = None
+    """How captions are generated. Default: as in training."""
 
 
 def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
@@ -132,10 +126,10 @@ def _curves() -> tuple[CurveGroup, ...]:
 CAPTIONS = EvaluationSpec(
     name="caption",
     result="captions",
-    help="Captions of clips beside all references: CIDEr-D, BLEU, ROUGE-L, METEOR, exact matches.\n\n"
-    "The best caption that ignores the clip is shown for comparison. Captions are also written in COCO's format.",
+    help="Evaluate a captioner: CIDEr-D, BLEU, METEOR, ROUGE-L, SPICE and exact match against all references.\n\n"
+    "The best constant caption is the baseline. Captions are also written in COCO results format.",
     example="train eval caption runs/captions --shards data --decoding.method beam",
-    run_help="Folder that train caption --out made.",
+    run_help="Run folder of train caption.",
     settings=CaptionFlags,
     score=_score,
     table=caption_table,
@@ -146,7 +140,7 @@ CAPTIONS = EvaluationSpec(
 )
 TASK = TaskSpec(
     name="caption",
-    help="Train a captioner: a video tower and a GPT-2 with cross-attention to it.",
+    help="Train a captioner: a video encoder and a GPT-2 decoder with cross-attention.",
     example="train caption --shards data --init.weights runs/first --out runs/captions",
     settings=CaptionerSettings,
     make=_make,

@@ -1,38 +1,35 @@
 """Settings of `train classify`."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.data import Augment
-from train.config.evaluation import EvaluationSettings
+from train.config.evaluation import EVERY, EvaluationSettings
+from train.config.fields import SHARE, Range, caught
+from train.config.groups import FIRST_RUN, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings
 
-_CLIPS = Parameter(group="Clips")
-_CLASSES = Parameter(group="Classes")
-_EVALUATION = Parameter(group="Evaluation")
+CLASSES = help_group("Classes", 6)
+VIEWS = Range(1, 100)
+_ALPHA = Range(0, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassEvaluation(EvaluationSettings):
     """How a classifier is evaluated."""
 
-    clips: int = 1
-    """Looks at each clip, at different moments; probabilities are averaged over all views."""
-    crops: int = 1
-    """Squares that each look is cut out as: 1 is the centre, 3 are both ends and the centre."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("clips", "crops"):
-            if not 1 <= getattr(self, name) <= 100:
-                raise UserError(f"--evaluate.{name} is {getattr(self, name)}", hint="it must be from 1 to 100")
-
-
-_NO_EVALUATION = ClassEvaluation()
+    # The split is read in any case: for its classes.
+    split: str = "val"
+    clips: Annotated[int, VIEWS, EVERY] = 1
+    """Number of temporal views per clip. Probabilities are averaged over all views."""
+    crops: Annotated[int, VIEWS, EVERY] = 1
+    """Number of spatial crops per view, spread over the longer side; 1: the centre, 3: both ends and the centre."""
 
 
 @Parameter(name="*")
@@ -42,61 +39,50 @@ class ClassifySettings(ClipSettings):
 
     command = "classify"
 
-    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
-    """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
-    segment: Annotated[str, _CLIPS] = "5s"
-    """Length of a segment of latents, whose label is that of the caption which covers most of it."""
-    repeats: Annotated[int, _CLIPS] = 1
-    """Samples of a clip in a row (repeated augmentation), each with its own moments and crop; decoded once."""
-    label: Annotated[str, _CLASSES] = "class"
-    """Label of the captions that is learned: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or another."""
-    dropout: Annotated[float, _CLASSES] = 0.0
-    """Share of the tower's features that training leaves out before the last layer."""
-    label_smoothing: Annotated[float, _CLASSES] = 0.0
-    """Part of a target that is spread over all classes."""
-    mixup: Annotated[float, _CLASSES] = 0.0
-    """Alpha of the Beta distribution of mixup's shares; 0 for none. With --cutmix, a coin decides for each batch."""
-    cutmix: Annotated[float, _CLASSES] = 0.0
-    """Alpha of the Beta distribution of cutmix's shares; 0 for none."""
-    evaluate: Annotated[ClassEvaluation, _EVALUATION] = _NO_EVALUATION
-    """Evaluation while the model is trained."""
+    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
+    """Input of the model. pixels: decoded clips of captions; latents: segments of the column made by prep latents."""
+    segment: Annotated[str, groups.CLIPS] = "5s"
+    """Length of a segment of latents. Its label is that of the caption which covers most of it."""
+    repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
+    """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
+    label: Annotated[str, CLASSES, FIRST_RUN] = "class"
+    """Label to classify. A label of the captions: class (Kinetics), action (EPIC-KITCHENS: verb, noun), or another."""
+    dropout: Annotated[float, CLASSES, SHARE] = 0.0
+    """Dropout probability before the classification head."""
+    label_smoothing: Annotated[float, CLASSES, FIRST_RUN, SHARE] = 0.0
+    """Label smoothing. Share of the target that is spread over all classes."""
+    mixup: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
+    """Mixup alpha; 0: no mixup. Of the Beta distribution. With --cutmix, one of the two is drawn for each batch."""
+    cutmix: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
+    """CutMix alpha; 0: no CutMix. Of the Beta distribution."""
+    evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def rules(self) -> Iterator[UserError]:
+        """The input suits the tower, and what is done to clips suits the input."""
+        yield from super().rules()
         if self.towers.kind == "timesformer":
-            raise UserError("--towers.kind is timesformer, and train caption alone has it", hint="use clip or videomae")
+            yield UserError("--towers.kind is timesformer, and train caption alone has it", hint="use clip or videomae")
         if self.input == "pixels":
-            check_picture(self.model, size_px=self.size_px)
+            yield from caught(check_picture, self.model, size_px=self.size_px)
         else:
-            self._check_latents()
-        if not 1 <= self.repeats <= 1000:
-            raise UserError(f"--repeats is {self.repeats}", hint="it must be from 1 to 1,000")
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} is {getattr(self, name)}", hint="it must be 0 or more, and less than 1")
-        for name in ("mixup", "cutmix"):
-            if not 0 <= getattr(self, name) <= 100:
-                raise UserError(f"--{name} is {getattr(self, name)}", hint="it must be from 0 to 100")
+            yield from self._rules_of_latents()
         if (self.mixup or self.cutmix) and self.batch < 2:
-            raise UserError(f"--batch is {self.batch}, and --mixup and --cutmix mix two clips", hint="use 2 or more")
+            yield UserError(f"--batch is {self.batch}, and --mixup and --cutmix mix two clips", hint="use 2 or more")
 
-    def _check_latents(self) -> None:
-        changed = next(
-            (field.name for field in fields(Augment) if getattr(self.augment, field.name) != field.default), ""
-        )
-        if changed:
-            raise UserError(
-                f"--augment.{changed.replace('_', '-')} changes pictures, and latents are none",
-                hint="leave it out with --input latents, or use --input pixels",
-            )
+    def _rules_of_latents(self) -> Iterator[UserError]:
+        for one in fields(Augment):
+            if getattr(self.augment, one.name) != one.default:
+                yield UserError(
+                    f"{self.augment.flag(one.name)} changes pictures, and latents are none",
+                    hint="leave it out with --input latents, or use --input pixels",
+                )
         if self.repeats > 1:
-            raise UserError(
+            yield UserError(
                 f"--repeats is {self.repeats}, and latents have no decoding that it could save",
                 hint="leave it out with --input latents",
             )
         if self.sampling == "lavila":
-            raise UserError(
+            yield UserError(
                 "--sampling lavila is a rule for the frames of clips, and segments of latents are none",
                 hint="use --sampling uniform, or stride for frames in a row",
             )

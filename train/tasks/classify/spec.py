@@ -1,28 +1,25 @@
 """Classification of clips as every command knows it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from train.evaluation.probe.spec import PROBE, flags_named
+from train.config.fields import Checked
+from train.evaluation.probe.spec import PROBE
 from train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
-from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
+from train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassificationFlags:
+class ClassificationFlags(Checked):
     """Flags of `train eval classification`."""
 
     split: str = "val"
-    """Split to score."""
-    clips: int = 1
-    """Looks at each clip, at different moments; probabilities are averaged over all views."""
-    crops: int = 1
-    """Squares that each look is cut out as, along the longer side; 1 is the centre."""
-
-    def __post_init__(self) -> None:
-        with flags_named({"--evaluate.": "--"}):
-            self.evaluation()
+    """Split to evaluate on."""
+    clips: Annotated[int, VIEWS] = 1
+    """Number of temporal views per clip. Probabilities are averaged over all views."""
+    crops: Annotated[int, VIEWS] = 1
+    """Number of spatial crops per view, spread over the longer side; 1: the centre, 3: both ends and the centre."""
 
     def evaluation(self) -> ClassEvaluation:
         """The settings that training has for it."""
@@ -77,17 +74,17 @@ def classification_table(result: dict[str, Any]) -> Table:
 
 CLASSIFICATION = EvaluationSpec(
     name="classification",
-    help="Accuracies of a classifier: top-1, top-5 and mean over classes; of verbs and nouns where there are labels.",
+    help="Evaluate a classifier: top-1, top-5 and mean class accuracy; also of verbs and nouns, if labelled.",
     example="train eval classification runs/classes --shards data --clips 5 --crops 3",
-    run_help="Folder that train classify --out made.",
+    run_help="Run folder of train classify.",
     settings=ClassificationFlags,
     score=_score,
     table=classification_table,
 )
 TASK = TaskSpec(
     name="classify",
-    help="Fine-tune a video tower to classify clips.",
-    example="train classify --shards data --init.weights runs/first --label class --out runs/classes",
+    help="Fine-tune a video tower for clip classification.",
+    example="train classify --shards data --init.weights runs/first --out runs/classes",
     settings=ClassifySettings,
     make=_make,
     effective=_effective,
@@ -95,7 +92,7 @@ TASK = TaskSpec(
     evaluations=(CLASSIFICATION, PROBE),
     formats={
         "hf": "VideoMAEForVideoClassification.from_pretrained('OUT')",
-        "videomae": "a checkpoint as VideoMAE's own",
+        "videomae": "VideoMAE's code, as a checkpoint",
     },
     export=_export,
     features=Features(

@@ -1,27 +1,22 @@
 """Settings of `train dual-encoder`."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.data import CaptionSettings
 from train.config.evaluation import NUMBERS, DualEncoderEvaluation
+from train.config.fields import caught
+from train.config.groups import FIRST_RUN, help_group
 from train.config.model import check_picture
+from train.config.training import ClipSettings, check_best
 from train.losses.settings import Loss
 
-if TYPE_CHECKING:
-    pass
-from train.config.training import ClipSettings, check_best
-
-_CLIPS = Parameter(group="Clips")
-_EVALUATION = Parameter(group="Evaluation")
-_NO_RETRIEVAL = DualEncoderEvaluation()
-_CAPTIONS = Parameter(group="Captions")
-_ALL_CAPTIONS = CaptionSettings()
-_LOSS = Parameter(group="Loss")
-_INFONCE = Loss()
+LOSS = help_group("Loss", 6)
 
 
 @Parameter(name="*")
@@ -32,35 +27,36 @@ class DualEncoderSettings(ClipSettings):
     command = "dual-encoder"
     only_kind = "clip"
 
-    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
-    """pixels: clips of captions, decoded; latents: segments of the column that prep latents made."""
-    text_tower: Annotated[Literal["trained", "frozen"], _CLIPS] = "trained"
-    """frozen: the embeddings that prep text made stand in for a text tower."""
-    segment: Annotated[str, _CLIPS] = "5s"
+    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
+    """Input of the video tower. pixels: decoded clips of captions; latents: segments of the column made by prep
+    latents."""
+    text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
+    """Text tower. frozen: the embeddings made by prep text take its place."""
+    segment: Annotated[str, groups.CLIPS] = "5s"
     """Length of a segment of latents."""
-    captions: Annotated[CaptionSettings, _CAPTIONS] = _ALL_CAPTIONS
-    """Which of a clip's captions a visit shows."""
-    loss: Annotated[Loss, _LOSS] = _INFONCE
-    """What the towers are trained towards."""
-    evaluate: Annotated[DualEncoderEvaluation, _EVALUATION] = _NO_RETRIEVAL
-    """Evaluation while the model is trained."""
+    captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
+    """Which caption of a clip a sample shows."""
+    loss: Annotated[Loss, LOSS] = field(default_factory=Loss)
+    """Contrastive loss."""
+    evaluate: Annotated[DualEncoderEvaluation, groups.EVALUATION] = field(default_factory=DualEncoderEvaluation)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def rules(self) -> Iterator[UserError]:
+        """There are negatives, and what is chosen suits the input and the text tower."""
+        yield from super().rules()
         if self.input == "latents" and self.captions.min_relevancy is not None:
-            raise UserError(
+            yield UserError(
                 "--captions.min-relevancy draws captions for clips, and segments of latents are none",
                 hint="leave it out, or use --input pixels",
             )
         if self.batch < 2:
-            raise UserError(
+            yield UserError(
                 f"--batch is {self.batch}", hint="it must be at least 2: a caption needs others to be told from"
             )
-        check_best(self.best, split=self.evaluate.split, names=NUMBERS[self.evaluate.protocol])
+        yield from caught(check_best, self.best, split=self.evaluate.split, names=NUMBERS[self.evaluate.protocol])
         if self.input == "pixels":
-            check_picture(self.model, size_px=self.size_px)
+            yield from caught(check_picture, self.model, size_px=self.size_px)
         if self.text_tower == "frozen" and self.towers.embedding_width is not None:
-            raise UserError(
+            yield UserError(
                 f"--towers.embedding-width is {self.towers.embedding_width}, and stored embeddings have their own",
                 hint="leave it out with --text-tower frozen",
             )

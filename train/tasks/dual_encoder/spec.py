@@ -2,32 +2,28 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from manifests.errors import UserError
 from train.config.evaluation import DualEncoderEvaluation
+from train.config.fields import Checked, Range
 from train.evaluation.probe.spec import PROBE
 from train.evaluation.tables import Cell, Row, Table, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 MAX_CLIPS = 100
-_RUNS = "Folder that train dual-encoder --out made."
+_RUNS = "Run folder of train dual-encoder."
 _DIRECTIONS = {"text_to_video": "text → video", "video_to_text": "video → text"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalFlags:
+class RetrievalFlags(Checked):
     """Flags of `train eval retrieval`."""
 
     split: str = "val"
-    """Split to score."""
-    clips: int = 1
-    """Looks at each clip, at different moments; their embeddings are averaged."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.clips <= MAX_CLIPS:
-            raise UserError(f"--clips is {self.clips}", hint=f"use 1 to {MAX_CLIPS}; latents are looked at once")
+    """Split to evaluate on."""
+    clips: Annotated[int, Range(1, MAX_CLIPS, hint=f"use 1 to {MAX_CLIPS}; latents are looked at once")] = 1
+    """Number of temporal views per clip. Their embeddings are averaged. Latents have one view."""
 
     def evaluation(self) -> DualEncoderEvaluation:
         """The settings that training has for it."""
@@ -39,13 +35,13 @@ class MirFlags(RetrievalFlags):
     """Flags of `train eval mir`."""
 
     split: str = "test"
-    """Split to score."""
+    """Split to evaluate on."""
     relevancy: Path | None = None
-    """Table of clips by sentences, .npy or the published .pkl (read without running it); computed from verb and noun
-    classes when left out."""
+    """Relevancy matrix of clips by sentences: .npy, or the published .pkl, which is read without executing it. Default:
+    computed from verb and noun classes."""
     sentences: Path | None = None
-    """CSV whose column `narration` has the sentences, in the order of the relevancy; when left out the captions'
-    distinct texts in their order."""
+    """CSV file whose `narration` column has the sentences of --relevancy, in its order. Default: the unique captions in
+    their order."""
 
     def evaluation(self) -> DualEncoderEvaluation:
         """The settings that training has for it."""
@@ -59,11 +55,11 @@ class ZeroShotFlags(RetrievalFlags):
     """Flags of `train eval zero-shot`."""
 
     classes: Path | None = None
-    """Text file, one class a line, several names of it set apart by |; from the captions' labels when left out."""
+    """Text file, one class per line, with alternative names separated by |. Default: the labels of the captions."""
     templates: Path | None = None
-    """Text file, one template a line, with {} for the name; the bare name when left out."""
+    """Text file, one prompt template per line, with {} for the class name. Default: the bare class name."""
     label: str | None = None
-    """Label of the captions that is the class, such as verb; needed where there are several."""
+    """Label column of the captions, such as verb. Required if there are several."""
 
     def evaluation(self) -> DualEncoderEvaluation:
         """The settings that training has for it."""
@@ -180,7 +176,7 @@ def _direction(group: str) -> str:
 
 RETRIEVAL = EvaluationSpec(
     name="retrieval",
-    help="Text-video retrieval: R@1, R@5, R@10 and median rank in both directions, beside chance.",
+    help="Evaluate text-video retrieval: R@1, R@5, R@10 and median rank in both directions, with chance levels.",
     example="train eval retrieval runs/first --shards data",
     run_help=_RUNS,
     settings=RetrievalFlags,
@@ -197,8 +193,8 @@ RETRIEVAL = EvaluationSpec(
 )
 MIR = EvaluationSpec(
     name="mir",
-    help="Multi-instance retrieval as EPIC-KITCHENS-100 scores it: graded mAP and nDCG, both directions and mean.",
-    example="train eval mir runs/ek100 --shards data --relevancy caption_relevancy_EPIC_100_retrieval_test.pkl",
+    help="Evaluate multi-instance retrieval (EPIC-KITCHENS-100): mAP and nDCG in both directions, and their mean.",
+    example="train eval mir runs/ek100 --shards data --relevancy relevancy.pkl",
     run_help=_RUNS,
     settings=MirFlags,
     score=_score,
@@ -210,8 +206,8 @@ MIR = EvaluationSpec(
 )
 ZERO_SHOT = EvaluationSpec(
     name="zero-shot",
-    help="Zero-shot classification: the class whose prompts are nearest; top-1, top-5 and mean class accuracy.",
-    example="train eval zero-shot runs/first --shards data --classes classes.txt --templates templates.txt",
+    help="Evaluate zero-shot classification by prompts: top-1, top-5 and mean class accuracy.",
+    example="train eval zero-shot runs/first --shards data --classes classes.txt",
     run_help=_RUNS,
     settings=ZeroShotFlags,
     score=_score,
@@ -220,7 +216,7 @@ ZERO_SHOT = EvaluationSpec(
 )
 TASK = TaskSpec(
     name="dual-encoder",
-    help="Train a CLIP-style dual encoder of clips and captions with a contrastive loss.",
+    help="Train a CLIP-style dual encoder with a contrastive loss.",
     example="train dual-encoder --shards data --preset tiny --steps 200 --out runs/first",
     settings=DualEncoderSettings,
     make=_make,

@@ -1,28 +1,28 @@
 """Settings of `train mae`."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from train.config import groups
 from train.config.evaluation import ProbeEvaluation, number_names
-from train.config.model import PATCH_PX, Kind, Towers, check_picture, refuse_of_clip
+from train.config.fields import GoesWith, Range, caught
+from train.config.groups import FIRST_RUN, help_group
+from train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from train.config.optim import OptimizerSettings
-from train.config.training import ClipSettings, check_best
+from train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay, check_best
 
 DecoderMask = Literal["none", "random", "running-cell"]
 Repeat = Literal["clips", "masks"]
 
-_CLIPS = Parameter(group="Clips")
-_TRAINING = Parameter(group="Training")
-_OPTIMIZER = Parameter(group="Optimizer")
-_TOWERS = Parameter(group="Towers")
-_EVALUATION = Parameter(group="Evaluation", negative_iterable=(), consume_multiple=True)
-_MASK = Parameter(group="Masks")
-_HIDDEN = Parameter(show=False)
-
+MASKS = help_group("Masks", 6)
+_RATIO = Range(
+    above=0, below=1, hint="it must be more than 0, and less than 1: something is masked, and something is left"
+)
 _OF_PIXELS = (
     *("sampling", "stride", "size_px", "crop", "min_crop_area", "augment"),
     *("samples_per_chunk", "repeat", "decode"),
@@ -36,13 +36,13 @@ _CELL_RATIOS = (0.25, 0.5, 0.75)
 class MaeOptimizer(OptimizerSettings):
     """VideoMAE's optimizer (Tong et al. 2022, table 8)."""
 
-    beta2: float | None = None
-    """Of adamw, lamb, lion; left out: 0.95 for adamw, the optimizer's own for the others."""
-    lr_batch: int | None = 256
-    """Batch that --lr and --optimizer.end-lr are meant for: they are multiplied by --batch / this."""
+    beta2: Annotated[float | None, Range(least=0, below=1)] = None
+    """Second beta. Default: 0.95 for adamw, 0.999 for lamb, 0.99 for lion."""
+    lr_batch: Annotated[int | None, COUNT] = 256
+    """Reference batch size: learning rates are multiplied by --batch / this (linear scaling)."""
 
     def number(self, name: str) -> float:
-        """The value that takes effect."""
+        """The effective value."""
         return _BETA2 if (name, self.name, self.beta2) == ("beta2", "adamw", None) else super().number(name)
 
 
@@ -50,27 +50,22 @@ class MaeOptimizer(OptimizerSettings):
 class MaeTowers(Towers):
     """An encoder of the kind videomae. The help leaves out what it does not have; runs have it in their settings."""
 
-    kind: Annotated[Kind | None, _HIDDEN] = "videomae"
-    temporal: Annotated[Literal["zero", "random"], _HIDDEN] = "zero"
-    embedding_width: Annotated[int | None, _HIDDEN] = None
-    packed_text: Annotated[bool, _HIDDEN] = True
-    patch_dropout: Annotated[float, _HIDDEN] = 0.0
+    kind: Annotated[Kind | None, groups.HIDDEN] = "videomae"
+    temporal: Annotated[Literal["zero", "random"], groups.HIDDEN] = "zero"
+    embedding_width: Annotated[int | None, groups.HIDDEN] = None
+    packed_text: Annotated[bool, groups.HIDDEN] = True
+    patch_dropout: Annotated[float, groups.HIDDEN] = 0.0
 
-    def __post_init__(self) -> None:
+    def rules(self) -> Iterator[UserError]:
+        """What the help leaves out is as it is."""
+        hint = "leave it out: train mae has no other kind of tower"
         if self.kind != "videomae":
-            raise UserError(
+            yield UserError(
                 f"--towers.kind is {self.kind}, and train mae trains towers of the kind videomae", hint="leave it out"
             )
-        hint = "leave it out: train mae has no other kind of tower"
-        refuse_of_clip(self, hint=hint)
+        yield from of_clip_alone(self, hint=hint)
         if self.temporal != "zero":
-            raise UserError(f"--towers.temporal is {self.temporal}, and a videomae tower has none", hint=hint)
-        super().__post_init__()
-
-
-_NO_PROBE = ProbeEvaluation()
-_ADAMW = MaeOptimizer()
-_VIDEOMAE = MaeTowers()
+            yield UserError(f"--towers.temporal is {self.temporal}, and a videomae tower has none", hint=hint)
 
 
 @Parameter(name="*")
@@ -81,70 +76,58 @@ class MaeSettings(ClipSettings):
     command = "mae"
     only_kind = "videomae"
 
-    input: Annotated[Literal["pixels", "latents"], _CLIPS] = "pixels"
-    """pixels: chunks, decoded; latents: segments of the column that prep latents made."""
-    segment: Annotated[str, _CLIPS] = "5s"
-    """Length of a segment of latents; --num-frames of its frames in a row are shown."""
-    num_frames: Annotated[int, _CLIPS] = 16
-    """Pictures, or frames of latents, of a clip."""
-    sampling: Annotated[Literal["uniform", "stride", "lavila"], _CLIPS] = "stride"
-    """stride: every --stride-th frame; uniform: one picture from each of equal parts; lavila: LaViLa's rule."""
-    crop: Annotated[Literal["random", "multi-scale", "centre"], _CLIPS] = "multi-scale"
-    """Crop of training: multi-scale (VideoMAE's), random (torchvision's RandomResizedCrop) or the centre square."""
-    samples_per_chunk: Annotated[int, _CLIPS] = 1
-    """Samples of each chunk in an epoch; they are visited in a row, and the chunk is decoded once for all of them."""
-    repeat: Annotated[Repeat, _CLIPS] = "clips"
-    """How samples of a chunk differ: clips: in window, crop and mask; masks: in crop and mask, frames are the same."""
+    input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
+    """Input of the encoder. pixels: decoded chunks; latents: segments of the column made by prep latents."""
+    segment: Annotated[str, groups.CLIPS] = "5s"
+    """Length of a segment of latents, of which --num-frames consecutive frames are shown."""
+    num_frames: NumFrames = 16
+    sampling: Sampling = "stride"
+    crop: Crop = "multi-scale"
+    samples_per_chunk: Annotated[int, groups.CLIPS, COUNT] = 1
+    """Number of samples drawn from each chunk per epoch. They are consecutive, and the chunk is decoded once."""
+    repeat: Annotated[Repeat, groups.CLIPS] = "clips"
+    """What differs between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
 
-    lr: Annotated[float, _TRAINING] = 1.5e-4
-    """Highest learning rate for a batch of --optimizer.lr-batch, reached after the warm-up."""
-    weight_decay: Annotated[float, _TRAINING] = 0.05
-    """Decay of matrices (gains, biases and embeddings have none)."""
-    optimizer: Annotated[MaeOptimizer, _OPTIMIZER] = _ADAMW
-    """How weights follow gradients."""
-    towers: Annotated[MaeTowers, _TOWERS] = _VIDEOMAE
-    """What the encoder is made of beyond its size."""
+    lr: LearningRate = 1.5e-4
+    """Peak learning rate. It is for batches of --optimizer.lr-batch, and reached after warmup."""
+    weight_decay: WeightDecay = 0.05
+    optimizer: Annotated[MaeOptimizer, groups.OPTIMIZER] = field(default_factory=MaeOptimizer)
+    towers: Annotated[MaeTowers, groups.TOWERS] = field(default_factory=MaeTowers)
 
-    mask_ratio: Annotated[float, _MASK] = 0.9
-    """Share of the cubes of each moment that are masked: the same places at all moments (tubes), drawn for a clip."""
-    decoder_mask: Annotated[DecoderMask, _MASK] = "none"
-    """Which masked cubes are left out of the loss to save work: none, random ones, or running cells (VideoMAE V2)."""
-    decoder_mask_ratio: Annotated[float, _MASK] = 0.5
-    """Share of the cubes that --decoder-mask leaves out."""
-    decoder_depth: Annotated[int, _MASK] = 4
-    """Blocks of the decoder."""
-    evaluate: Annotated[ProbeEvaluation, _EVALUATION] = _NO_PROBE
-    """Probes of frozen features while the model is trained."""
+    mask_ratio: Annotated[float, MASKS, FIRST_RUN, _RATIO] = 0.9
+    """Share of patches to mask. Tube masking: the same positions in all frames, drawn per clip."""
+    decoder_mask: Annotated[DecoderMask, MASKS] = "none"
+    """Masked patches that the decoder skips, to save work: none, random ones, or running cells (VideoMAE V2)."""
+    decoder_mask_ratio: Annotated[float, MASKS, _RATIO, GoesWith("decoder_mask", ("random", "running-cell"))] = 0.5
+    """Share of patches that --decoder-mask skips."""
+    decoder_depth: Annotated[int, MASKS, FIRST_RUN, Range(1, 1000)] = 4
+    """Number of decoder blocks."""
+    evaluate: Annotated[ProbeEvaluation, groups.EVALUATION, groups.SEVERAL] = field(default_factory=ProbeEvaluation)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("mask_ratio", "decoder_mask_ratio"):
-            if not 0 < getattr(self, name) < 1:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(
-                    f"{flag} is {getattr(self, name)}",
-                    hint="it must be more than 0, and less than 1: something is masked, and something is left",
-                )
+    def rules(self) -> Iterator[UserError]:
+        """Something is masked and something is left, and what is chosen goes together."""
+        yield from super().rules()
         if self.augment.erase:
-            raise UserError(
+            yield UserError(
                 f"--augment.erase is {self.augment.erase}, and noise is nothing to reconstruct", hint="leave it out"
             )
-        if not 1 <= self.decoder_depth <= 1000:
-            raise UserError(f"--decoder-depth is {self.decoder_depth}", hint="it must be from 1 to 1,000")
         if self.decoder_mask == "running-cell" and self.decoder_mask_ratio not in _CELL_RATIOS:
-            raise UserError(
+            yield UserError(
                 f"--decoder-mask-ratio is {self.decoder_mask_ratio}, and a running cell has four places",
                 hint="use 0.25, 0.5 or 0.75, or --decoder-mask random",
             )
         if self.repeat == "masks" and self.samples_per_chunk == 1:
-            raise UserError(
+            yield UserError(
                 "--repeat masks is about several samples of a chunk, and --samples-per-chunk is 1",
                 hint="use --samples-per-chunk 2 or more, or leave --repeat out",
             )
-        check_best(self.best, split=self.evaluate.split, names=number_names(self.evaluate))
+        yield from caught(check_best, self.best, split=self.evaluate.split, names=number_names(self.evaluate))
         if self.input == "pixels":
-            check_picture(self.model, size_px=self.size_px)
-            check_mask(self.mask_ratio, num_places=(self.size_px // PATCH_PX[self.model]) ** 2)
+            misfits = list(caught(check_picture, self.model, size_px=self.size_px))
+            yield from misfits
+            if not misfits:
+                num_places = (self.size_px // PATCH_PX[self.model]) ** 2
+                yield from caught(check_mask, self.mask_ratio, num_places=num_places)
 
 
 def without_effect(settings: MaeSettings) -> list[str]:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from manifests.errors import UserError
+from train.config.fields import Checked, Range
 from train.evaluation.probe.spec import PROBE
 from train.evaluation.tables import Cell, Row, Table, percent, protocol_of
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
@@ -12,17 +12,13 @@ from train.tasks.mae.settings import MaeSettings, without_effect
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReconstructionFlags:
+class ReconstructionFlags(Checked):
     """Flags of `train eval reconstruction`."""
 
     split: str = "val"
-    """Split to reconstruct clips of."""
-    max_samples: int = 1000
-    """Clips at most: every k-th of the split, with the smallest k that is enough (12 of 52: every 5th, 11)."""
-
-    def __post_init__(self) -> None:
-        if self.max_samples < 1:
-            raise UserError(f"--max-samples is {self.max_samples}", hint="it must be 1 or more")
+    """Split to evaluate on."""
+    max_samples: Annotated[int, Range(least=1)] = 1000
+    """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
 
 
 def _make(settings: Any, **opened: Any) -> Any:
@@ -91,9 +87,9 @@ def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 RECONSTRUCTION = EvaluationSpec(
     name="reconstruction",
-    help="Reconstruction of masked cubes: the loss on clips of a split, and pictures on the run's page.",
+    help="Evaluate the reconstruction of masked patches: loss on a split, and examples on the results page.",
     example="train eval reconstruction runs/mae --shards data",
-    run_help="Folder that train mae --out made.",
+    run_help="Run folder of train mae.",
     settings=ReconstructionFlags,
     score=_score,
     table=reconstruction_table,
@@ -103,7 +99,7 @@ RECONSTRUCTION = EvaluationSpec(
 )
 TASK = TaskSpec(
     name="mae",
-    help="Pre-train a video tower as a masked autoencoder (VideoMAE), on videos without captions.",
+    help="Pre-train a video tower as a masked autoencoder (VideoMAE); needs no captions.",
     example="train mae --shards data --preset tiny --out runs/masked",
     settings=MaeSettings,
     make=_make,
@@ -111,7 +107,7 @@ TASK = TaskSpec(
     workloads=_workloads,
     evaluations=(PROBE, RECONSTRUCTION),
     at_end=_at_end,
-    formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "a checkpoint as VideoMAE's own"},
+    formats={"hf": "VideoMAEForPreTraining.from_pretrained('OUT')", "videomae": "VideoMAE's code, as a checkpoint"},
     export=_export,
     features=Features(
         description="mean of the encoder's tokens of all cubes, none masked",

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from train.tasks.caption.settings import DecodingSettings
+from train.tasks.caption.settings import DECODING, DecodingSettings
 from train.tasks.caption.videos.files import Format
 
 
@@ -18,9 +18,9 @@ def caption_video(
     out: Path | None = None,
     form: Annotated[Format | None, Parameter(name="--format")] = None,
     batch: int = 16,
-    decoding: Annotated[DecodingSettings | None, Parameter(group="Decoding")] = None,
+    decoding: Annotated[DecodingSettings | None, DECODING] = None,
 ) -> None:
-    """Captions video files, a window at a time; folders are searched for videos.
+    """Caption video files in windows of fixed length; folders are searched for videos.
 
     Examples:
 
@@ -30,20 +30,19 @@ def caption_video(
     Parameters
     ----------
     run
-        Folder that train caption --out made.
+        Run folder of train caption.
     videos
         Video files, or folders of them.
     len
-        Length of a window; a rest shorter than a quarter of it joins the last one.
+        Window length. A remainder shorter than a quarter of it is merged into the last window.
     out
-        File to write, which is not there yet; lines on standard output when left out. Subtitles of several videos are
-        files in this folder.
+        New file to write. Default: lines on standard output. For subtitles of several videos, a folder.
     form
-        csv, json or srt; by the suffix of --out when left out.
+        Output format. Default: by the suffix of --out.
     batch
-        Windows that are captioned at once.
+        Number of windows per batch.
     decoding
-        How captions are written; as the run says when left out.
+        How captions are generated. Default: as in training.
     """
     from train.tasks.caption.videos.run import caption_files
 

@@ -1,0 +1,79 @@
+"""`--help` and `--help-all` of the training commands, word for word: `help/` holds what they were.
+
+After a change that is meant: `python -m tests.train.test_help` writes it anew.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from train.cli import app
+from train.commands.help import help_text
+from train.config.files import PRESETS_FOLDER, preset_path
+from train.registry import task_names
+
+GOLDENS = Path(__file__).with_name("help")
+WIDTH, MOST_FLAGS = 80, 35
+OTHERS = ("", "bench", "doctor", "export", "overview", "caption-video", "eval", "eval probe", "eval mir")
+
+
+def help_of(command: str, *, everything: bool = False) -> str:
+    return help_text(app, [*command.split(), "--help-all" if everything else "--help"]) + "\n"
+
+
+def goldens() -> dict[Path, str]:
+    kinds = {"": False, "-all": True}
+    return {
+        GOLDENS / f"{name}{suffix}.txt": help_of(name, everything=everything)
+        for name in task_names()
+        for suffix, everything in kinds.items()
+    }
+
+
+def test_the_help_of_every_task_is_as_it_was() -> None:
+    found = goldens()
+    assert set(found) == set(GOLDENS.iterdir())
+    other = [path.name for path, text in found.items() if path.read_text() != text]
+    assert other == [], "if the change is meant: python -m tests.train.test_help"
+
+
+@pytest.mark.parametrize("command", [*task_names(), "bench"])
+def test_the_short_help_has_a_part_of_the_flags_and_says_how_to_see_all(command: str) -> None:
+    short, full = (
+        re.findall(r"^  (--\S+)", help_of(command, everything=everything), re.MULTILINE) for everything in (False, True)
+    )
+    assert set(short) < set(full) and len(short) <= MOST_FLAGS
+    assert help_of(command).endswith(f"\n\ntrain {command} --help-all shows all {len(full)} flags.\n")
+
+
+@pytest.mark.parametrize("command", [*task_names(), *OTHERS])
+def test_the_help_fits_and_is_aligned(command: str) -> None:
+    for everything in (False, True):
+        lines = help_of(command, everything=everything).splitlines()
+        for line in lines:
+            assert len(line) <= WIDTH and line == line.rstrip() and "`" not in line, line
+        # All texts begin, and go on, in the same column.
+        begins = [re.match(r"  \S.*?\s{2,}(?=\S)", line) for line in lines]
+        more = [re.match(r" {5,}(?=\S)", line) for line in lines]
+        assert len({found.end() for found in (*begins, *more) if found}) == 1
+
+
+def test_each_preset_is_listed_by_the_commands_that_it_is_for_under_the_name_that_finds_it() -> None:
+    listed = {}
+    for name in task_names():
+        found = help_of(name).partition("Presets (--preset):\n")[2].partition("\n\n")[0]
+        listed[name] = re.findall(r"^  ([a-z0-9-]+)", found, re.MULTILINE)
+    assert {preset_path(one, name) for name, names in listed.items() for one in names} == {
+        *PRESETS_FOLDER.glob("*.yaml")
+    }
+    assert "tiny" in listed["mae"] and "tiny-mae" not in listed["mae"] and "b16-ego4d" not in listed["classify"]
+
+
+def main() -> None:
+    for path, text in goldens().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""What a field of the settings says of itself beside its type and its meaning, and the one pass that checks them all.
+
+    batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
+    \"\"\"Batch size, over all processes.\"\"\"
+    stride: Annotated[int, groups.CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
+
+A class of settings is a frozen dataclass with `Checked` as its base. Rules about several fields are in its generator
+`rules`. Constructing invalid settings raises a UserError with all mistakes. The command line builds groups before the
+settings that contain them, so it defers the checks and makes them once for the whole tree.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, get_type_hints
+
+from manifests.errors import UserError, UserErrors
+
+FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
+_checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", default=False)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have, or each number of a tuple; None is always one of them.
+
+    Attributes:
+        least, most: bounds that belong to the range.
+        above, below: bounds that do not.
+        hint: what to do about another value, where the bounds alone do not say it.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    hint: str = ""
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is in the range; NaN and infinity never are."""
+        if value is None or isinstance(value, tuple):
+            return all(map(self.holds, value or ()))
+        return bool(self.least <= value <= self.most and self.above < value < self.below)
+
+    def __str__(self) -> str:
+        """The range in words: `from 1 to 1,024`."""
+        if math.isfinite(self.least) and math.isfinite(self.most):
+            return f"from {_number(self.least)} to {_number(self.most)}"
+        bounds = {
+            "{} or more": self.least,
+            "more than {}": self.above,
+            "at most {}": self.most,
+            "less than {}": self.below,
+        }
+        words = [text.format(_number(bound)) for text, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(words) or "a finite number"
+
+
+SHARE = Range(least=0, below=1)
+PROBABILITY = Range(0, 1)
+
+
+@dataclass(frozen=True)
+class GoesWith:
+    """The setting of the same group without which this one has no effect.
+
+    Attributes:
+        name: of its field.
+        values: with which this one has an effect; any but 0 where there are none.
+        use: what the hint offers in place of these values.
+    """
+
+    name: str
+    values: tuple[object, ...] = ()
+    use: str = ""
+
+    def holds(self, value: object) -> bool:
+        """Whether a setting that goes with `value` has an effect."""
+        return value in self.values if self.values else bool(value)
+
+
+class Needs(GoesWith):
+    """The setting of the same group without which this one is a mistake, wherever it was given."""
+
+
+class Checked:
+    """Base of frozen dataclasses of settings: `prefix` of its flags, checks of its fields, rules about several."""
+
+    prefix: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if not _checks_are_deferred.get():
+            refuse(mistakes(self))
+
+    def rules(self) -> Iterator[UserError]:
+        """Yields the mistakes that are about several fields. Each field by itself is in its range."""
+        return iter(())
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yields the flags that were typed and have no effect, besides those that `GoesWith` finds."""
+        return iter(())
+
+    @classmethod
+    def flag(cls, name: str) -> str:
+        """The flag of a field."""
+        return "--" + f"{cls.prefix}.{name}".lstrip(".").replace("_", "-")
+
+
+class _Said(NamedTuple):
+    name: str
+    default: Any
+    range: Range | None
+    goes_with: GoesWith | None
+    needs: Needs | None
+
+
+def _said_by(settings: Checked) -> tuple[_Said, ...]:
+    kind: Any = type(settings)
+    return _said_of(kind)
+
+
+@cache
+def _said_of(kind: Any) -> tuple[_Said, ...]:
+    """What the fields of a class of settings say; of an annotation within another, the outer one counts."""
+    hints, found = get_type_hints(kind, include_extras=True), []
+    for field in fields(kind):
+        said = {type(one): one for one in getattr(hints[field.name], "__metadata__", ())}
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        found.append(_Said(field.name, default, said.get(Range), said.get(GoesWith), said.get(Needs)))
+    return tuple(found)
+
+
+def mistakes(settings: Checked) -> list[UserError]:
+    """Every mistake in the settings and their groups."""
+    return _examined(settings)[0]
+
+
+def _examined(settings: Checked) -> tuple[list[UserError], Any]:
+    """The mistakes, and the settings with defaults in place of values out of range, which rules need not expect."""
+    found: list[UserError] = []
+    sound: dict[str, object] = {}
+    for said in _said_by(settings):
+        name, value = said.name, getattr(settings, said.name)
+        if isinstance(value, Checked):
+            inner, sound[name] = _examined(value)
+            found += inner
+        elif said.range is not None and not said.range.holds(value):
+            hint = said.range.hint or f"{settings.flag(name)} must be {said.range}"
+            found.append(UserError(f"{settings.flag(name)} is {value}", hint=hint))
+            sound[name] = said.default
+        elif said.needs is not None and value != said.default:
+            found += _unmet(settings, name, said.needs)
+    if found:
+        with deferred_checks():
+            settings = replace(settings, **sound)  # type: ignore[type-var]
+    named = {flag for one in found for flag in FLAG.findall(str(one))}
+    return found + [one for one in settings.rules() if named.isdisjoint(FLAG.findall(str(one)))], settings
+
+
+def _unmet(settings: Checked, name: str, needs: Needs) -> Iterator[UserError]:
+    other, beside = settings.flag(needs.name), getattr(settings, needs.name)
+    if not needs.holds(beside):
+        use = " or ".join(map(str, needs.values))
+        yield UserError(
+            f"{settings.flag(name)} {getattr(settings, name)} does nothing with {other} {beside}",
+            hint=f"use {other} {use}, or leave it out",
+        )
+
+
+def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterator[UserError]:
+    """Yields the flags that were typed and have no effect beside the other settings.
+
+    Those of files are let pass: a preset or the settings of a run may well say more than what the flags beside them
+    leave in effect. So are flags that say the default.
+
+    Args:
+        typed: flags of the command line with their values.
+    """
+    for said in _said_by(settings):
+        value, flag, goes_with = getattr(settings, said.name), settings.flag(said.name), said.goes_with
+        if isinstance(value, Checked):
+            yield from flags_without_effect(value, typed)
+        if goes_with is None or flag not in typed or value == said.default:
+            continue
+        other, beside = settings.flag(goes_with.name), getattr(settings, goes_with.name)
+        if not goes_with.holds(beside):
+            use = goes_with.use or " or ".join(map(str, goes_with.values))
+            yield UserError(
+                f"{flag} is {typed[flag]}, which has no effect: {other} is {beside}",
+                hint=f"leave it out, or use {other} {use}",
+            )
+    yield from settings.without_effect(typed)
+
+
+@contextmanager
+def deferred_checks() -> Iterator[None]:
+    """Settings that are constructed meanwhile are not checked; whoever defers the checks makes them."""
+    token = _checks_are_deferred.set(True)
+    try:
+        yield
+    finally:
+        _checks_are_deferred.reset(token)
+
+
+def caught(check: Callable[..., object], *arguments: Any, **more: Any) -> Iterator[UserError]:
+    """Yields the mistake that a check raises, for rules of settings."""
+    try:
+        check(*arguments, **more)
+    except UserError as error:
+        yield error
+
+
+def refuse(found: Iterable[UserError]) -> None:
+    """Raises all mistakes at once, if there are any: of each flag that they begin with, the first one."""
+    by_flag: dict[str, UserError] = {}
+    for one in found:
+        by_flag.setdefault(next(iter(FLAG.findall(str(one))), str(one)), one)
+    if by_flag:
+        raise UserErrors(by_flag.values()) if len(by_flag) > 1 else next(iter(by_flag.values()))
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
