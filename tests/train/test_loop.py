@@ -53,7 +53,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
     train_plane(whole, settings(tmp_path / "whole"), Points(failing=failing))
     broken = create_run(settings(tmp_path / "broken"))
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "show", stop_after(stop))
+        patch.setattr(Progress, "log", stop_after(stop))
         with pytest.raises(KeyboardInterrupt):
             train_plane(broken, settings(tmp_path / "broken"), Points(failing=failing))
     torch.manual_seed(99)  # whatever happened in between
