@@ -30,7 +30,7 @@ from prep.video.ffmpeg import find_ffmpeg
 from train.augment.pictures import to_model_input
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.tasks.mae.samples import ChunkClips
 from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 
@@ -104,7 +104,7 @@ def _write_arrays(folder: Path, samples: ChunkClips) -> list[Path]:
 
 
 def _from_shards(samples: ChunkClips, number: int, *, seed: int | None) -> torch.Tensor:
-    (sample,) = samples.load([Visit(number, number, seed)])
+    (sample,) = samples.load([SampleRequest(number, number, seed)])
     assert isinstance(sample, dict), sample
     clip = to_model_input(
         torch.from_numpy(sample["video"])[None],

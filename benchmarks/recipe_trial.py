@@ -21,7 +21,7 @@ from prep.video.recipe import Recipe, resolve
 from prep.video.settings import ChunkSettings
 from prep.video.spans import Span, num_output_frames
 from shards.packets import PacketTable
-from train.data.decoding.packets import PacketDecoder
+from train.data.decoding.decoders import PacketDecoder
 
 LIMIT_S = 600.0
 
@@ -207,7 +207,8 @@ def decode_s(chunk: Chunk, clips: list[list[int]], *, decoder: PacketDecoder) ->
         for place in table.needed_for(clip):
             offset = int(table.offset[place])
             packets.append((int(table.frame[place]), content[offset : offset + int(table.size[place])]))
-        found = decoder.decode(codec=chunk.codec, extradata=chunk.extradata, packets=packets)
+        found: dict[int, object] = {}
+        decoder.decode_each(codec=chunk.codec, extradata=chunk.extradata, packets=packets, use=found.__setitem__)
         if not found.keys() >= set(clip):
             raise RuntimeError(f"frames {sorted(set(clip) - found.keys())} did not come out")
     return time.thread_time() - begin_s

@@ -52,7 +52,7 @@ from prep.video.encode import output_size
 from prep.video.ffmpeg import Ffmpeg, find_ffmpeg
 from prep.video.recipe import NAMED_RECIPES, Recipe
 from prep.video.settings import Gop, Scaler
-from train.data.decoding.packets import PacketDecoder
+from train.data.decoding.decoders import PacketDecoder
 
 BASE = "x264 defaults"
 SHORT_CLIPS, LONG_CLIPS = 12, 6  # of each chunk, in each round

@@ -8,6 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+# Files with tests that take half a minute or more. They run first, because at the end of the suite the other cores
+# would wait for them.
+LONG = (
+    "test_dry_run.py",
+    "test_slice.py",
+    "test_signals.py",
+    "test_benchmarks.py",
+    "test_cluster.py",
+    "test_loop.py",
+    "test_stages.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="S",
         help="Seconds since the epoch: tests of tests/gpu that have not begun by then are skipped.",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the files of `LONG` to the front, in that order."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ TINY = {
     "caption": ["--shape", "tiny", "--rounds", "1", "--captions", "2", "--device", "cpu"],
     "caption_data": ["--pieces", "1", "--rounds", "1"],
     "caption_learning": [
-        *("--seeds", "1", "--videos", "5", "--minutes", "0.4", "--steps", "1", "--batch", "4"),
+        *("--seeds", "1", "--videos", "5", "--minutes", "0.26", "--steps", "1", "--batch", "4"),
         *("--warmup-steps", "1", "--evaluate.every", "0"),
     ],
     "caption_pipeline": ["--microbatches", "2", "--rounds", "1", "--schedules", "1f1b"],
@@ -29,7 +29,7 @@ TINY = {
     "losses": ["--rounds", "1", "--pairs", "32", "--width", "8"],
     "mae": ["--parts", "model", "--model", "tiny", "--size-px", "32", "--rounds", "1", "--steps", "1"],
     "mae_learning": [
-        *("--seeds", "1", "--videos", "5", "--minutes", "0.4", "--neighbours", "2"),
+        *("--seeds", "1", "--videos", "5", "--minutes", "0.26", "--neighbours", "2"),
         *("--steps", "1", "--batch", "4", "--warmup-steps", "1"),
     ],
     "manifest": ["--narrations", "400"],

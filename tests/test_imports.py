@@ -18,7 +18,7 @@ PACKAGES = ("manifests", "shards", "prep", "train")
 # What a package may import from outside, beside the standard library; prep and train follow pyproject.toml.
 OUTSIDE = {
     "manifests": {"numpy", "pyarrow"},
-    "shards": {"numpy", "pyarrow", "webdataset"},
+    "shards": {"numpy", "pyarrow"},
 }
 MODULES_OF_DISTRIBUTION = {
     "ffmpeg-python": "ffmpeg",

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from tests.conftest import LONG
+
 PYTHONS = ("3.11", "3.12", "3.13")
 MAX_FILE_LINES = 350
 MAX_README_LINES = 60
@@ -106,6 +108,10 @@ def test_every_module_has_a_name_that_says_something(repository_files: list[Path
     for path in repository_files:
         if path.suffix == ".py":
             assert not NAMES_THAT_SAY_NOTHING & {*path.parent.parts, path.stem}, path
+
+
+def test_the_test_files_that_come_first_are_there(repository_files: list[Path]) -> None:
+    assert set(LONG) <= {path.name for path in repository_files if path.parts[0] == "tests"}
 
 
 def test_no_file_names_a_registry_or_a_path_of_one_machine(repository: Path, repository_files: list[Path]) -> None:

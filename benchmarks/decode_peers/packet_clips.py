@@ -13,10 +13,10 @@ from benchmarks.decode_peers.clip_set import MIN_AREA, SIZE_PX, Clip, data_folde
 from benchmarks.decode_peers.contestant import Reader, serve
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
 from shards.reader import CommittedShard, Variant
-from train.data.decoding.chunks import ChunkDecoder
-from train.data.decoding.clip import ClipMaking, ClipShape
+from train.data.decoding.clip import ClipBuilder, ClipShape
 from train.data.decoding.crop import Rectangle
-from train.data.decoding.pictures import as_yuv420, crop_clip, places_of
+from train.data.decoding.decoders import ChunkDecoder
+from train.data.decoding.pictures import as_yuv420, crop_clip, indices_of
 from train.data.decoding.reading import ChunkBytes, read_chunk
 from train.data.frame_sampling import Sampling
 
@@ -56,8 +56,8 @@ class PacketReader:
     def read(self, clip: Clip) -> np.ndarray:
         """As `Reader.read`."""
         rng, num_frames = np.random.default_rng(clip.seed), len(clip.frames)
-        making = ClipMaking(self._shape, num_frames=num_frames, rng=rng, key=str(clip.chunk))
-        places = places_of(clip.frames)
+        making = ClipBuilder(self._shape, num_frames=num_frames, rng=rng, key=str(clip.chunk))
+        places = indices_of(clip.frames)
         reading = self._frames.read_bytes(clip)
         self._frames.decoder.decode_each(reading, lambda frame, picture: making.add(picture, places[frame]))
         return making.clip().video

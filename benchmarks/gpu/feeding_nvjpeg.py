@@ -30,7 +30,7 @@ from train.augment.pictures import to_model_input
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.crop import Rectangle, rectangle_of
 from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.order import SampleOrder
 from train.data.prefetch import prefetch
 from train.tasks.mae.samples import ChunkClips
@@ -128,15 +128,15 @@ def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[lis
     order = SampleOrder(len(samples), loading.seed)
     ahead: deque[list[Future[_ReadClip]]] = deque()
 
-    def read(visit: Visit) -> _ReadClip:
-        plan = samples.clips.plan(visit)
+    def read(request: SampleRequest) -> _ReadClip:
+        plan = samples.clips.plan(request)
         chunks = samples.clips.chunks
         found = {
             (chunk, frame): packet
             for chunk, frames in plan.by_chunk.items()
             for frame, packet in chunks.read(chunk, frames).packets or ()
         }
-        packets = [torch.from_numpy(np.frombuffer(found[place], np.uint8).copy()) for place in plan.places]
+        packets = [torch.from_numpy(np.frombuffer(found[place], np.uint8).copy()) for place in plan.frames]
         width, height = jpeg_size(packets[0])
         rectangle = rectangle_of("random", width=width, height=height, min_area=0.5, rng=plan.rng)
         return _ReadClip(packets, rectangle)
@@ -144,8 +144,8 @@ def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[lis
     with ThreadPoolExecutor(loading.num_threads) as pool:
         for number in count():
             positions = np.arange(number * loading.batch, (number + 1) * loading.batch)
-            visits: Iterator[tuple[int, int]] = zip(order.at(positions).tolist(), positions.tolist(), strict=True)
-            ahead.append([pool.submit(read, Visit(sample, at, loading.seed)) for sample, at in visits])
+            requests: Iterator[tuple[int, int]] = zip(order.at(positions).tolist(), positions.tolist(), strict=True)
+            ahead.append([pool.submit(read, SampleRequest(sample, at, loading.seed)) for sample, at in requests])
             if len(ahead) > _BATCHES_AHEAD:
                 yield [future.result() for future in ahead.popleft()]
 

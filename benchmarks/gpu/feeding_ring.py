@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.batch import Batch, BatchRing, Sample
-from train.data.loader import SampleSet, Visit
+from train.data.loader import SampleRequest, SampleSet
 from train.data.order import SampleOrder
 from train.data.outcomes import FailedSample
 
@@ -112,11 +112,11 @@ def _fork(
         block, place = number, 0
         while os.read(read_free, 1):
             positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
-            visits = [
-                Visit(sample, at, seed)
+            requests = [
+                SampleRequest(sample, at, seed)
                 for at, sample in zip(positions.tolist(), order.at(positions).tolist(), strict=True)
             ]
-            _send(write_messages, _written([samples.load([visit])[0] for visit in visits], clips[place]))
+            _send(write_messages, _written([samples.load([request])[0] for request in requests], clips[place]))
             block, place = block + num_processes, (place + 1) % _PLACES
 
     process = multiprocessing.get_context("fork").Process(target=run, daemon=True)

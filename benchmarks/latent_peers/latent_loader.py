@@ -44,7 +44,7 @@ class FirstVisits(OurLoader):
 
     def epoch(self, number: int) -> Batches:
         """As `Way.epoch`."""
-        from train.data.latents.checksums import Checksums
+        from train.data.latents.filling import Checksums
 
         self._loader._checksums = Checksums(self._loader.samples)
         self._batches, self._rest = self._loader.batches(position=number * len(self._loader)), None

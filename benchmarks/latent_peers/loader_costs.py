@@ -40,7 +40,7 @@ def measure(data: Path) -> dict[str, Any]:
     before = anonymous_bytes()
     loader = LatentLoader(data, split=SPLIT, batch=BATCH)
     for loaded in loader.batches(position=0):
-        if loaded.next_position >= len(loader):
+        if loaded.cursor.position >= len(loader):
             break
     after = anonymous_bytes()
     order = SampleOrder(BILLION, seed=0)

@@ -12,7 +12,7 @@ from torch import nn
 from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
 from train.data.cursor import LoaderState
-from train.data.loader import Loader, LoaderSettings, TrainingSet, Visit
+from train.data.loader import Loader, LoaderSettings, SampleRequest, TrainingSet
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.device.transfer import Scalar
 from train.distributed.step import Step
@@ -40,16 +40,16 @@ class Points:
     def key(self, sample: int) -> str:
         return f"point_{sample}"
 
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
-        return [self._load(visit) for visit in visits]
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+        return [self._load(request) for request in requests]
 
-    def _load(self, visit: Visit) -> Sample | FailedSample:
-        sample, rng = visit.sample, visit.rng()
+    def _load(self, request: SampleRequest) -> Sample | FailedSample:
+        sample, rng = request.sample, request.rng()
         if sample in self._failing:
-            return FailedSample(visit.position, self.key(sample), "undecodable", "as told")
+            return FailedSample(request.position, self.key(sample), "undecodable", "as told")
         assert rng is not None
         values = np.array([np.nan if sample == self._poisoned else sample / 20, rng.normal()], np.float32)
-        return Sample(position=visit.position, key=self.key(sample), caption_id=sample, video=values.view(np.uint8))
+        return Sample(position=request.position, key=self.key(sample), caption_id=sample, video=values.view(np.uint8))
 
 
 class LoadedPoints:

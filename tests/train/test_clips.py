@@ -5,7 +5,7 @@ import pytest
 
 from train.data.frame_sampling import (
     ChunkTimes,
-    FramePlace,
+    FrameIndex,
     Moments,
     Sampling,
     SamplingRule,
@@ -63,36 +63,36 @@ def test_the_first_instant_of_every_frame_belongs_to_it_and_the_one_before_does_
     one = chunk(5000, 300, fps_num, fps_den)
     for frame in range(300):
         begins = 5_000_000 + Fraction(frame * fps_den * 1_000_000, fps_num)
-        assert locate_frames(at(begins), [one]) == [FramePlace(0, frame)]
+        assert locate_frames(at(begins), [one]) == [FrameIndex(0, frame)]
         if frame:
-            assert locate_frames(at(begins - Fraction(1, 10**9)), [one]) == [FramePlace(0, frame - 1)]
+            assert locate_frames(at(begins - Fraction(1, 10**9)), [one]) == [FrameIndex(0, frame - 1)]
 
 
 def test_decimal_times_are_not_led_astray_by_binary_ones() -> None:
     """3.3 as a double lies just under 3.3, which would be the frame before."""
     assert Fraction(3.3) < Fraction(33, 10)
-    assert locate_frames(at(to_us(3.3)), [chunk(0, 150, 10)]) == [FramePlace(0, 33)]
+    assert locate_frames(at(to_us(3.3)), [chunk(0, 150, 10)]) == [FrameIndex(0, 33)]
 
 
 def test_a_clip_across_a_border_takes_each_frame_from_its_own_chunk() -> None:
     places = locate_frames(moments(to_us(14.0), to_us(16.0), 4), [chunk(0), chunk(15000)])
-    assert places == [FramePlace(0, 427), FramePlace(0, 442), FramePlace(1, 7), FramePlace(1, 22)]
+    assert places == [FrameIndex(0, 427), FrameIndex(0, 442), FrameIndex(1, 7), FrameIndex(1, 22)]
 
 
 def test_a_clip_may_span_three_chunks_of_different_rates() -> None:
     chunks = [chunk(0, 10, 10), chunk(1000, 25, 25), chunk(2000, 30, 30)]
     assert locate_frames(at(500_000, 1_500_000, 2_500_000), chunks) == [
-        FramePlace(0, 5),
-        FramePlace(1, 12),
-        FramePlace(2, 15),
+        FrameIndex(0, 5),
+        FrameIndex(1, 12),
+        FrameIndex(2, 15),
     ]
 
 
 def test_the_sliver_that_rounded_starts_leave_belongs_to_the_last_frame() -> None:
     """15 s at 23.976: 360 frames last 15.015 s; the third chunk begins at 30.030 s."""
     chunks = [chunk(0, 359, 24000, 1001), chunk(14974, 359, 24000, 1001)]  # the first ends at 14.973292 s
-    assert locate_frames(at(14_973_900), chunks) == [FramePlace(0, 358)]
-    assert locate_frames(at(14_974_000), chunks) == [FramePlace(1, 0)]
+    assert locate_frames(at(14_973_900), chunks) == [FrameIndex(0, 358)]
+    assert locate_frames(at(14_974_000), chunks) == [FrameIndex(1, 0)]
 
 
 def test_a_moment_that_no_chunk_holds_is_refused() -> None:
@@ -118,7 +118,7 @@ def test_an_empty_span_is_refused(begin: int, end: int, num_frames: int) -> None
 
 @pytest.mark.parametrize("time_s", [float("nan"), float("inf"), -float("inf")])
 def test_a_time_that_is_no_number_is_refused(time_s: float) -> None:
-    with pytest.raises(ValueError, match="no moment"):
+    with pytest.raises(ValueError, match="not a time"):
         to_us(time_s)
 
 

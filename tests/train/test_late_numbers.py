@@ -20,7 +20,7 @@ from train.config.evaluation import EvaluationSettings
 from train.config.optim import OptimizerSettings
 from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
-from train.data.loader import TrainingSet, Visit
+from train.data.loader import SampleRequest, TrainingSet
 from train.data.outcomes import FailedSample
 from train.device.transfer import LateMetrics, Scalar, StepGuard
 from train.distributed.step import Step
@@ -197,10 +197,10 @@ class FailingFrom(Points):
         super().__init__()
         self._position = position
 
-    def _load(self, visit: Visit) -> Sample | FailedSample:
-        if visit.position >= self._position:
-            return FailedSample(visit.position, self.key(visit.sample), "undecodable", "as told")
-        return super()._load(visit)
+    def _load(self, request: SampleRequest) -> Sample | FailedSample:
+        if request.position >= self._position:
+            return FailedSample(request.position, self.key(request.sample), "undecodable", "as told")
+        return super()._load(request)
 
 
 @pytest.mark.parametrize(

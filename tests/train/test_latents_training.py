@@ -16,7 +16,7 @@ from tests.train.latents.written import Caption, Chunk, Written, write_latents, 
 from tests.train.test_checkpoint import reseal
 from tests.train.test_cli import train
 from tests.train.tiny_data import write_captions
-from train.data.inputs import spread
+from train.data.frame_sampling import spread_frames
 from train.device.random import uniform
 from train.run.checkpoint import latest_checkpoint, read_metadata, read_weights
 from train.run.folder import RunFolder, read_lines
@@ -186,7 +186,7 @@ def test_damaged_latents_are_named_and_never_trained_on(
         (("--text-tower", "frozen", "--model", "tiny"), "holds no video shards"),
         ((*COLUMNS, "--segment", "2s", "--num-frames", "9"), "--num-frames 9: a segment of 2s has 8 frames"),
         ((*COLUMNS, "--segment", "0.3s"), "a segment of '0.3s' is 1.2 frames"),
-        ((*COLUMNS, "--segment", "two"), "'two' is no length of a segment"),
+        ((*COLUMNS, "--segment", "two"), "'two' is not a segment length"),
         ((*FLAGS, "--split", "test"), "has no videos of split 'test'"),
     ],
 )
@@ -206,10 +206,10 @@ def test_settings_that_do_not_fit_are_two_lines_and_leave_nothing(
 
 def test_frames_are_spread_over_the_segment() -> None:
     segments = torch.arange(20.0).reshape(1, 20, 1, 1, 1).expand(400, -1, -1, -1, -1)
-    assert spread(segments, num_frames=4, within_BK=None)[7].flatten().tolist() == [2, 7, 12, 17]
-    assert spread(segments, num_frames=20, within_BK=None)[7].flatten().tolist() == list(range(20))
+    assert spread_frames(segments, num_frames=4, offset_BK=None)[7].flatten().tolist() == [2, 7, 12, 17]
+    assert spread_frames(segments, num_frames=20, offset_BK=None)[7].flatten().tolist() == list(range(20))
     within = uniform(np.arange(400), 4, seed=3, purpose="frames")
-    drawn = spread(segments, num_frames=4, within_BK=within).reshape(400, 4)
+    drawn = spread_frames(segments, num_frames=4, offset_BK=within).reshape(400, 4)
     for part in range(4):
         assert set(drawn[:, part].tolist()) == set(range(5 * part, 5 * part + 5))
     # What a segment shows does not depend on the others of its batch.

@@ -11,8 +11,9 @@ import pytest
 
 from manifests.errors import UserError
 from train.data.batch import Sample
-from train.data.loader import Loader, LoaderSettings, Visit
+from train.data.loader import Loader, LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
+from train.data.workers import in_order
 
 
 class Numbers:
@@ -35,20 +36,20 @@ class Numbers:
     def key(self, sample: int) -> str:
         return f"key_{sample}"
 
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
         time.sleep(random.random() * 0.002)
         with self._lock:
-            self.num_loaded += len(visits)
-        return [self._load(visit) for visit in visits]
+            self.num_loaded += len(requests)
+        return [self._load(request) for request in requests]
 
-    def _load(self, visit: Visit) -> Sample | FailedSample:
-        sample, rng = visit.sample, visit.rng()
+    def _load(self, request: SampleRequest) -> Sample | FailedSample:
+        sample, rng = request.sample, request.rng()
         if sample in self._failing:
-            return FailedSample(visit.position, self.key(sample), "undecodable", "as told")
+            return FailedSample(request.position, self.key(sample), "undecodable", "as told")
         drawn = -1 if rng is None else int(rng.integers(1 << 30))
         video = np.full((3,), sample % 256, np.uint8)
         return Sample(
-            position=visit.position,
+            position=request.position,
             key=self.key(sample),
             caption_id=sample,
             video=video,
@@ -82,14 +83,14 @@ def test_batches_do_not_depend_on_threads(failing: tuple[int, ...]) -> None:
         got = take(Numbers(23, failing=failing), 12, num_threads=num_threads, num_ahead=num_ahead)
         assert content(got) == content(expected)
         assert [one.failed for one in got] == [one.failed for one in expected]
-        assert [one.next_position for one in got] == [one.next_position for one in expected]
+        assert [one.cursor.position for one in got] == [one.cursor.position for one in expected]
 
 
 @pytest.mark.parametrize("failing", [(), (3, 7, 8)])
 def test_going_on_from_any_batch_gives_the_batches_that_would_have_come(failing: tuple[int, ...]) -> None:
     whole = take(Numbers(23, failing=failing), 12)
     for stop in (1, 5, 6, 11):
-        rest = take(Numbers(23, failing=failing), 12 - stop, position=whole[stop - 1].next_position)
+        rest = take(Numbers(23, failing=failing), 12 - stop, position=whole[stop - 1].cursor.position)
         assert content(rest) == content(whole[stop:])
 
 
@@ -163,7 +164,7 @@ def test_evaluation_names_what_failed(failing: tuple[int, ...]) -> None:
 
 def test_a_bug_in_loading_is_not_taken_for_a_failed_sample() -> None:
     class Broken(Numbers):
-        def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+        def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
             raise ZeroDivisionError
 
     batches: list[Callable[[], object]] = [
@@ -186,17 +187,23 @@ def test_a_batch_is_whole_until_the_second_one_after_it_is_asked_for() -> None:
     batches.close()
 
 
-def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on() -> None:
+@pytest.mark.parametrize("num_ahead", [8, 1, 20])
+def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on(
+    num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two threads hang for good, one after the other; every other sample comes, in the order it would have had."""
     for_good = threading.Event()
+    monkeypatch.setattr("train.data.workers._JOIN_TIMEOUT_S", 0.1)  # nobody shall wait for those that hang
 
     class Hanging(Numbers):
-        def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
-            if visits[0].sample in (3, 7):
+        def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+            if requests[0].sample in (3, 7):
                 for_good.wait()
-            return super().load(visits)
+            return super().load(requests)
 
-    batches = Loader(Hanging(10), settings(num_threads=2, stuck_after_s=0.3)).batches(max_failures=100)
+    batches = Loader(Hanging(10), settings(num_threads=2, num_ahead=num_ahead, stuck_after_s=0.3)).batches(
+        max_failures=100
+    )
     taken = list(islice(batches, 4))
     expected = take(Numbers(10, failing=(3, 7)), 4)
     assert content(taken) == content(expected)
@@ -204,6 +211,29 @@ def test_a_thread_that_never_comes_back_is_a_failed_sample_and_the_run_goes_on()
     assert {(failure.key, failure.reason) for failure in failed} == {("key_3", "stuck"), ("key_7", "stuck")}
     batches.close()
     for_good.set()
+
+
+def test_a_caller_that_takes_groups_is_woken_when_a_group_is_there() -> None:
+    last_of_group, others_done = threading.Event(), threading.Semaphore(0)
+    taken: list[object] = []
+
+    def work(number: int) -> int:
+        if number == 3:
+            last_of_group.wait()
+        others_done.release()
+        return number
+
+    results = in_order(work, range(12), num_threads=2, num_ahead=8, stuck_after_s=60, num_together=4)
+    caller = threading.Thread(target=lambda: taken.extend(result for _, result in results))
+    caller.start()
+    for _ in range(7):  # all that may be begun but the one that is held back
+        others_done.acquire()
+    time.sleep(0.05)
+    assert not taken
+    assert others_done.acquire(blocking=False) is False
+    last_of_group.set()
+    caller.join()
+    assert taken == list(range(12))
 
 
 def test_every_rank_gets_as_much_and_together_they_get_everything_once() -> None:
@@ -253,9 +283,9 @@ def test_a_group_is_loaded_together_and_stays_together() -> None:
     loaded_together: list[list[int]] = []
 
     class Watched(Numbers):
-        def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
-            loaded_together.append([visit.sample for visit in visits])
-            return super().load(visits)
+        def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+            loaded_together.append([request.sample for request in requests])
+            return super().load(requests)
 
     batches = take(Watched(20), 15, group=3, num_threads=1, num_ahead=3)
     assert {tuple(group) for group in loaded_together} <= {
@@ -270,17 +300,17 @@ def test_memory_stays_as_it_is_over_a_hundred_thousand_samples() -> None:
     """Anonymous memory after 20,000 samples and after 100,000 differs by less than what 2,000 samples would take."""
 
     class Instant(Numbers):
-        def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
+        def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
             video = np.zeros(1000, np.uint8)
             return [
                 Sample(
-                    position=visit.position,
+                    position=request.position,
                     key="k",
-                    caption_id=visit.sample,
+                    caption_id=request.sample,
                     video=video,
                     tokens=np.zeros(77, np.int64),
                 )
-                for visit in visits
+                for request in requests
             ]
 
     batches = training(Instant(10**9), 0, batch=500, num_ahead=1000)

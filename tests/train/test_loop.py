@@ -53,7 +53,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
     train_plane(whole, settings(tmp_path / "whole"), Points(failing=failing))
     broken = create_run(settings(tmp_path / "broken"))
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "show", stop_after(stop))
+        patch.setattr(Progress, "log", stop_after(stop))
         with pytest.raises(KeyboardInterrupt):
             train_plane(broken, settings(tmp_path / "broken"), Points(failing=failing))
     torch.manual_seed(99)  # whatever happened in between
@@ -141,7 +141,7 @@ def test_other_samples_than_those_of_the_run_are_refused(tmp_path: Path, monkeyp
     chosen = settings(tmp_path / "run")
     train_plane(create_run(chosen), chosen)
     monkeypatch.setattr(Points, "fingerprint", "other points")
-    with pytest.raises(UserError, match="of other samples"):
+    with pytest.raises(UserError, match="to other samples"):
         train_plane(reopen_run(chosen), chosen)
 
 

@@ -47,8 +47,8 @@ def test_ranks_take_equal_parts_that_make_up_the_whole() -> None:
 def test_groups_stay_in_a_row_and_an_epoch_holds_every_sample_once(num_samples: int, group: int) -> None:
     order = SampleOrder(num_samples, seed=3, group=group)
     for epoch in range(3):
-        begin = epoch * order.places_per_epoch
-        samples = order.at(np.arange(begin, begin + order.places_per_epoch))
+        begin = epoch * order.positions_per_epoch
+        samples = order.at(np.arange(begin, begin + order.positions_per_epoch))
         assert sorted(samples[samples >= 0].tolist()) == list(range(num_samples))
         for row in samples.reshape(-1, group):
             there = row[row >= 0]

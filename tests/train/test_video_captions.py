@@ -24,7 +24,7 @@ from train.data.batch import Sample
 from train.data.decoding.clip import ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.frame_sampling import Sampling, moments_of, to_us
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample
 from train.data.video_captions import VideoCaptions
 from train.models.text import load_tokenizer
@@ -47,13 +47,13 @@ def open_set(
 
 
 def load(samples: VideoCaptions, sample: int, *, seed: int | None = None) -> Sample:
-    [loaded] = samples.load([Visit(sample, 0, seed)])
+    [loaded] = samples.load([SampleRequest(sample, 0, seed)])
     assert not isinstance(loaded, FailedSample), loaded
     return loaded
 
 
 def failure(samples: VideoCaptions, sample: int) -> FailedSample:
-    [loaded] = samples.load([Visit(sample, 77, None)])
+    [loaded] = samples.load([SampleRequest(sample, 77, None)])
     assert isinstance(loaded, FailedSample) and loaded.position == 77
     return loaded
 
@@ -81,7 +81,7 @@ def test_training_clips_show_the_frames_that_the_arithmetic_names(data_dir: Path
     for seed in range(60):
         sample = seed % len(samples)
         begin_s, end_s = spans[sample % 3]
-        rng = Visit(sample, 0, seed).rng()
+        rng = SampleRequest(sample, 0, seed).rng()
         found = moments_of(to_us(begin_s), to_us(end_s), Sampling(num_frames=4), fps_num=FPS, fps_den=1, rng=rng)
         expected = [time * FPS // (found.denominator * 1_000_000) for time in found.numerators]
         assert numbers(samples, sample, seed=seed) == expected
@@ -89,7 +89,7 @@ def test_training_clips_show_the_frames_that_the_arithmetic_names(data_dir: Path
 
 def test_a_sample_carries_its_names(data_dir: Path) -> None:
     samples = open_set(data_dir, "val")
-    [sample] = samples.load([Visit(1, 77, None)])
+    [sample] = samples.load([SampleRequest(1, 77, None)])
     assert not isinstance(sample, FailedSample)
     assert sample["key"] == "d_000000000" == samples.key(1)
     assert (sample["position"], sample["caption_id"], sample["colour"]) == (77, 10, 0)
@@ -212,12 +212,12 @@ def test_samples_that_share_a_chunk_are_what_they_are_alone(data_dir: Path) -> N
     alone, together = open_set(data_dir, shape=shape), open_set(data_dir, shape=shape, group=3)
     assert together.fingerprint != alone.fingerprint
     texts = [alone.text(sample) + alone.key(sample) for sample in range(9)]
-    visits = [Visit(sample, 100 + sample, 5) for sample in range(9)]
+    requests = [SampleRequest(sample, 100 + sample, 5) for sample in range(9)]
     for begin in range(0, 9, 3):
-        for visit, sample in zip(visits[begin:], together.load(visits[begin : begin + 3]), strict=False):
+        for request, sample in zip(requests[begin:], together.load(requests[begin : begin + 3]), strict=False):
             assert not isinstance(sample, FailedSample)
-            number = texts.index(together.text(visit.sample) + together.key(visit.sample))
-            [expected] = alone.load([Visit(number, visit.position, 5)])
+            number = texts.index(together.text(request.sample) + together.key(request.sample))
+            [expected] = alone.load([SampleRequest(number, request.position, 5)])
             assert not isinstance(expected, FailedSample)
             assert np.array_equal(sample["video"], expected["video"]) and sample["key"] == expected["key"]
 
@@ -230,7 +230,7 @@ def test_a_damaged_packet_fails_those_samples_of_a_group_that_need_it(tmp_path: 
     shard = Variant.open(tmp_path).shards()[0]
     table = shard.packet_tables.of_row(0)
     flip_byte(shard, int(table.offset[table.frame.tolist().index(8)]) + 20)
-    outcomes = samples.load([Visit(sample, sample, None) for sample in range(3)])
+    outcomes = samples.load([SampleRequest(sample, sample, None) for sample in range(3)])
     assert [isinstance(outcome, FailedSample) for outcome in outcomes] == [False, True, False]
     assert isinstance(outcomes[1], FailedSample) and outcomes[1].reason == "checksum"
 
@@ -297,7 +297,7 @@ def test_an_open_gop_is_decoded_by_way_of_the_container(tmp_path: Path) -> None:
     write_captions(tmp_path, {"a": "train"}, [Caption("a", 0.0, 4.0, "all of it")])
     samples = open_set(tmp_path)
     assert not Variant.open(tmp_path).shards()[0].packet_tables.of_row(0).has_closed_gops
-    assert "1 of 1 shards decoded by way of the container: open GOPs" in samples.describe()
+    assert "1 of 1 shards decoded through the container: open GOPs" in samples.describe()
     for seed in range(20):
         shown = numbers(samples, 0, seed=seed)
         assert [number // 10 for number in shown] == [0, 1, 2, 3]

@@ -1,1 +1,1 @@
-"""From a batch's planes to what a model takes: colour, flip, jitter, blur and normalisation, on the device."""
+"""From YUV planes to a model's input: colour conversion, augmentation and normalisation, on the device."""

@@ -1,7 +1,7 @@
-"""Six ways to write a colour as Y, U, V, as exact matrices; no torch, so that decoding can name them too.
+"""Colour kinds: six ways to encode a colour as Y, U, V, as exact matrices. No torch, so that decoding can use them too.
 
-A kind is a number from 0 to 5: 2 * matrix + (range is full), with the matrices BT.601, BT.709 and BT.2020 in this
-order. Their weights of red and blue stand in the recommendations of those names; H.273 numbers them.
+A kind is a number from 0 to 5: 2 * matrix + (1 for full range), with the matrices BT.601, BT.709 and BT.2020 in this
+order. The recommendations of these names define their weights of red and blue; H.273 numbers them.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ COLOUR_KINDS = (
 
 # Weights of red and blue in luma.
 _LUMA_WEIGHTS = ((0.299, 0.114), (0.2126, 0.0722), (0.2627, 0.0593))
-# H.273 also numbers SMPTE 240M (7), whose weights are nearest to those of BT.709.
+# H.273 also has SMPTE 240M (7), whose weights are closest to those of BT.709.
 _MATRIX_OF_COLORSPACE = {1: 1, 7: 1, 9: 2, 10: 2}
 _FULL_RANGE = 2
 
@@ -27,10 +27,9 @@ def colour_kind(*, colorspace: int, color_range: int, is_full_format: bool) -> i
     """The kind of a frame.
 
     Args:
-        colorspace: libav's number of the matrix (`frame.colorspace`); what is not specified counts as BT.601, as
-            ffmpeg has it.
+        colorspace: libav's number of the matrix (`frame.colorspace`); unspecified counts as BT.601, as in ffmpeg.
         color_range: libav's number (`frame.color_range`): 2 is full, everything else limited.
-        is_full_format: the pixel format says full range by its name (yuvj420p and its like).
+        is_full_format: the pixel format implies full range (yuvj420p and the like).
     """
     return 2 * _MATRIX_OF_COLORSPACE.get(colorspace, 0) + (is_full_format or color_range == _FULL_RANGE)
 
@@ -47,7 +46,7 @@ def rgb_matrices() -> NDArray[np.float64]:
                 [1, 2 * (1 - blue), 0],
             ]
         )
-        # Limited range: black is 16 and white 235, chroma runs from 16 to 240; its zero is 128 in both ranges.
+        # Limited range: black is 16, white 235, and chroma runs from 16 to 240; its zero is 128 in both ranges.
         for is_full, black, luma_span, chroma_span in ((0, 16, 219, 224), (1, 0, 255, 255)):
             linear = of_chroma / np.array([luma_span, chroma_span, chroma_span])
             matrices[2 * number + is_full, :, :3] = linear

@@ -1,4 +1,4 @@
-"""What chance decides about the pictures of each clip (train.device.random)."""
+"""Random parameters of the augmentation of each clip: a pure function of (seed, position) (train.device.random)."""
 
 import math
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.config.data import MAX_MAGNITUDE, Augment
-from train.data.order import Positions
-from train.device.random import uniform
+from train.device.random import Positions, uniform
 
 # The range of SimCLR (Chen et al., 2020), in pixels of the model's input.
 MIN_SIGMA_PX, MAX_SIGMA_PX = 0.1, 2.0
@@ -20,7 +19,7 @@ OPERATIONS = (
 )
 _NAMES = ("flip", "brightness", "contrast", "saturation", "hue", "blur", "sigma")
 _OPERATION_PROBABILITY = 0.5
-# Of the box that is erased: part of the picture's area, height over width (Zhong et al. 2020, table 1 and section 3).
+# Of the erased box: share of the frame's area, height over width (Zhong et al. 2020, table 1 and section 3).
 _MIN_AREA, _MAX_AREA = 0.02, 1 / 3
 _MAX_ASPECT = 10 / 3
 _BOX_ATTEMPTS = 10
@@ -29,29 +28,29 @@ _SEEDS = 2.0**53
 
 @dataclass(frozen=True)
 class Draw:
-    """One row a clip: [B], or [B, ...] where it says so."""
+    """The drawn parameters, one row per clip: [B] unless stated otherwise."""
 
     flip: NDArray[np.bool_]
     brightness: NDArray[np.float32]
-    """Factor, 1 changes nothing; so for contrast and saturation."""
+    """Factor, 1 for no change; likewise contrast and saturation."""
     contrast: NDArray[np.float32]
     saturation: NDArray[np.float32]
     hue: NDArray[np.float32]
-    """Part of a circle, 0 changes nothing."""
+    """Fraction of a full turn, 0 for no change."""
     blur_sigma_px: NDArray[np.float32]
-    """0 changes nothing."""
+    """Standard deviation, 0 for no blur."""
     operation: NDArray[np.int64]
-    """[B, N]: places in `OPERATIONS`, one after another; -1 for none."""
+    """[B, N]: indices in `OPERATIONS`, applied one after another; -1 for none."""
     strength: NDArray[np.float64]
-    """[B, N]: of these operations, from 0 to 1; negative where an operation with two directions goes the other way."""
+    """[B, N]: strengths of these operations, from 0 to 1; negative for the opposite direction."""
     box: NDArray[np.float64]
-    """[B, 4]: height and width of what is erased, in sides of the picture, and its place from the top and from the
-    left, in parts of the room there is; a height of 0 for none."""
+    """[B, 4]: height and width of the erased box, relative to the frame's side, and its offset from the top and from
+    the left, relative to the room left; a height of 0 for none."""
     noise_seed: NDArray[np.int64]
 
 
 def draw(positions: Positions, settings: Augment, *, seed: int) -> Draw:
-    """Draws for the samples at `positions` (int64 [B], of train.data.order)."""
+    """Draw the parameters of the samples at `positions` (int64 [B])."""
     positions = np.asarray(positions, dtype=np.int64)
     values_BN = uniform(positions, len(_NAMES), seed=seed, purpose="augment")
     drawn = dict(zip(_NAMES, values_BN.T, strict=True))
@@ -94,7 +93,7 @@ def _operations(positions: Positions, settings: Augment, *, seed: int) -> tuple[
 
 
 def _boxes(positions: Positions, probability: float, *, seed: int) -> NDArray[np.float64]:
-    """Boxes of a drawn area and shape: the first of ten that fits; none where none does."""
+    """Boxes of a random area and aspect ratio: the first of ten that fits, or none."""
     boxes_B4 = np.zeros((len(positions), 4))
     if not probability:
         return boxes_B4

@@ -1,13 +1,24 @@
-"""Colour jitter and normalisation of a clip as one affine map of RGB.
+"""Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 
-The four changes mean what torchvision's ColorJitter means by them, with two differences:
+Jitter and normalisation are one affine map of RGB. The four changes are those of torchvision's ColorJitter, with two
+differences:
 
-- Hue turns the colour plane of YIQ by an angle. Torchvision turns hue in HSV, which keeps the largest of R, G and B
-  and bends as it goes round; a turn in YIQ keeps the grey value and is linear, so that it fits into the one matrix.
-- Values are held in [0, 1] once, after all of them, not after each: what one change pushes beyond white and the next
-  brings back is not lost.
+- Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B and is
+  not linear; a rotation in YIQ preserves the grey value and is linear, so that it fits into the matrix.
+- Values are clamped to [0, 1] once, after all changes, not after each: what one change pushes beyond white and the next
+  one brings back is not lost.
 
-All four keep the grey weights of a pixel or scale them, so they commute: there is no order to draw.
+All four preserve or scale the grey value of a pixel, so they commute, and their order need not be drawn.
+
+Gaussian blur is two matrix products, along the rows and along the columns. The kernel is that of torchvision's
+GaussianBlur (values of the bell curve at whole pixels, normalised to a sum of 1; the frame is extended by reflection,
+without repeating the edge), truncated at three times the largest sigma.
+
+Random erasing (Zhong et al. 2020) replaces a box by noise, the same box in all frames of a clip. The noise is normal
+for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of VideoMAE and
+timm). It is a function of the clip's own seed, so that a clip that is made twice, as the partner of another one, in
+another part of its batch or on another device, is the same clip: torch's generators draw different numbers on a GPU and
+on a CPU.
 """
 
 import math
@@ -21,20 +32,21 @@ from train.augment.draws import MAX_SIGMA_PX, Draw
 from train.device.random import device_uniform
 from train.device.transfer import sent
 
-# Of grey (BT.601, whatever the clip's own matrix), as torchvision has them but with a sum of exactly 1.
+# BT.601, whatever the clip's own matrix; as in torchvision, but with a sum of exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
+RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # of the blur kernel
 
 _YIQ = np.array([GREY_WEIGHTS, [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
 _GREY = np.outer(np.ones(3), GREY_WEIGHTS)
 _CHROMA = np.eye(3) - _GREY
-# A quarter turn of the colour plane, from red over yellow to green, as a growing hue goes.
+# A quarter turn of the colour plane, from red via yellow to green, the direction of increasing hue.
 _QUARTER_TURN = np.linalg.inv(_YIQ) @ np.array([[0, 0, 0], [0, 0, 1], [0, -1, 0]]) @ _YIQ @ _CHROMA
 
 
 def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
-    """What becomes of a colour, [B, 3, 5] (B = 1 without a draw).
+    """The affine map of colours, [B, 3, 5] (B = 1 without a draw).
 
-    A colour c in [0, 1] of a clip whose mean grey is g becomes map @ (c, 1, g), normalised.
+    A colour c in [0, 1] of a clip whose mean grey is g is mapped to map @ (c, 1, g), normalised.
     """
     mean_3, std_3 = np.array(mean), np.array(std)
     if draw is None:
@@ -54,18 +66,8 @@ def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, 
     return result
 
 
-# Gaussian blur as two products with a matrix: along the rows, then along the columns.
-#
-# The kernel is that of torchvision's GaussianBlur (values of the bell curve at whole pixels, scaled to a sum of 1;
-# the picture continues beyond its edge as its mirror image, the edge itself not repeated). It is cut at three of the
-# largest sigma.
-
-
-RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)
-
-
 def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
-    """[size, size]: a row of pixels times this is the row blurred."""
+    """[size, size]: a row of pixels times this matrix is the blurred row."""
     radius = min(RADIUS_PX, size_px - 1)
     steps = np.arange(-radius, radius + 1)
     weights = np.exp(-0.5 * (steps / sigma_px) ** 2)
@@ -79,27 +81,19 @@ def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
 
 
 def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
-    """Blurs those clips of `video` (float32 [B, C, T, S, S]) in place whose sigma [B] is not 0.
+    """Blur the clips of `video` (float32 [B, C, T, S, S]) whose sigma [B] is not 0, in place.
 
-    One clip at a time: what it needs beside the video is two clips, however many are blurred.
+    One clip at a time, so that it takes the memory of two more clips, however many are blurred.
     """
-    # Autocast would round the pictures to eight bits of mantissa.
+    # Autocast would round values to eight bits of mantissa.
     with torch.autocast(video.device.type, enabled=False):
         for number in np.flatnonzero(sigma_px):
             matrix = sent(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
             video[number] = matrix.T @ (video[number] @ matrix)
 
 
-# Random erasing (Zhong et al. 2020): a box becomes noise, the same box in all frames of a clip.
-#
-# The noise is normal for each pixel, channel and frame, which is what inputs are spread like once they are normalised
-# (VideoMAE's and timm's "pixel" mode). It is a function of the clip's own seed, so that a clip that is made twice, as
-# the partner of another one, in another part of its batch, or on another device, is the same clip: torch's generators
-# draw other numbers on a GPU than on a CPU.
-
-
 def erase_clips(video: torch.Tensor, draw: Draw) -> None:
-    """Erases the drawn boxes of `video` (float32 [B, C, T, S, S], normalised) in place."""
+    """Erase the drawn boxes of `video` (float32 [B, C, T, S, S], normalised) in place."""
     size_px = video.shape[-1]
     for number in np.flatnonzero(draw.box[:, 0]):
         rows, columns = box_of(draw.box[number], size_px=size_px)
@@ -108,14 +102,14 @@ def erase_clips(video: torch.Tensor, draw: Draw) -> None:
 
 
 def box_of(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
-    """Rows and columns of a drawn box in pictures of `size_px`."""
+    """Rows and columns of a drawn box in frames of `size_px`."""
     height, width = (min(max(1, round(float(side) * size_px)), size_px) for side in box_4[:2])
     top, left = int(box_4[2] * (size_px - height + 1)), int(box_4[3] * (size_px - width + 1))
     return slice(top, top + height), slice(left, left + width)
 
 
 def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
-    """Normal numbers, the same on any device but for rounding (Box and Muller 1958)."""
+    """Normally distributed numbers, the same on any device up to rounding (Box and Muller 1958)."""
     count = math.prod(shape)
     num_pairs = -(-count // 2)
     seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)

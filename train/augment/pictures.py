@@ -1,11 +1,11 @@
-"""From planes to pictures, in one pass: every change of colour is affine, so all of them are one 3x4 matrix a clip.
+"""From YUV planes to RGB frames in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
 
-Chroma, of half the size of luma, is enlarged bilinearly, with samples at the centres of the four pixels they stand for:
-planes are cropped and resized each about its own centre, and swscale places them so. Swscale's own default repeats
-each sample instead, which is further from the truth; the README has the figures. Enlarged samples are whole
-sixteenths, exact in float32, which makes a flip of the planes an exact mirror of the result.
+Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels they
+represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each sample
+instead, which is less accurate; the README has the figures. Upsampled values are whole sixteenths, exact in float32, so
+that flipping the planes mirrors the result exactly.
 
-Memory of a clip at its peak, bytes a pixel of a frame: the result 12, enlarged chroma 8, flipped planes 1.5.
+Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
 """
 
 from functools import cache
@@ -16,10 +16,8 @@ from torch.nn.functional import interpolate
 from train.augment.colour import rgb_matrices
 from train.augment.draws import Draw
 from train.augment.effects import GREY_WEIGHTS, blur_clips, colour_map, erase_clips
-from train.augment.rand_augment import rand_augment_clips
+from train.augment.rand_augment import Triple, rand_augment_clips
 from train.device.transfer import sent
-
-Triple = tuple[float, float, float]
 
 
 @torch.no_grad()
@@ -33,20 +31,20 @@ def to_model_input(
     draw: Draw | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Clips as a model takes them: RGB, augmented as drawn, held between black and white, normalised.
+    """Convert clips to a model's input: RGB, augmented as drawn, clamped between black and white, normalised.
 
     Args:
-        video: uint8 [B, T, S * S * 3 // 2], pictures as planes Y, U, V; S is `size_px`, even.
-        colour: uint8 [B], the clips' kinds (train.augment.colour), on the same device.
-        mean, std: by colour, of values from 0 to 1.
-        draw: what to change; nothing when left out.
+        video: uint8 [B, T, S * S * 3 // 2], frames as planes Y, U, V; S is `size_px`, even.
+        colour: uint8 [B], the clips' colour kinds (train.augment.colour), on the same device.
+        mean, std: of each channel, for values from 0 to 1.
+        draw: the augmentation; none by default.
         dtype: of the result; the arithmetic is float32.
 
     Returns:
         [B, 3, T, S, S].
 
     Raises:
-        ValueError: the pictures are not of `size_px`.
+        ValueError: the frames are not of `size_px`.
     """
     if size_px % 2 or video.shape[-1] != size_px * size_px * 3 // 2:
         raise ValueError(f"pictures of {video.shape[-1]} bytes are no 4:2:0 planes of {size_px} x {size_px}")
@@ -72,7 +70,7 @@ def to_model_input(
 
 
 def to_rgb_uint8(video: torch.Tensor, colour: torch.Tensor, *, size_px: int) -> torch.Tensor:
-    """The same clips as pictures to look at: uint8 [B, T, S, S, 3]."""
+    """Convert clips to RGB frames for display: uint8 [B, T, S, S, 3]."""
     scaled = to_model_input(video, colour, size_px=size_px, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
     return scaled.round_().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
@@ -88,14 +86,14 @@ def one_pass(
     black: tuple[float, ...],
     white: tuple[float, ...],
 ) -> torch.Tensor:
-    """The pass itself, tensors only (torch.compile takes it whole); see `to_model_input`."""
+    """The pass itself, on tensors alone, so that torch.compile can compile it whole; see `to_model_input`."""
     num_luma, half_px = size_px * size_px, size_px // 2
     luma = video[..., :num_luma].unflatten(-1, (size_px, size_px))
     chroma = video[..., num_luma:].unflatten(-1, (2, half_px, half_px))
     if flip_B is not None:
         luma = torch.where(flip_B[:, None, None, None], luma.flip(-1), luma)
         chroma = torch.where(flip_B[:, None, None, None, None], chroma.flip(-1), chroma)
-    # Products of such small matrices are written out, because autocast and TF32 would round them.
+    # Products of these small matrices are written out, because autocast and TF32 would round them.
     matrix = (to_normalised_B35[:, :, :3, None] * to_rgb_B34[:, None]).sum(2)
     offset = to_normalised_B35[:, :, 3]
     if has_contrast:
@@ -112,7 +110,7 @@ def one_pass(
 
 
 def _mean_grey(luma: torch.Tensor, chroma: torch.Tensor, to_rgb_B34: torch.Tensor) -> torch.Tensor:
-    """[B]. Sums of whole numbers are exact, in whatever order a device adds them up."""
+    """[B]. Sums of integers are exact, whatever the order of additions on a device."""
     num_frames, size_px = luma.shape[1:3]
     luma_B = luma.sum((2, 3), dtype=torch.int32).sum(1) / (num_frames * size_px**2)
     chroma_B2 = chroma.sum((3, 4), dtype=torch.int32).sum(1) / (num_frames * (size_px // 2) ** 2)

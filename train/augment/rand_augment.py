@@ -1,22 +1,22 @@
-"""RandAugment (Cubuk et al. 2020) on the device, with strengths that all grow with the magnitude, as timm has them.
+"""RandAugment (Cubuk et al. 2020) on the device, with strengths that all increase with the magnitude, as in timm.
 
-N operations are drawn for a clip, with repetition; each is done with probability 1/2, on all frames with the same
-strength. The strength s is a normal number around magnitude / 10, held in [0, 1]; a sign is drawn where an operation
-has two directions:
+N operations are drawn for a clip, with repetition; each is applied with probability 1/2, to all frames with the same
+strength. The strength s is normally distributed around magnitude / 10 and clamped to [0, 1]; operations with two
+directions get a random sign:
 
-    autocontrast, equalize, invert   as they are; statistics are those of each frame
-    posterize                        4 - floor(4 s) bits stay
-    solarize                         values from 256 - floor(256 s) on are inverted
-    solarize_add                     floor(110 s) is added to values below 128
+    autocontrast, equalize, invert   without strength; statistics are those of each frame
+    posterize                        keeps 4 - floor(4 s) bits
+    solarize                         inverts values from 256 - floor(256 s) on
+    solarize_add                     adds floor(110 s) to values below 128
     saturation, contrast,
-    brightness, sharpness            a factor of 1 + 0.9 s or 1 - 0.9 s, 0.1 at least
-    rotate                           by 30 s degrees, either way
-    shear_x, shear_y                 by 0.3 s pixels a pixel, either way, the first row or column stays
-    translate_x, translate_y         by 0.45 s of the side, either way
+    brightness, sharpness            factor 1 + 0.9 s or 1 - 0.9 s, at least 0.1
+    rotate                           by 30 s degrees, in either direction
+    shear_x, shear_y                 by 0.3 s pixels per pixel, in either direction; the first row or column stays
+    translate_x, translate_y         by 0.45 s of the side, in either direction
 
-Operations on colours are torchvision's, which works on whole clips of bytes on any device (open_clip brings it along).
-Sharpness and those that move pixels are done here, these bilinear: torchvision's grid is a matrix product, which TF32
-would round to a tenth of a pixel. What comes in from outside has the mean colour of the model's inputs.
+Colour operations are torchvision's, which work on whole uint8 clips on any device. Sharpness and the geometric
+operations are implemented here, the latter bilinear: torchvision computes its grid by a matrix product, which TF32
+would round to a tenth of a pixel. Pixels from outside the frame have the mean colour of the model's inputs.
 
 Shape suffixes: B batch, N operations, C channels, T frames, H and W pixels (equal).
 """
@@ -42,9 +42,9 @@ _HALF = 128
 
 
 def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Triple) -> None:
-    """Changes those clips of `video` (float32 [B, C, T, H, W], normalised) in place for which operations were drawn.
+    """Apply the drawn operations to the clips of `video` (float32 [B, C, T, H, W], normalised) in place.
 
-    One clip at a time, as bytes from 0 to 255; all others keep their fractions.
+    Clips with operations are rounded to uint8, one at a time; the others keep their exact values.
     """
     mean_C, std_C = (constant(values, video.device, torch.float32)[:, None, None] for values in (mean, std))
     for number in np.flatnonzero((draw.operation >= 0).any(axis=1)):
@@ -57,11 +57,11 @@ def rand_augment_clips(video: torch.Tensor, draw: Draw, *, mean: Triple, std: Tr
 
 
 def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple) -> torch.Tensor:
-    """One operation on a clip of bytes.
+    """Apply one operation to a uint8 clip.
 
     Args:
-        strength: from -1 to 1; the sign counts where there are two directions.
-        fill: colour of what comes in from outside, from 0 to 1.
+        strength: from -1 to 1; the sign is the direction of operations that have two.
+        fill: colour of pixels from outside the frame, from 0 to 1.
     """
     if name in _MOVES:
         return _moved(clip_TCHW, _MOVES[name](strength, clip_TCHW.shape[-1]), fill=fill)
@@ -69,7 +69,7 @@ def change(clip_TCHW: torch.Tensor, name: str, strength: float, *, fill: Triple)
         return _sharpened(clip_TCHW, _factor(strength))
     from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
 
-    # Autocast would round the sums of neighbours, of which sharpness is made.
+    # Autocast would round intermediate sums.
     with torch.autocast(clip_TCHW.device.type, enabled=False):
         return _recoloured(functional, clip_TCHW, name, strength)
 
@@ -84,7 +84,7 @@ def _recoloured(functional: "ModuleType", clip_TCHW: torch.Tensor, name: str, st
         threshold = 256 - int(size * 256)
         changed = functional.solarize(clip_TCHW, threshold) if threshold < 256 else clip_TCHW
     elif name == "solarize_add":
-        # Below the half, so that no sum leaves the byte.
+        # Only below 128, so that no sum overflows.
         changed = torch.where(clip_TCHW < _HALF, clip_TCHW + int(size * _MAX_ADDED), clip_TCHW)
     else:
         changed = getattr(functional, f"adjust_{name}")(clip_TCHW, _factor(strength))
@@ -97,18 +97,18 @@ def _factor(strength: float) -> float:
 
 
 def _sharpened(clip_TCHW: torch.Tensor, factor: float) -> torch.Tensor:
-    """As torchvision's adjust_sharpness, which makes its kernel anew each time, for which the host waits for a GPU."""
+    """torchvision's adjust_sharpness, without its kernel tensor, for whose upload the host would wait for the GPU."""
     pixels_TCHW = clip_TCHW.float()
     inner = pixels_TCHW[..., 1:-1, 1:-1]
-    # Whole numbers, exact on any device: the pixel five times, each of its neighbours once.
+    # Integers, exact on any device: the pixel five times, each of its neighbours once.
     rows = pixels_TCHW[..., :-2, :] + pixels_TCHW[..., 1:-1, :] + pixels_TCHW[..., 2:, :]
     sums = (rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]).add_(inner, alpha=4)
     inner.add_(sums.div_(13).round_().sub_(inner), alpha=1 - factor)
     return pixels_TCHW.clamp_(0, 255).to(torch.uint8)
 
 
-# Where a pixel comes from, as ((a, b, c), (d, e, f)): x from a x + b y + c and y from d x + e y + f, with x and y from
-# 0 to the side, at the middle of pixels.
+# Source of a pixel, as ((a, b, c), (d, e, f)): x from a x + b y + c, and y from d x + e y + f, with x and y from 0 to
+# the side, at pixel centres.
 _Map = tuple[tuple[float, float, float], tuple[float, float, float]]
 
 

@@ -16,10 +16,10 @@ from manifests.errors import FailedWork
 from train.bench.rates import Rate, Rounds
 from train.data.batch import Sample
 from train.data.clip_samples import ClipPlan
-from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import Clip
+from train.data.decoding.decoders import ChunkFrames
 from train.data.decoding.reading import ChunkBytes
-from train.data.loader import Visit
+from train.data.loader import SampleRequest
 from train.data.order import SampleOrder
 from train.data.outcomes import SampleFailed
 from train.data.video_captions import VideoCaptions
@@ -32,7 +32,7 @@ _SAMPLES_PER_ROUND = 64
 class _Work:
     """Samples that are loaded together because they share a chunk, and the results of the operations so far."""
 
-    visits: tuple[Visit, ...]
+    requests: tuple[SampleRequest, ...]
     plans: tuple[ClipPlan, ...] = ()
     contents: dict[int, ChunkBytes] = field(default_factory=dict)  # by chunk
     frames: dict[int, ChunkFrames] = field(default_factory=dict)  # by chunk
@@ -66,17 +66,17 @@ class ClipOperations:
         num_read = size_bytes = num_rounds = 0
         with ThreadPoolExecutor(self._settings.workers) as pool:
             while sum(each.total_s for each in rounds.values()) < seconds * len(rounds):
-                work = self._visits_of_round(num_rounds)
+                work = self._requests_of_round(num_rounds)
                 is_warm = bool(samples)
                 for name, operation in operations.items():
                     began = time.perf_counter()
                     work = [done for done in pool.map(partial(self._tried, operation), work) if done is not None]
-                    took_s, num_items = time.perf_counter() - began, sum(len(one.visits) for one in work)
+                    took_s, num_items = time.perf_counter() - began, sum(len(one.requests) for one in work)
                     if is_warm and num_items:
                         rounds[name].add(took_s, num_items=num_items)
                 num_rounds += 1
                 samples = [*samples, *(sample for one in work for sample in one.samples)][-self._settings.batch :]
-                num_read += sum(len(one.visits) for one in work)
+                num_read += sum(len(one.requests) for one in work)
                 size_bytes += sum(content.size_bytes for one in work for content in one.contents.values())
                 failed = list(self._failed.values())
                 if len(failed) > self._settings.max_failures or len(failed) == len(self._samples):
@@ -84,28 +84,28 @@ class ClipOperations:
         rates = {name: each.median_rate for name, each in rounds.items()}
         return ClipRates(rates, size_bytes / num_read, samples, list(self._failed.values()))
 
-    def _visits_of_round(self, number: int) -> list[_Work]:
+    def _requests_of_round(self, number: int) -> list[_Work]:
         group, seed = self._settings.samples_per_chunk, self._settings.seed
         num_groups = -(-min(self._settings.batch, _SAMPLES_PER_ROUND) // group)
         positions = group * num_groups * number + np.arange(group * num_groups, dtype=np.int64)
-        visits = [
-            Visit(sample, position, seed)
+        requests = [
+            SampleRequest(sample, position, seed)
             for sample, position in zip(self._order.at(positions).tolist(), positions.tolist(), strict=True)
         ]
-        groups = [visits[begin : begin + group] for begin in range(0, len(visits), group)]
+        groups = [requests[begin : begin + group] for begin in range(0, len(requests), group)]
         # Empty places of the order have no sample.
-        return [_Work(tuple(visit for visit in one if visit.sample >= 0)) for one in groups]
+        return [_Work(tuple(request for request in one if request.sample >= 0)) for one in groups]
 
     def _tried(self, operation: Callable[[_Work], _Work], work: _Work) -> _Work | None:
         try:
             return operation(work)
         except SampleFailed as error:
-            self._failed |= {visit.sample: str(error) for visit in work.visits}
+            self._failed |= {request.sample: str(error) for request in work.requests}
             return None
 
     def _read(self, work: _Work) -> _Work:
         """Choose frames, locate their bytes and read them."""
-        plans = tuple(self._samples.clips.plan(visit) for visit in work.visits)
+        plans = tuple(self._samples.clips.plan(request) for request in work.requests)
         wanted: dict[int, set[int]] = {}
         for plan in plans:
             for chunk, frames in plan.by_chunk.items():
@@ -114,12 +114,12 @@ class ClipOperations:
         return replace(work, plans=plans, contents=contents)
 
     def _decode(self, work: _Work) -> _Work:
-        frames = {chunk: self._samples.clips.chunks.decode(content) for chunk, content in work.contents.items()}
+        frames = {chunk: self._samples.clips.chunks.decoder.decode(content) for chunk, content in work.contents.items()}
         return replace(work, frames=frames)
 
     def _crop(self, work: _Work) -> _Work:
         return replace(work, clips=tuple(self._samples.clips.clip(plan, work.frames) for plan in work.plans))
 
     def _tokens(self, work: _Work) -> _Work:
-        pairs = zip(work.visits, work.clips, strict=True)
-        return replace(work, samples=tuple(self._samples.sample(visit, clip) for visit, clip in pairs))
+        pairs = zip(work.requests, work.clips, strict=True)
+        return replace(work, samples=tuple(self._samples.sample(request, clip) for request, clip in pairs))

@@ -10,7 +10,7 @@ from manifests.publish import publish_bytes, publish_json
 from train.config.machine import ParallelSettings
 from train.config.model import Init
 from train.config.training import ClipSettings
-from train.data.latents.records import FrameShape
+from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
 from train.distributed.world import World

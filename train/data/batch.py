@@ -1,25 +1,25 @@
-"""What passes from the loader to a task, by name. This is the one list of the names.
+"""Batches: the names of their entries, how samples are collated, and their transfer to the device.
 
-    input        "pixels" or "latents"  what the pictures are: `video`, or `latents`
-    position     int64 [B]            place in the endless order of samples (train.data.order)
+    input        "pixels" or "latents"  what the model sees: `video` or `latents`
+    position     int64 [B]            position in the endless sample order (train.data.order)
     key          sequence of B strings  chunk in which the clip begins
-    clip_id      int64 [B]            of the span that is shown, 0 <= id < num_clips of the set
-    caption_id   int64 [B]            of the manifest, 0 <= id < num_caption_ids of the set
-    relevancy    float32 [B]          of the caption for the clip, where captions are drawn by it
+    clip_id      int64 [B]            of the span shown, 0 <= id < num_clips of the set
+    caption_id   int64 [B]            from the manifest, 0 <= id < num_caption_ids of the set
+    relevancy    float32 [B]          of the caption for the clip, if captions are drawn by relevancy
     label        int64 [B]            class of the clip, in a labelled set
-    targets      int64 [B, K, L]      tokens of K captions of the clip, each with its end; -100 where there is none
-    video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: each
-                                      picture is Y [S, S], then U and V [S / 2, S / 2]; or RGB where asked for,
+    targets      int64 [B, K, L]      tokens of K captions of the clip, each with its end token; padded with -100
+    video        uint8 [B, T, S * S * 3 / 2]  frames of the clip, cropped and resized to S x S, as YUV 4:2:0: for each
+                                      frame Y [S, S], then U and V [S / 2, S / 2]; or RGB on request,
                                       [B, T, S, S, 3]; T counts the frames of all views, one view after another
-    colour       uint8 [B]            matrix and range of YUV frames (train.augment.colour)
-    tokens       int64 [B, L]         ids of the caption's tokens
+    colour       uint8 [B]            colour matrix and range of YUV frames (train.augment.colour)
+    tokens       int64 [B, L]         token ids of the caption
     latents      float16 or bfloat16 [B, T, C, h, w]  of a segment of the chunk, scaled as its recipe says
-    num_frames   int64 [B]            real frames among the T, where tails are filled up with zeros
+    num_frames   int64 [B]            valid frames among the T, if tails are zero-padded
     text         float16 [B, D]       embedding of the caption, of unit length
-    length       int64 [B]            tokens of the caption with its end; of the longest of K. `to_device` counts them:
-                                      they stay on the CPU, where they are asked for, when the tokens have left it
+    length       int64 [B]            number of tokens of the caption including the end token; of the longest of K.
+                                      Computed by `to_device` and kept on the CPU, where it is needed
 
-A task says which of them it needs; a sample has the same names without the B.
+A task declares which of them it needs. A sample has the same names without the B.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 Input = Literal["pixels", "latents"]
 
 PICTURES = ("video", "colour", "latents")
-# What a model works on; position, key and ids stay on the CPU, where they are asked for.
+# What a model computes with; position, key and ids stay on the CPU, where they are needed.
 TENSORS = (*PICTURES, "tokens", "num_frames", "text", "relevancy", "label", "targets")
+
+_SCALARS = {"clip_id": "int64", "caption_id": "int64", "label": "int64", "relevancy": "float32", "colour": "uint8"}
+_ARRAYS = ("tokens", "targets", "text")
 
 
 class Sample(TypedDict, total=False):
@@ -75,11 +78,11 @@ class Batch(TypedDict, total=False):
 
 
 class BatchRing:
-    """Puts samples of equal shapes into batches whose videos lie in two buffers by turns.
+    """Collates samples of equal shapes into batches, whose videos alternate between two buffers.
 
     Args:
-        batch: samples of the largest batch.
-        pin: whether the buffers are pinned, for copies to a GPU.
+        batch: number of samples in the largest batch.
+        pin: allocate the buffers in pinned memory, for copies to a GPU.
     """
 
     def __init__(self, batch: int, *, pin: bool) -> None:
@@ -96,21 +99,15 @@ class BatchRing:
             position=torch.tensor([sample["position"] for sample in samples]),
             key=[sample["key"] for sample in samples],
         )
-        for name in ("clip_id", "caption_id", "label"):
-            if name in samples[0]:
-                batch[name] = torch.tensor([sample[name] for sample in samples])  # type: ignore[literal-required]
-        if "relevancy" in samples[0]:
-            batch["relevancy"] = torch.tensor([sample["relevancy"] for sample in samples], dtype=torch.float32)
-        if "video" in samples[0]:
-            batch["video"] = self._video([sample["video"] for sample in samples])
-        if "colour" in samples[0]:
-            batch["colour"] = torch.tensor([sample["colour"] for sample in samples], dtype=torch.uint8)
-        if "tokens" in samples[0]:
-            batch["tokens"] = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]))
-        if "targets" in samples[0]:
-            batch["targets"] = torch.from_numpy(np.stack([sample["targets"] for sample in samples]))
-        if "text" in samples[0]:
-            batch["text"] = torch.from_numpy(np.stack([sample["text"] for sample in samples]))
+        columns = {name: [sample[name] for sample in samples] for name in samples[0]}  # type: ignore[literal-required]
+        for name, dtype in _SCALARS.items():
+            if name in columns:
+                batch[name] = torch.tensor(columns[name], dtype=getattr(torch, dtype))  # type: ignore[literal-required]
+        for name in _ARRAYS:
+            if name in columns:
+                batch[name] = torch.from_numpy(np.stack(columns[name]))  # type: ignore[literal-required]
+        if "video" in columns:
+            batch["video"] = self._video(columns["video"])
         return batch
 
     def _video(self, clips: list[NDArray[np.uint8]]) -> "torch.Tensor":
@@ -126,15 +123,11 @@ class BatchRing:
 
 
 def to_device(batch: Batch, device: "torch.device", *, names: Sequence[str] = TENSORS) -> Batch:
-    """The batch with what a model works on on `device`, and with the lengths of its captions on the CPU.
-
-    Args:
-        names: what is moved.
-    """
+    """The batch with the tensors `names` on `device`, and the lengths of its captions on the CPU."""
     moved = batch.copy()
     if "length" not in moved:
         if "tokens" in moved:
-            # CLIP's end of text has the largest id.
+            # CLIP's end token has the largest id.
             moved["length"] = moved["tokens"].argmax(dim=1).add_(1).cpu()
         elif "targets" in moved:
             moved["length"] = (moved["targets"] >= 0).sum(dim=-1).amax(dim=-1).cpu()

@@ -1,7 +1,7 @@
-"""Which caption a visit of a clip shows: first a source by its weight, then one of its captions, all alike.
+"""Which caption a clip is shown with: a source is drawn by its weight, then one of its captions, all equally likely.
 
-What is drawn is a pure function of (seed, position), like everything about a visit. Captions of a clip stand in one
-row, source after source: an entry in the arrays is called a place, and the places of one source of a clip a run.
+The draw is a pure function of (seed, position). All captions of a clip are consecutive entries of an array, ordered by
+source; the entries of one source of a clip are a run.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from manifests.errors import UserError
 from manifests.store import read_captions
 from train.config.data import parse_weights
-from train.device.random import below, uniform
+from train.device.random import integers_below, uniform
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of captions that are used.
+    """The caption sources that are used.
 
     Attributes:
         names: in the order in which they count as first, second, ...
-        weights: float64 [names], each more than 0.
-        rank: int16, by the code that a source has in the manifest; -1 for those left out.
+        weights: float64 [names], all positive.
+        rank: int16, by the source's code in the manifest: index in `names`, -1 for sources that are excluded.
     """
 
     names: tuple[str, ...]
@@ -41,31 +41,32 @@ class Sources:
 
 
 def choose_sources(names: list[str], *, wanted: str | None) -> Sources:
-    """Sources among `names`, those of the manifest.
+    """Select sources among `names`, those of the manifest.
 
     Args:
-        wanted: `--captions.sources`: names, or patterns as of a shell; the first that fits a source gives its weight.
-            None gives every source the weight 1, in the order of the alphabet.
+        wanted: `--captions.sources`: names or shell patterns with weights; the first one that matches a source gives
+            its weight. None gives every source the weight 1, in alphabetical order.
 
     Raises:
-        UserError: something wanted fits no source.
+        UserError: a name or pattern matches no source.
     """
     pairs = [(name, 1.0) for name in sorted(names)] if wanted is None else list(parse_weights(wanted).items())
     chosen: list[tuple[str, float]] = []
     left = sorted(names)
     for pattern, weight in pairs:
-        # A source that is named in full is meant, whatever its name looks like as a pattern.
-        found = [name for name in left if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
-        if not found and not any(name == pattern or fnmatchcase(name, pattern) for name in names):
+        # The full name of a source means that source, even if it could be read as a pattern.
+        matching = [name for name in names if name == pattern or (pattern not in names and fnmatchcase(name, pattern))]
+        if not matching:
             raise UserError(
                 f"no caption of this manifest has the source {pattern!r} (asked for by --captions.sources)",
-                hint=f"sources there: {', '.join(sorted(names)) or 'none'}",
+                hint=f"available sources: {', '.join(sorted(names)) or 'none'}",
             )
+        found = [name for name in left if name in matching]
         left = [name for name in left if name not in found]
         chosen += [(name, weight) for name in found if weight > 0]
     rank = np.full(len(names), -1, np.int16)
-    for place, (name, _) in enumerate(chosen):
-        rank[names.index(name)] = place
+    for number, (name, _) in enumerate(chosen):
+        rank[names.index(name)] = number
     return Sources(tuple(name for name, _ in chosen), np.array([weight for _, weight in chosen]), rank)
 
 
@@ -74,51 +75,51 @@ class CaptionChoice:
     """The captions of clips.
 
     Attributes:
-        first_place: [R + 1] where each run begins.
-        first_run: [N + 1] the first run of each clip; None where every clip has one.
-        before: [R + 1] float64, the weights of all runs before; None likewise.
+        first_entry: [R + 1], first entry of each run.
+        first_run: [N + 1], first run of each clip; None if every clip has one run.
+        before: float64 [R + 1], sum of the weights of all earlier runs; None likewise.
     """
 
-    first_place: NDArray[Any]
+    first_entry: NDArray[Any]
     first_run: NDArray[Any] | None
     before: NDArray[np.float64] | None
 
     def first(self, clips: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first caption of the first source of each clip."""
+        """The first caption of the first source of each clip, as entries."""
         runs = clips if self.first_run is None else self.first_run[clips]
-        return self.first_place[runs].astype(np.int64)
+        return self.first_entry[runs].astype(np.int64)
 
     def draw(self, clips: NDArray[np.int64], *, position: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """A caption of each clip for its visit at `position`."""
+        """Draw a caption of each clip for its `position` in the sample order, as entries."""
         runs = clips
         if self.first_run is not None and self.before is not None:
             low, high = self.first_run[clips], self.first_run[clips + 1]
             share = uniform(position, 1, seed=seed, purpose="source")[:, 0]
             wanted = self.before[low] + share * (self.before[high] - self.before[low])
-            # Rounding may lead a little out of the clip.
+            # Rounding may lead slightly out of the clip.
             runs = np.clip(np.searchsorted(self.before, wanted, side="right") - 1, low, high - 1)
-        begin, end = self.first_place[runs].astype(np.int64), self.first_place[runs + 1].astype(np.int64)
-        return begin + below(end - begin, position, seed=seed, purpose="caption")
+        begin, end = self.first_entry[runs].astype(np.int64), self.first_entry[runs + 1].astype(np.int64)
+        return begin + integers_below(end - begin, position, seed=seed, purpose="caption")
 
     def draw_one(self, clip: int, *, position: int, seed: int) -> int:
-        """As `draw` for one clip, at once where it has one caption only: this is done for every sample."""
-        places = self.places(clip)
-        if len(places) == 1:
-            return places[0]
+        """The same for one clip, with a shortcut for a single caption: this is done for every sample."""
+        entries = self.entries(clip)
+        if len(entries) == 1:
+            return entries[0]
         return int(self.draw(np.array([clip]), position=np.array([position]), seed=seed)[0])
 
-    def places(self, clip: int) -> range:
+    def entries(self, clip: int) -> range:
         """All captions of a clip."""
         first, last = (clip, clip + 1) if self.first_run is None else self.first_run[clip : clip + 2].tolist()
-        return range(int(self.first_place[first]), int(self.first_place[last]))
+        return range(int(self.first_entry[first]), int(self.first_entry[last]))
 
     def weights(self, clip: int) -> NDArray[np.float64]:
-        """How likely each of the captions of a clip is drawn, in their order; the sum is 1."""
+        """Probability of each caption of a clip, in the order of `entries`; the sum is 1."""
         if self.first_run is None or self.before is None:
-            count = len(self.places(clip))
+            count = len(self.entries(clip))
             return np.full(count, 1 / count)
         low, high = self.first_run[clip : clip + 2].tolist()
-        counts = np.diff(self.first_place[low : high + 1])
+        counts = np.diff(self.first_entry[low : high + 1])
         weights = np.diff(self.before[low : high + 1])
         return np.asarray(np.repeat(weights / weights.sum() / counts, counts))
 
@@ -126,26 +127,23 @@ class CaptionChoice:
 def caption_choice(
     clip: NDArray[np.int64], rank: NDArray[np.int16], *, num_clips: int, weights: NDArray[np.float64]
 ) -> CaptionChoice:
-    """Makes the choice from the clip and the source's rank of each place, ascending by both."""
+    """Make the choice from the clip and the source's rank of each entry, sorted by both."""
     begins = np.flatnonzero(np.r_[len(clip) > 0, (clip[1:] != clip[:-1]) | (rank[1:] != rank[:-1])])
-    first_place = smallest(np.r_[begins, len(clip)])
+    first_entry = smallest(np.r_[begins, len(clip)])
     if len(begins) == num_clips:
-        return CaptionChoice(first_place, None, None)
+        return CaptionChoice(first_entry, None, None)
     first_run = np.searchsorted(clip[begins], np.arange(num_clips + 1))
-    return CaptionChoice(first_place, smallest(first_run), np.r_[0.0, np.cumsum(weights[rank[begins]])])
+    return CaptionChoice(first_entry, smallest(first_run), np.r_[0.0, np.cumsum(weights[rank[begins]])])
 
 
 def smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """The same numbers, which are not negative, in four bytes each where they fit."""
+    """Convert non-negative integers to int32 if they fit."""
     fits = not len(numbers) or int(numbers.max()) <= np.iinfo(np.int32).max
     return numbers.astype(np.int32) if fits else numbers
 
 
-# The words of captions, by id.
-
-
 class CaptionTexts:
-    """All captions of a manifest, as Arrow has them: no Python object a caption. Safe to use from many threads."""
+    """The texts of all captions of a manifest by id, in an Arrow table rather than as Python objects. Thread-safe."""
 
     def __init__(self, data_dir: Path) -> None:
         table = read_captions(data_dir)
@@ -153,16 +151,16 @@ class CaptionTexts:
         self._texts: pa.ChunkedArray = table["text"]
 
     def text(self, caption_id: int) -> str:
-        """The words of a caption that there is."""
+        """The text of an existing caption."""
         return str(self._texts[int(np.searchsorted(self._caption_id, caption_id))].as_py())
 
     def require_different(self, caption_id: NDArray[np.integer], *, split: str) -> None:
-        """Raises a UserError where all of some captions are the same text: there is nothing to tell apart."""
+        """See `require_different`."""
         require_different(self._texts, np.searchsorted(self._caption_id, caption_id), split=split)
 
 
 def require_different(texts: pa.ChunkedArray, rows: NDArray[np.integer], *, split: str) -> None:
-    """Raises a UserError where the texts at `rows` are all the same: there is nothing to tell apart."""
+    """Raise a UserError if the texts at `rows` are all the same, so that there is nothing to tell apart."""
     first = texts[int(rows[0])]
     if pc.equal(texts, first).to_numpy()[rows].all():
         raise UserError(

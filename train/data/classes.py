@@ -1,12 +1,13 @@
-"""Which classes there are, and which of them a clip has: from the label columns of the captions.
+"""Classes of clips, from the label columns of the captions.
 
-Classes are those of the captions of the training and of the evaluation split together, whether their videos could be
-had or not as long as the manifest names them. An action of EPIC-KITCHENS-100 is a string "verb:noun" of two class
-numbers, and actions are in the order of these strings: "0:10" comes before "0:2". Other classes are in the order of
-numbers where all are numbers, else in that of strings.
+The classes are those of all captions of the training and the evaluation split, whether or not their videos could be
+obtained. An action of EPIC-KITCHENS-100 is a string "verb:noun" of two class numbers, and actions are sorted as
+strings: "0:10" comes before "0:2". Other classes are sorted as numbers if all are numbers, otherwise as strings.
+
+Suffixes: R rows of the captions, L labels.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ _VERB, _NOUN = "label_verb", "label_noun"
 
 @dataclass(frozen=True)
 class ClassList:
-    """The classes, in their order.
+    """The classes of a label, in order.
 
     Attributes:
-        label: as in the settings.
+        label: name of the label, as in the settings.
         names: of each class; of an action "verb:noun".
     """
 
@@ -41,7 +42,7 @@ class ClassList:
 
     @property
     def parts(self) -> dict[str, NDArray[np.int64]]:
-        """The verb and the noun of each action; nothing for other labels."""
+        """The verb and the noun of each action; empty for other labels."""
         if self.label != ACTION:
             return {}
         pairs = np.array([name.split(":") for name in self.names], np.int64).reshape(-1, 2)
@@ -50,6 +51,10 @@ class ClassList:
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
         return {"label": self.label, "names": list(self.names)}
+
+    def describe(self, label: NDArray[np.int64]) -> str:
+        """How many of the classes occur among samples of these classes (-1: none)."""
+        return f"{len(np.unique(label[label >= 0])):,} of {len(self):,} classes ({self.label})"
 
 
 def read_classes(data_dir: Path, *, label: str, splits: Collection[str]) -> ClassList:
@@ -61,15 +66,16 @@ def read_classes(data_dir: Path, *, label: str, splits: Collection[str]) -> Clas
     captions = read_captions(data_dir)
     videos = read_videos(data_dir)
     own = videos.filter(pc.is_in(videos["split"], value_set=pa.array(list(splits))))["video_id"].combine_chunks()
-    names = names_of(captions, label=label).filter(pc.is_in(captions["video_id"].cast(pa.string()), value_set=own))
-    there = pc.unique(names.drop_null()).to_pylist()
-    if len(there) < 2:
+    is_own = pc.is_in(captions["video_id"].cast(pa.string()), value_set=own)
+    names: list[str] = pc.unique(class_names_of(captions, label=label).filter(is_own).drop_null()).to_pylist()
+    if len(names) < 2:
         raise UserError(
-            f"captions of {' and '.join(sorted(set(splits)))} have {len(there)} different values of {label!r}: "
+            f"captions of {' and '.join(sorted(set(splits)))} have {len(names)} different values of {label!r}: "
             "there is nothing to tell apart",
-            hint="use a data set with labels (see train/classify), or another --label",
+            hint="use a data set with labels (see docs/classification.md), or another --label",
         )
-    return ClassList(label, tuple(_in_order(there)))
+    are_numbers = all(name.removeprefix("-").isdecimal() for name in names)
+    return ClassList(label, tuple(sorted(names, key=int) if are_numbers else sorted(names)))
 
 
 def label_names(captions: pa.Table) -> list[str]:
@@ -77,33 +83,76 @@ def label_names(captions: pa.Table) -> list[str]:
     return [one.removeprefix(_PREFIX) for one in captions.column_names if one.startswith(_PREFIX)]
 
 
-def names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
-    """The name of each caption's class, null where it has none.
+def class_names_of(captions: pa.Table, *, label: str) -> pa.ChunkedArray:
+    """The name of each caption's class, null if it has none.
 
     Raises:
-        UserError: there is no such label, or a caption can have several of it.
+        UserError: there is no such label, or a caption can have several values of it.
     """
     wanted = (_VERB, _NOUN) if label == ACTION else (f"{_PREFIX}{label}",)
     for name in wanted:
         if name not in captions.column_names:
-            there = label_names(captions)
             raise UserError(
                 f"the captions have no column {name} (asked for as label {label!r})",
-                hint=f"labels there: {', '.join(there) or 'none'}",
+                hint=f"labels there: {', '.join(label_names(captions)) or 'none'}",
             )
         if pa.types.is_nested(captions[name].type):
-            raise UserError(f"a caption has several {label}: they are no class", hint="use another --label")
+            raise UserError(f"captions can have several {label}, which cannot be a class", hint="use another --label")
     texts = [captions[name].cast(pa.string()) for name in wanted]
     return pc.binary_join_element_wise(*texts, ":") if label == ACTION else texts[0]
 
 
-def numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
-    """The class of each name, int64; -1 where it is null or none of the classes."""
+def class_numbers_of(names: pa.ChunkedArray, classes: ClassList) -> NDArray[np.int64]:
+    """The class of each name, int64; -1 if it is null or none of the classes."""
     found = pc.index_in(names, value_set=pa.array(classes.names))
     return pc.fill_null(found, -1).to_numpy().astype(np.int64)
 
 
-def _in_order(names: list[str]) -> list[str]:
-    if all(name.removeprefix("-").isdecimal() for name in names):
-        return sorted(names, key=int)
-    return sorted(names)
+@dataclass(frozen=True)
+class LabelledRows:
+    """The captions of a split that have at least one of some labels.
+
+    Attributes:
+        row: int64 [R], row of each in the table of captions, ascending.
+        label: int64 [R, L], the class in each class list; -1 if it has none of them.
+        num_captions: captions of the split, with or without labels.
+        num_unlabelled: captions with none of the labels.
+        num_other_classes: captions with labels, but with none of the classes.
+    """
+
+    row: NDArray[np.int64]
+    label: NDArray[np.int64]
+    num_captions: int
+    num_unlabelled: int
+    num_other_classes: int
+
+    def remarks(self) -> list[str]:
+        """Excluded captions, by reason."""
+        counts = {
+            f"{self.num_unlabelled:,} without label": self.num_unlabelled,
+            f"{self.num_other_classes:,} of other classes": self.num_other_classes,
+        }
+        return [text for text, count in counts.items() if count]
+
+
+def labelled_rows(captions: pa.Table, *, is_of_split: NDArray[np.bool_], classes: Sequence[ClassList]) -> LabelledRows:
+    """Find the labelled captions of a split and number their classes.
+
+    Raises:
+        UserError: the captions have no such label, or can have several values of it.
+    """
+    of_split = np.flatnonzero(is_of_split)
+    label_RL = np.empty((len(of_split), len(classes)), np.int64)
+    has_any = np.zeros(len(of_split), bool)
+    for column, its in enumerate(classes):
+        names = class_names_of(captions, label=its.label).take(pa.array(of_split))
+        label_RL[:, column] = class_numbers_of(names, its)
+        has_any |= names.is_valid().to_numpy()
+    is_kept = (label_RL >= 0).any(axis=1)
+    return LabelledRows(
+        row=of_split[is_kept],
+        label=label_RL[is_kept],
+        num_captions=len(of_split),
+        num_unlabelled=int((~has_any).sum()),
+        num_other_classes=int((has_any & ~is_kept).sum()),
+    )

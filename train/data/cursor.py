@@ -1,8 +1,8 @@
-"""Where a run stands in the endless order: exact whatever the batch and the ranks were, and will be.
+"""Resume cursor: how far a run has come in the endless sample order, for any batch size and number of ranks.
 
-While nothing fails, this is one number: everything before `position` has been seen. A rank whose sample fails takes
-the next of its own, and is then ahead of the others by one; what it took early is remembered, so that nobody takes it
-again.
+As long as nothing fails, the cursor is one number: all positions before it have been taken. A rank whose sample fails
+takes its next position and is then one ahead of the other ranks; positions taken early are recorded, so that no rank
+takes them again after a resume.
 """
 
 from collections.abc import Iterable
@@ -19,40 +19,40 @@ _SEPARATOR = "-"
 
 
 class LoaderState(TypedDict):
-    """Where a run over a set of samples stands."""
+    """State of a loader, as stored in a checkpoint."""
 
-    position: int  # every place of the order before it has been taken
-    ahead: list[int]  # places after it that have been taken too: more than none only with several ranks
+    position: int  # all positions before it have been taken
+    ahead: list[int]  # further positions taken: only with several ranks, after failures
     seed: int
-    samples: str  # fingerprint of the set
+    samples: str  # fingerprint of the sample set
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """All positions before `position` are taken, and those in `ahead` (ascending, none before `position`)."""
+    """All positions before `position` have been taken, and those in `ahead` (ascending, at or after `position`)."""
 
     position: int
     ahead: tuple[int, ...] = ()
 
     def has_passed(self, position: int) -> bool:
-        """Whether `position` has been taken."""
+        """Return True if `position` has been taken."""
         return position < self.position or position in self.ahead
 
     def positions(self, begin: int, count: int, *, rank: int, num_ranks: int, group: int = 1) -> NDArray[np.int64]:
-        """The `count` positions that a rank takes, not counting the first `begin` of its own, in order.
+        """The `count` positions that a rank takes after its first `begin`, in order.
 
-        Of the positions that are not taken, rank r takes every num_ranks-th `group` beginning with the r-th.
+        Of the positions not yet taken, rank r takes every num_ranks-th `group`, starting with the r-th.
         """
         return self._nth_free(positions_of_rank(begin, count, rank=rank, num_ranks=num_ranks, group=group))
 
     def after(self, num_common: int, num_own: int, *, rank: int, num_ranks: int, group: int = 1) -> "Cursor":
-        """The place when every rank has taken `num_common` positions, and this one `num_own`, at least as many."""
-        whole = num_common // group * group  # of a group that is begun, the ranks have taken parts that lie apart
+        """The cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
+        whole = num_common // group * group  # positions of an unfinished group are not contiguous across ranks
         position = int(self._nth_free(np.array([whole * num_ranks]))[0])
         early = self.positions(whole, num_own - whole, rank=rank, num_ranks=num_ranks, group=group).tolist()
-        place = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
-        # Ranks that met different failures must still name the same position, so that `together` knows them by it.
-        return place if num_ranks > 1 else together([place])
+        cursor = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
+        # Ranks with different failures must still report the same position, by which `merge_cursors` matches them.
+        return cursor if num_ranks > 1 else merge_cursors([cursor])
 
     def _nth_free(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.ahead:
@@ -61,65 +61,88 @@ class Cursor:
         return self.position + numbers + np.searchsorted(free_before, numbers, side="right")
 
 
-def set_fingerprint(order: str, content: str) -> str:
-    """Fingerprint of a set of samples in two parts, so that an error can tell which of them differs.
-
-    Args:
-        order: hash of which samples there are and in which order.
-        content: hash of what a sample shows beside its pictures. Runs of older versions have no such part.
-    """
-    return f"{order}{_SEPARATOR}{content}"
-
-
-def resumed(states: Iterable[LoaderState], *, samples: str, seed: int, what: str) -> Cursor:
-    """The place that the states of all ranks describe.
-
-    Args:
-        samples, seed: of the set that goes on.
-        what: describes it in the error.
+def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
+    """One cursor for the cursors of all ranks, which have taken the same number of batches.
 
     Raises:
-        UserError: they are of another set of samples or another seed, in which their place means nothing, or of
-            different steps.
-    """
-    states = list(states)
-    order, _, content = samples.partition(_SEPARATOR)
-    for state in states:
-        old_order, _, old_content = state["samples"].partition(_SEPARATOR)
-        if old_order == order and old_content and old_content != content:
-            raise UserError(
-                f"the captions of {what} have other words or sources than those that the run was trained with",
-                hint="go on with the captions that the run began with, or begin a new run with another --out",
-            )
-        if old_order != order or state["seed"] != seed:
-            of_other = "samples" if old_order != order else f"order: seed {state['seed']}"
-            raise UserError(
-                f"the loader's state is of other {of_other}, not of {what}, seed {seed}",
-                hint="go on with the data, split, segment and seed that the run began with",
-            )
-    try:
-        return together([Cursor(state["position"], tuple(state["ahead"])) for state in states])
-    except ValueError as error:
-        raise UserError(
-            f"the loader's states do not belong together: {error}", hint="give those of one step"
-        ) from error
-
-
-def together(places: Iterable[Cursor]) -> Cursor:
-    """One place for the places of all ranks, which have taken the same number of batches.
-
-    Raises:
-        ValueError: the ranks stand at different batches.
+        ValueError: the ranks are at different batches.
     """
     ahead: set[int] = set()
     positions = set()
-    for place in places:
-        ahead.update(place.ahead)
-        positions.add(place.position)
+    for cursor in cursors:
+        ahead.update(cursor.ahead)
+        positions.add(cursor.position)
     if len(positions) != 1:
-        raise ValueError(f"the ranks stand at different positions: {sorted(positions)}")
+        raise ValueError(f"the ranks are at different positions: {sorted(positions)}")
     (position,) = positions
     while position in ahead:
         ahead.remove(position)
         position += 1
     return Cursor(position, tuple(sorted(ahead)))
+
+
+def set_fingerprint(order: str, content: str) -> str:
+    """Fingerprint of a sample set in two parts, so that an error can say which of them differs.
+
+    Args:
+        order: hash of the samples and their order.
+        content: hash of what a sample contains beside its frames. Runs of older versions lack this part.
+    """
+    return f"{order}{_SEPARATOR}{content}"
+
+
+class Resumable:
+    """Base of loaders that can be resumed.
+
+    Attributes:
+        cursor: position up to which batches have been taken.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+        self.cursor = Cursor(0)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the samples and their order."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for the log: what the set contains, what was excluded and why."""
+        raise NotImplementedError
+
+    def state_dict(self) -> LoaderState:
+        """State after the batches taken so far; identical on all ranks unless a sample has failed."""
+        cursor = self.cursor
+        return LoaderState(
+            position=cursor.position, ahead=list(cursor.ahead), seed=self._seed, samples=self.fingerprint
+        )
+
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """Resume from the states of all ranks, whatever the batch size and the number of ranks were and are.
+
+        One state is enough if no sample had failed, or if there was one rank.
+
+        Raises:
+            UserError: the states are of another sample set, another seed or different steps.
+        """
+        order, _, content = self.fingerprint.partition(_SEPARATOR)
+        for state in states:
+            old_order, _, old_content = state["samples"].partition(_SEPARATOR)
+            if old_order == order and old_content and old_content != content:
+                raise UserError(
+                    f"the captions of {self.describe()} differ in text or source from those the run was trained with",
+                    hint="resume with the original captions, or start a new run with another --out",
+                )
+            if old_order != order or state["seed"] != self._seed:
+                of_other = "samples" if old_order != order else f"order: seed {state['seed']}"
+                raise UserError(
+                    f"the loader's state belongs to other {of_other}, not to {self.describe()}, seed {self._seed}",
+                    hint="resume with the data, split, segment and seed that the run was started with",
+                )
+        try:
+            self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])
+        except ValueError as error:
+            raise UserError(
+                f"the loader's states are of different steps: {error}", hint="give the states of one step"
+            ) from error

@@ -1,21 +1,25 @@
-"""Which frames a clip is made of: exact arithmetic on whole numbers, no I/O.
+"""Which frames a clip consists of: exact integer arithmetic, no I/O.
 
-A caption names a span [begin, end) of its video, from which T moments are taken:
+A caption names a span [begin, end) of its video, from which T moments are taken (`moments_of`):
 
-    uniform  one from each of T equal segments: a seeded place in training, the centre in evaluation
-    stride   T moments `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a seeded
-             place of the span in training, in its middle in evaluation; in a shorter span the stride is span / T
-    lavila   LaViLa's rule: the span without its last frame in T segments, borders rounded to whole frames, half to
-             even; a seeded frame between them, both included, in training, the lower middle one in evaluation
+    uniform  one moment from each of T equal segments: a random one in training, the centre in evaluation
+    stride   T moments that are `stride` frames apart (VideoMAE's 16 x 4): the window of T x stride frames lies at a
+             random offset in the span in training, in its middle in evaluation; in a shorter span the stride is
+             span / T
+    lavila   LaViLa's rule: the span without its last frame in T segments with borders rounded to whole frames, half to
+             even; a random frame between two borders (both included) in training, the lower middle one in evaluation
 
-An evaluation may look at a clip several times, at `view_places`, and then takes other places than the middle.
+An evaluation with several views of a clip takes its moments at `view_offsets` in place of the middle.
 
-A moment belongs to the chunk that covers it and there to the frame that is on screen: frame i of a chunk is shown
-during [start + i / fps, start + (i + 1) / fps). A clip may need frames of several chunks.
+A moment belongs to the chunk that covers it, and there to the frame on screen (`locate_frames`): frame i of a chunk is
+shown during [start + i / fps, start + (i + 1) / fps). A clip may take frames from several chunks.
 
-Times are microseconds. Captions arrive as floating-point seconds and are rounded once, so that 3.3 s is the
-beginning of frame 33 at 10 fps and not the end of frame 32. From there on nothing is rounded: moments are numerators
-over one common denominator.
+Times are in microseconds. Captions arrive as floating-point seconds and are rounded once, so that 3.3 s is the
+beginning of frame 33 at 10 fps and not the end of frame 32. Nothing is rounded afterwards: moments are numerators over
+a common denominator.
+
+Segments of latents have their frames in memory already; `spread_frames` (uniform) and `window_frames` (stride) select
+from them. Shape suffixes there: B batch, F frames of a segment, C channels, H and W sides of a latent, K parts.
 """
 
 import math
@@ -23,22 +27,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 US_PER_S = 1_000_000
-_JITTER_STEPS = 1 << 20
-# Starts of chunks are stored in whole milliseconds: up to this much lies between two neighbours, or is claimed twice.
+# Starts of chunks are stored in whole milliseconds: neighbouring chunks may leave a gap, or overlap, by this much.
 START_ROUNDING_US = 1000
+MIDDLE = Fraction(1, 2)
+_JITTER_STEPS = 1 << 20
 
 SamplingRule = Literal["uniform", "stride", "lavila"]
-MIDDLE = Fraction(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Which moments of a span are shown: `num_frames` of them; `stride` is in frames of the chunk and for that rule."""
+    """Which moments of a span are shown: `num_frames` of them; `stride`, in frames of the chunk, is for that rule."""
 
     num_frames: int
     rule: SamplingRule = "uniform"
@@ -46,26 +54,13 @@ class Sampling:
 
     @property
     def window(self) -> str:
-        """What the stride rule wants, in words."""
+        """The window of the stride rule, as text."""
         return f"{self.num_frames} x {self.stride} frames"
-
-
-def view_places(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
-    """Where each of `num_views` looks at a clip takes its moments, in parts of the room that the rule leaves.
-
-    With "stride" windows reach from the begin of the span to its end (VideoMAE's test clips); otherwise each equal
-    segment is itself looked at in the middles of equal parts. One look is in the middle with every rule.
-    """
-    if num_views == 1:
-        return (MIDDLE,)
-    if rule == "stride":
-        return tuple(Fraction(number, num_views - 1) for number in range(num_views))
-    return tuple(Fraction(2 * number + 1, 2 * num_views) for number in range(num_views))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTimes:
-    """The place of one chunk in its video."""
+    """Position of a chunk in its video."""
 
     start_ms: int
     num_frames: int
@@ -87,21 +82,51 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class FramePlace:
-    """One frame: the chunk's position in the list that was given, and the frame's index in the chunk."""
+class FrameIndex:
+    """A frame: index of its chunk in the list that was given, and index of the frame in the chunk."""
 
     chunk: int
     frame: int
 
 
-def to_us(seconds: float) -> int:
-    """Seconds as the nearest whole microsecond.
+def frame_indices(
+    begin_us: int,
+    end_us: int,
+    sampling: Sampling,
+    chunks: Sequence[ChunkTimes],
+    *,
+    rng: np.random.Generator | None,
+    num_views: int = 1,
+) -> list[FrameIndex]:
+    """The frames of the span [begin_us, end_us), which lies in `chunks`; the frame rate is that of the first chunk.
 
-    Raises:
-        ValueError: it is no finite number.
+    Without `rng`, as in evaluation, the frames of `num_views` views, one view after another.
     """
+    fps_num, fps_den = chunks[0].fps_num, chunks[0].fps_den
+    frames: list[FrameIndex] = []
+    for at in view_offsets(sampling.rule, 1 if rng is not None else num_views):
+        moments = moments_of(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
+        frames += locate_frames(moments, chunks)
+    return frames
+
+
+def view_offsets(rule: SamplingRule, num_views: int) -> tuple[Fraction, ...]:
+    """Where each of `num_views` views of a clip takes its moments, from 0 to 1 of the room that the rule leaves.
+
+    With "stride" the windows reach from the begin of the span to its end (VideoMAE's test clips); with the other rules
+    each segment is sampled at the middles of equal parts. A single view is in the middle with every rule.
+    """
+    if num_views == 1:
+        return (MIDDLE,)
+    if rule == "stride":
+        return tuple(Fraction(number, num_views - 1) for number in range(num_views))
+    return tuple(Fraction(2 * number + 1, 2 * num_views) for number in range(num_views))
+
+
+def to_us(seconds: float) -> int:
+    """Seconds as the nearest whole microsecond; raises ValueError if they are not finite."""
     if not np.isfinite(seconds):
-        raise ValueError(f"{seconds} s is no moment")
+        raise ValueError(f"{seconds} s is not a time")
     return round(seconds * US_PER_S)
 
 
@@ -115,49 +140,35 @@ def moments_of(
     rng: np.random.Generator | None,
     at: Fraction = MIDDLE,
 ) -> Moments:
-    """The moments of [begin_us, end_us) that `sampling` shows; with `rng` as in training, without as in evaluation.
+    """The moments of [begin_us, end_us) that `sampling` selects, random with `rng` as in training.
 
     Args:
         fps_num, fps_den: frames per second, for the rules that count frames.
-        at: where an evaluation looks (`view_places`).
+        at: offset of an evaluation's view (`view_offsets`).
 
     Raises:
-        ValueError: the span is empty, or no frame is asked for.
+        ValueError: the span is empty, or no frame is requested.
     """
     count = sampling.num_frames
     if end_us <= begin_us or count < 1:
         raise ValueError(f"no {count} moments in [{begin_us}, {end_us}) us")
-    if sampling.rule == "stride":
-        return _strided(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
     if sampling.rule == "lavila":
         return _lavila(begin_us, end_us, count, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
+    if sampling.rule == "stride":
+        offset, steps = at.as_integer_ratio() if rng is None else (int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS)
+        # In units of 1 / (count * fps_num * steps) us everything below is an integer.
+        span = (end_us - begin_us) * fps_num * steps
+        step = min(sampling.stride * fps_den * US_PER_S * steps * count, span)
+        first = begin_us * count * fps_num * steps + (span * count - step * count) // steps * offset
+        return Moments(tuple(first + number * step for number in range(count)), count * fps_num * steps)
     if rng is None:
-        places, steps = [at.numerator] * count, at.denominator
+        offsets, steps = [at.numerator] * count, at.denominator
     else:
-        places, steps = rng.integers(_JITTER_STEPS, size=count).tolist(), _JITTER_STEPS
+        offsets, steps = rng.integers(_JITTER_STEPS, size=count).tolist(), _JITTER_STEPS
     scale, span_us = count * steps, end_us - begin_us
     return Moments(
-        tuple(begin_us * scale + (number * steps + place) * span_us for number, place in enumerate(places)), scale
+        tuple(begin_us * scale + (number * steps + offset) * span_us for number, offset in enumerate(offsets)), scale
     )
-
-
-def _strided(
-    begin_us: int,
-    end_us: int,
-    sampling: Sampling,
-    *,
-    fps_num: int,
-    fps_den: int,
-    rng: np.random.Generator | None,
-    at: Fraction,
-) -> Moments:
-    count = sampling.num_frames
-    place, steps = at.as_integer_ratio() if rng is None else (int(rng.integers(_JITTER_STEPS)), _JITTER_STEPS)
-    # In units of 1 / (count * fps_num * steps) us everything below is whole.
-    span = (end_us - begin_us) * fps_num * steps
-    step = min(sampling.stride * fps_den * US_PER_S * steps * count, span)
-    first = begin_us * count * fps_num * steps + (span * count - step * count) // steps * place
-    return Moments(tuple(first + number * step for number in range(count)), count * fps_num * steps)
 
 
 def _lavila(
@@ -178,13 +189,13 @@ def _lavila(
         low + math.floor((high - low) * at) if rng is None else int(rng.integers(low, high + 1))
         for low, high in pairwise(borders)
     ]
-    # The middle of the time that the frame is on screen, moved into the span where the span begins or ends within it.
+    # The middle of the frame's time on screen, moved into the span if the span begins or ends during it.
     scale = 2 * fps_num
     earliest, latest = begin_us * scale, end_us * scale - 1
     return Moments(tuple(min(max((2 * frame + 1) * frame_us_num, earliest), latest) for frame in frames), scale)
 
 
-def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FramePlace]:
+def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameIndex]:
     """The frame on screen at each moment, among `chunks` of one video in order of time.
 
     Raises:
@@ -193,7 +204,7 @@ def locate_frames(moments: Moments, chunks: Sequence[ChunkTimes]) -> list[FrameP
     return [_locate(numerator, moments.denominator, chunks) for numerator in moments.numerators]
 
 
-def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> FramePlace:
+def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> FrameIndex:
     for number in reversed(range(len(chunks))):
         chunk = chunks[number]
         after_start = numerator - chunk.start_ms * 1000 * denominator
@@ -201,8 +212,40 @@ def _locate(numerator: int, denominator: int, chunks: Sequence[ChunkTimes]) -> F
             continue
         frame = after_start * chunk.fps_num // (chunk.fps_den * US_PER_S * denominator)
         if frame < chunk.num_frames:
-            return FramePlace(number, frame)
+            return FrameIndex(number, frame)
         if numerator < (chunk.end_us + START_ROUNDING_US) * denominator:
-            return FramePlace(number, chunk.num_frames - 1)
+            return FrameIndex(number, chunk.num_frames - 1)
         break
     raise ValueError(f"no chunk holds the moment {numerator / denominator / US_PER_S:.6f} s")
+
+
+def window_frames(
+    latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_B: NDArray[np.float64] | None
+) -> "torch.Tensor":
+    """`num_frames` consecutive frames of each segment, in its middle or at `offset_B`, in [0, 1) of the room left."""
+    import torch
+
+    from train.device.transfer import sent
+
+    room = latents_BFCHW.shape[1] - num_frames
+    if offset_B is None:
+        return latents_BFCHW[:, room // 2 : room // 2 + num_frames]
+    begin_B = sent((offset_B * (room + 1)).astype(np.int64), latents_BFCHW.device)
+    frames_BT = begin_B[:, None] + torch.arange(num_frames, device=latents_BFCHW.device)
+    return latents_BFCHW[torch.arange(len(frames_BT), device=latents_BFCHW.device)[:, None], frames_BT]
+
+
+def spread_frames(
+    latents_BFCHW: "torch.Tensor", *, num_frames: int, offset_BK: NDArray[np.float64] | None
+) -> "torch.Tensor":
+    """One frame from each of `num_frames` equal parts of a segment, in its middle or at `offset_BK`, in [0, 1)."""
+    import torch
+
+    from train.device.transfer import sent
+
+    size, length = latents_BFCHW.shape[:2]
+    if offset_BK is None:
+        offset_BK = np.full((size, num_frames), 0.5)
+    chosen_BK = ((np.arange(num_frames) + offset_BK) * length / num_frames).astype(np.int64).clip(max=length - 1)
+    segments_B1 = torch.arange(size, device=latents_BFCHW.device)[:, None]
+    return latents_BFCHW[segments_B1, sent(chosen_BK, latents_BFCHW.device)]

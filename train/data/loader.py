@@ -1,8 +1,8 @@
-"""Batches from a set of samples: worker threads decode ahead, and the order does not depend on them.
+"""Batches from a sample set: worker threads load ahead, and the order of samples does not depend on them.
 
-Training walks the endless order of train.data.order. Its whole state is a place in it (train.data.cursor); how many
-samples have failed so far is the caller's to count. A failed sample is handed to the caller by name and its
-place in the batch is filled by the next sample in order, so the same failures give the same batches.
+Training follows the endless order of train.data.order, and its whole state is a cursor in it (train.data.cursor). A
+sample that fails is reported beside the batch and replaced by the next sample in order, so the same failures give the
+same batches (train.data.outcomes).
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -10,66 +10,88 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from train.data.batch import Sample
-from train.data.cursor import Cursor, LoaderState, resumed
+from train.data.cursor import Cursor, LoaderState, Resumable
 from train.data.order import SampleOrder
-from train.data.outcomes import BatchFilling, FailedSample, LoadedBatch
+from train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
 from train.data.workers import Stuck, in_order
 
 _BLOCK = 4096
 
 
 @dataclass(frozen=True)
-class Visit:
-    """One sample at one position of the order; without a seed as in evaluation, where nothing is random."""
+class SampleRequest:
+    """A sample to load for one position of the order; without a seed, as in evaluation, nothing about it is random."""
 
     sample: int
     position: int
     seed: int | None
 
     def rng(self) -> np.random.Generator | None:
-        """A generator of its own for every visit: what is drawn does not depend on threads or on what came before."""
+        """A generator for this request alone, so that draws depend neither on threads nor on earlier requests."""
         return None if self.seed is None else np.random.default_rng((self.seed, self.position))
 
-    def shared_rng(self, num_visits: int) -> np.random.Generator | None:
-        """A generator that the `num_visits` visits of a group begin with alike, and that is none of their own."""
-        first = self.position - self.position % num_visits
-        return None if self.seed is None else np.random.default_rng((self.seed, first, num_visits))
+    def shared_rng(self, num_requests: int) -> np.random.Generator | None:
+        """A generator in the same state for all `num_requests` requests of a group, and unlike that of `rng`."""
+        first = self.position - self.position % num_requests
+        return None if self.seed is None else np.random.default_rng((self.seed, first, num_requests))
 
 
 class SampleSet(Protocol):
-    """What a loader reads from."""
+    """Samples as a `Loader` reads them."""
 
     @property
     def fingerprint(self) -> str:
-        """Hash of which samples there are and in which order."""
-        ...
+        """Hash of the samples and their order."""
 
     def __len__(self) -> int: ...
 
     def describe(self) -> str:
-        """One line for the log: what is in the set, and what is left out and why."""
-        ...
+        """One line for the log: what the set contains, what was excluded and why."""
 
-    def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
-        """The samples of a few visits that may share work, in their order."""
-        ...
+    def load(self, requests: Sequence[SampleRequest]) -> list[Sample | FailedSample]:
+        """Load the samples of a group of requests, in their order; requests of a group may share work."""
 
     def key(self, sample: int) -> str:
-        """What a sample is named by where it fails."""
-        ...
+        """Name of a sample in failures."""
+
+
+class TrainingSet(Protocol):
+    """Batches of samples, as the training loop and evaluations read them."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the samples and their order."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of samples in an epoch; None if unknown, as in a stream."""
+
+    def describe(self) -> str:
+        """One line for the log: what the set contains, what was excluded and why."""
+
+    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
+        """Endless batches in training order; raises TooManyFailures after more than `max_failures` failures."""
+
+    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
+        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
+
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """Resume `batches` from the states of all ranks; raises UserError if they do not match the set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How batches are made of samples.
+    """How samples are loaded and batched.
 
     Attributes:
-        num_ahead: samples that are decoded or waiting at any time, at most.
-        group: samples that are visited in a row and loaded together.
-        stuck_after_s: a sample that takes longer has failed.
-        pin: whether batches lie in pinned memory, for copies to a GPU.
+        batch: samples in this rank's batch.
+        num_ahead: maximum number of samples loaded or being loaded ahead of the caller.
+        group: number of consecutive samples that are loaded together.
+        stuck_after_s: seconds after which a sample that is still being loaded fails.
+        pin: put batches into pinned memory, for copies to a GPU.
     """
 
     batch: int
@@ -87,134 +109,109 @@ class LoaderSettings:
             raise ValueError(f"out of range: {self}")
 
 
-class TrainingSet(Protocol):
-    """Samples with a loader of their own: what the loop and the evaluations read from."""
+class BatchLoader(Resumable):
+    """Batches of samples in training order for one rank; a batch is valid until the second one after it is requested.
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of which samples there are and in which order."""
-        ...
-
-    @property
-    def num_samples(self) -> int | None:
-        """Samples of an epoch; None where that shows only in passing."""
-        ...
-
-    def describe(self) -> str:
-        """One line for the log: what is in the set, and what is left out and why."""
-        ...
-
-    def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order; TooManyFailures when more than `max_failures` samples failed."""
-        ...
-
-    def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's part of every `every`-th sample, each once, in order; the last batch may be smaller, or empty."""
-        ...
-
-    def load_state_dict(self, *states: LoaderState) -> None:
-        """`batches` without a position go on from the states of all ranks; UserError where they do not fit."""
-        ...
-
-
-class Loader:
-    """Batches of a set for one rank. A batch is valid until the second one after it is asked for.
-
-    Attributes:
-        place: where the batches taken so far end.
+    Subclasses load the samples.
     """
 
-    def __init__(self, samples: SampleSet, settings: LoaderSettings) -> None:
-        self._samples = samples
-        self._settings = settings
-        self._order = SampleOrder(len(samples), settings.seed, settings.group)
-        self.place = Cursor(0)
+    def __init__(self, loading: LoaderSettings) -> None:
+        super().__init__(seed=loading.seed)
+        self._loading = loading
 
     def batches(self, *, position: int | None = None, max_failures: int) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order, from `position` on, or from where the loader stands.
+        """Endless batches in training order, from `position` on; by default from the cursor.
 
         Raises:
             TooManyFailures: more than `max_failures` samples failed.
         """
-        settings = self._settings
-        begin = self.place if position is None else Cursor(position)
-        filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=max_failures)
-        where = {"rank": settings.rank, "num_ranks": settings.num_ranks, "group": settings.group}
-        for num_own, outcome in enumerate(self._outcomes(self._training_visits(begin)), start=1):
-            if filling.add(outcome):
-                num_common = filling.num_batches * settings.batch
-                self.place = begin.after(num_common, num_own, **where)
-                yield filling.take(self.place)
+        loading = self._loading
+        begin = self.cursor if position is None else Cursor(position)
+        building = BatchBuilder(loading.batch, pin=loading.pin, max_failures=max_failures)
+        ranks = {"rank": loading.rank, "num_ranks": loading.num_ranks, "group": loading.group}
+        for num_own, outcome in enumerate(self._training_outcomes(begin), start=1):
+            if building.add(outcome):
+                num_common = building.num_batches * loading.batch
+                self.cursor = begin.after(num_common, num_own, **ranks)
+                yield building.take(self.cursor)
+
+    def _training_outcomes(self, begin: Cursor) -> Iterator[Sample | FailedSample | None]:
+        """This rank's samples and failures from `begin` on, in order; None for an empty position."""
+        raise NotImplementedError
+
+    def _positions(self, begin: Cursor) -> Iterator[NDArray[np.int64]]:
+        """This rank's positions from `begin` on, in blocks of whole groups."""
+        loading, taken = self._loading, 0
+        count = -(-_BLOCK // loading.group) * loading.group
+        while True:
+            yield begin.positions(taken, count, rank=loading.rank, num_ranks=loading.num_ranks, group=loading.group)
+            taken += count
+
+
+class Loader(BatchLoader):
+    """Batches of a sample set."""
+
+    def __init__(self, samples: SampleSet, loading: LoaderSettings) -> None:
+        super().__init__(loading)
+        self._samples = samples
+        self._order = SampleOrder(len(samples), loading.seed, loading.group)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the samples and their order."""
+        return self._samples.fingerprint
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return self._samples.describe()
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's part of every `every`-th sample, each once, in order; the last batch may be smaller, or empty."""
-        settings = self._settings
-        filling = BatchFilling(settings.batch, pin=settings.pin, max_failures=None)
-        numbers = range(settings.rank * every, len(self._samples), settings.num_ranks * every)
-        visits: Iterator[list[Visit | None]] = ([Visit(number, number, None)] for number in numbers)
-        for number, outcome in zip(numbers, self._outcomes(visits), strict=True):
-            if filling.add(outcome):
-                yield filling.take(Cursor(number + 1))
-        if filling.has_any:
-            yield filling.take(Cursor(len(self._samples)))
+        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
+        loading = self._loading
+        building = BatchBuilder(loading.batch, pin=loading.pin, max_failures=None)
+        numbers = range(loading.rank * every, len(self._samples), loading.num_ranks * every)
+        requests: Iterator[list[SampleRequest | None]] = ([SampleRequest(one, one, None)] for one in numbers)
+        for number, outcome in zip(numbers, self._outcomes(requests), strict=True):
+            if building.add(outcome):
+                yield building.take(Cursor(number + 1))
+        if not building.is_empty:
+            yield building.take(Cursor(len(self._samples)))
 
-    def state_dict(self) -> LoaderState:
-        """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""
-        place = self.place
-        return LoaderState(
-            position=place.position,
-            ahead=list(place.ahead),
-            seed=self._settings.seed,
-            samples=self._samples.fingerprint,
-        )
+    def _training_outcomes(self, begin: Cursor) -> Iterator[Sample | FailedSample | None]:
+        return self._outcomes(self._training_requests(begin))
 
-    def load_state_dict(self, *states: LoaderState) -> None:
-        """Goes on from the states of all ranks, whatever the batch and the number of ranks were and are.
-
-        Raises:
-            UserError: they are of other samples or another seed, or of different steps.
-        """
-        self.place = resumed(
-            states, samples=self._samples.fingerprint, seed=self._settings.seed, what=self._samples.describe()
-        )
-
-    def _training_visits(self, place: Cursor) -> Iterator[list[Visit | None]]:
-        """This rank's visits in groups; None for an empty place of the order."""
-        settings, taken = self._settings, 0
-        count = -(-_BLOCK // settings.group) * settings.group
-        while True:
-            positions = place.positions(
-                taken, count, rank=settings.rank, num_ranks=settings.num_ranks, group=settings.group
-            )
-            taken += count
-            visits = [
-                Visit(sample, at, settings.seed) if sample >= 0 else None
+    def _training_requests(self, begin: Cursor) -> Iterator[list[SampleRequest | None]]:
+        """This rank's requests in groups; None for an empty position of the order."""
+        seed, group = self._loading.seed, self._loading.group
+        for positions in self._positions(begin):
+            requests = [
+                SampleRequest(sample, at, seed) if sample >= 0 else None
                 for at, sample in zip(positions.tolist(), self._order.at(positions).tolist(), strict=True)
             ]
-            for begin in range(0, count, settings.group):
-                yield visits[begin : begin + settings.group]
+            for first in range(0, len(requests), group):
+                yield requests[first : first + group]
 
-    def _outcomes(self, groups: Iterator[list[Visit | None]]) -> Iterator[Sample | FailedSample | None]:
-        """What has become of each visit, in order; None for an empty place."""
-        settings = self._settings
+    def _outcomes(self, groups: Iterator[list[SampleRequest | None]]) -> Iterator[Sample | FailedSample | None]:
+        """The outcome of each request, in order; None for an empty position."""
+        loading = self._loading
+        num_ahead = max(1, loading.num_ahead // loading.group)
 
-        def load(group: list[Visit | None]) -> list[Sample | FailedSample]:
-            return self._samples.load([visit for visit in group if visit is not None])
+        def load(group: list[SampleRequest | None]) -> list[Sample | FailedSample]:
+            return self._samples.load([request for request in group if request is not None])
 
         loaded = in_order(
             load,
             groups,
-            num_threads=settings.num_threads,
-            num_ahead=max(1, settings.num_ahead // settings.group),
-            stuck_after_s=settings.stuck_after_s,
+            num_threads=loading.num_threads,
+            num_ahead=num_ahead,
+            stuck_after_s=loading.stuck_after_s,
+            # Nothing new is begun while the caller sleeps, so two items for each thread have to be queued meanwhile.
+            num_together=max(1, min(loading.batch // loading.group, num_ahead - 2 * loading.num_threads)),
         )
         for group, outcomes in loaded:
             if isinstance(outcomes, Stuck):
-                outcomes = [self._stuck(visit, outcomes) for visit in group if visit is not None]
-            left = iter(outcomes)
-            for visit in group:
-                yield None if visit is None else next(left)
-
-    def _stuck(self, visit: Visit, stuck: Stuck) -> FailedSample:
-        detail = f"it was not there after {stuck.after_s:g} s, and nobody waits for it any more"
-        return FailedSample(visit.position, self._samples.key(visit.sample), "stuck", detail)
+                keys = ((one.position, self._samples.key(one.sample)) for one in group if one is not None)
+                outcomes = [FailedSample(position, key, "stuck", str(outcomes)) for position, key in keys]
+            remaining = iter(outcomes)
+            for request in group:
+                yield None if request is None else next(remaining)

@@ -1,53 +1,75 @@
-"""From outcomes to batches: good samples fill them, failed ones are handed over beside them and budgeted."""
+"""What loading a sample results in: a sample of a batch, or a failure with a name and a reason.
 
-from dataclasses import dataclass
+Life cycle of a failed sample ("why was this sample skipped?"):
+
+1. Reading, verifying or decoding raises `SampleFailed` with the chunk's key, a reason and a detail.
+2. The sample set returns it as a `FailedSample`. So does a loader for a sample that is not ready in time ("stuck").
+3. The next sample in order fills the batch, and `LoadedBatch.failed` carries the failure along. More failures than
+   `max_failures` raise `TooManyFailures` instead.
+4. `train.engine.agreement.FailureLog` collects the failures of all ranks, appends them to failures.jsonl in the run
+   folder and ends the run above --max-failures. Evaluations report theirs as `num_failed`.
+
+Reasons:
+
+    shard_unreadable  a tar, an index or a remote file cannot be read
+    checksum          the bytes differ from their checksum in the index
+    undecodable       the decoder reports an error
+    frame_missing     the decoder does not output a frame that was asked for
+    chunks_differ     the chunks of a clip differ in frame size or colour space
+    empty_span        no frame of the file lies in the span of the caption (streams only)
+    stuck             reading or decoding took longer than the time limit
+
+Captions that can never be shown, because their span is empty or their chunk is missing, are not failures: the sample
+set excludes them when it is opened (train.data.usable_captions), and the first line of the log counts them by reason.
+"""
+
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from manifests.errors import ClipmillError
 from train.data.batch import Batch, BatchRing, Sample
 from train.data.cursor import Cursor
 
-# A sample that cannot be had: named, counted and never replaced by another one in its place.
-
-
 Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
-
-
-class SampleFailed(ClipmillError):
-    """One sample could not be read or decoded.
-
-    Args:
-        key: the chunk at fault.
-        reason: a code.
-        detail: what happened, in words.
-    """
-
-    def __init__(self, key: str, *, reason: Reason, detail: str) -> None:
-        super().__init__(f"{key}: {detail}")
-        self.key = key
-        self.reason = reason
-        self.detail = detail
 
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A line of failures.jsonl."""
+    """A line of failures.jsonl.
 
-    position: int  # in the order of samples
+    Attributes:
+        position: in the sample order.
+        key: of the chunk at fault, or of the sample in its tar.
+        detail: what happened, as text.
+    """
+
+    position: int
     key: str
     reason: Reason
     detail: str
 
     def as_json(self) -> dict[str, Any]:
         """The line as a JSON object."""
-        return {"position": self.position, "key": self.key, "reason": self.reason, "detail": self.detail}
+        return asdict(self)
+
+
+class SampleFailed(ClipmillError):
+    """A sample could not be read or decoded; see `FailedSample` for the arguments."""
+
+    def __init__(self, key: str, *, reason: Reason, detail: str) -> None:
+        super().__init__(f"{key}: {detail}")
+        self.key, self.reason, self.detail = key, reason, detail
+
+    def at(self, position: int) -> FailedSample:
+        """The failure of the sample at `position`."""
+        return FailedSample(position, self.key, self.reason, self.detail)
 
 
 class TooManyFailures(ClipmillError):
-    """The failure budget is spent.
+    """The failure budget is exceeded.
 
     Args:
-        failed: the failures since the last batch, the one too many included.
+        failed: the failures since the last batch, including the one too many.
     """
 
     def __init__(self, failed: tuple[FailedSample, ...]) -> None:
@@ -55,52 +77,72 @@ class TooManyFailures(ClipmillError):
         self.failed = failed
 
 
+class FailureBudget:
+    """Counts failures and collects those since the last batch.
+
+    Args:
+        max_failures: number of failures allowed; None for no limit.
+    """
+
+    def __init__(self, max_failures: int | None) -> None:
+        self._max_failures, self._num_failures = max_failures, 0
+        self._since_batch: list[FailedSample] = []
+
+    def add(self, failure: FailedSample) -> None:
+        """Record a failure; raises TooManyFailures above the limit."""
+        self._since_batch.append(failure)
+        self._num_failures += 1
+        if self._max_failures is not None and self._num_failures > self._max_failures:
+            raise TooManyFailures(tuple(self._since_batch))
+
+    def __len__(self) -> int:
+        return len(self._since_batch)
+
+    def take(self) -> tuple[FailedSample, ...]:
+        """The failures since the last batch; starts over."""
+        failed, self._since_batch = tuple(self._since_batch), []
+        return failed
+
+
 @dataclass(frozen=True)
 class LoadedBatch:
-    """A batch, the samples that failed on the way to it, and the place from which this rank's next one goes on."""
+    """A batch, the samples that failed on the way to it, and the cursor after it."""
 
     batch: Batch
     failed: tuple[FailedSample, ...]
-    place: Cursor
-
-    @property
-    def next_position(self) -> int:
-        """Position of `place`."""
-        return self.place.position
+    cursor: Cursor
 
 
-class BatchFilling:
-    """The batch that is being put together."""
+class BatchBuilder:
+    """Collects loaded samples into batches.
+
+    Attributes:
+        num_batches: batches so far, including the one being built.
+    """
 
     def __init__(self, batch: int, *, pin: bool, max_failures: int | None) -> None:
-        self._batch, self._max_failures = batch, max_failures
-        self._ring = BatchRing(batch, pin=pin)
-        self._good: list[Sample] = []
-        self._failed: list[FailedSample] = []
-        self._num_failures = 0
-        self.num_batches = 1  # this one included
+        self._batch, self._ring = batch, BatchRing(batch, pin=pin)
+        self._samples: list[Sample] = []
+        self._failures = FailureBudget(max_failures)
+        self.num_batches = 1
 
     def add(self, outcome: Sample | FailedSample | None) -> bool:
-        """Whether the batch is full now."""
+        """Add a sample, a failure, or nothing for an empty position; return True once the batch is full."""
         if isinstance(outcome, FailedSample):
-            self._failed.append(outcome)
-            self._num_failures += 1
-            if self._max_failures is not None and self._num_failures > self._max_failures:
-                raise TooManyFailures(tuple(self._failed))
-            return False
-        if outcome is not None:
-            self._good.append(outcome)
-        return len(self._good) == self._batch and outcome is not None
+            self._failures.add(outcome)
+        elif outcome is not None:
+            self._samples.append(outcome)
+            return len(self._samples) == self._batch
+        return False
 
     @property
-    def has_any(self) -> bool:
-        """Whether there is anything to hand over yet."""
-        return bool(self._good or self._failed)
+    def is_empty(self) -> bool:
+        """True if there is neither a sample nor a failure since the last batch."""
+        return not (self._samples or self._failures)
 
-    def take(self, place: Cursor) -> LoadedBatch:
-        """The batch as it is now; the next one begins."""
-        batch = self._ring.collate(self._good) if self._good else Batch()
-        loaded = LoadedBatch(batch, tuple(self._failed), place)
-        self._good, self._failed = [], []
+    def take(self, cursor: Cursor) -> LoadedBatch:
+        """The batch as it is now; starts the next one."""
+        batch = self._ring.collate(self._samples) if self._samples else Batch()
+        self._samples = []
         self.num_batches += 1
-        return loaded
+        return LoadedBatch(batch, self._failures.take(), cursor)

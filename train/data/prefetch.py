@@ -1,13 +1,13 @@
-"""Batches are put together, and copied to the device on a stream of their own, while the model works on the one before.
+"""Prefetching: the next batch is collated and copied to the device, on a CUDA stream of its own, during a step.
 
-Two batches exist at a time, the one that is used and the next: a loader whose buffers go round needs two of them.
+Two batches exist at a time, the current and the next one: a loader that reuses its buffers needs two of them. The
+second half of the file passes batches to all stages of a pipeline, of which only the first one loads and decodes them.
 """
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,29 +15,22 @@ from train.data.batch import PICTURES, TENSORS, to_device
 from train.data.outcomes import LoadedBatch
 from train.distributed.world import World
 
-if TYPE_CHECKING:
-    import torch
-
-
 _NUM_BATCHES = 2
-_GOODBYE_S = 10.0
+_JOIN_TIMEOUT_S = 10.0
 
 
 def prefetch(
-    batches: Iterator[LoadedBatch], device: "torch.device", *, names: Sequence[str] = TENSORS
+    batches: Iterator[LoadedBatch], device: torch.device, *, names: Sequence[str] = TENSORS
 ) -> Generator[LoadedBatch, None, None]:
-    """`batches` with their tensors on `device`, made by a thread of its own that is one batch ahead.
+    """Yield `batches` with the tensors `names` on `device`, made by a thread that is one batch ahead.
 
-    A batch is valid until the next one is asked for. Closing the generator closes `batches`.
-
-    Args:
-        names: of the tensors.
+    A batch is valid until the next one is requested. Closing the generator closes `batches`.
 
     Raises:
         Exception: what `batches` raised, when its turn comes.
     """
     ready: SimpleQueue[LoadedBatch | BaseException | None] = SimpleQueue()
-    # Tokens in a queue, no semaphore: an interruption in the middle of a release would leave it locked for ever.
+    # Tokens in a queue, not a semaphore: an interrupt in the middle of a release would leave that locked for ever.
     free: SimpleQueue[None] = SimpleQueue()
     for _ in range(_NUM_BATCHES):
         free.put(None)
@@ -52,7 +45,7 @@ def prefetch(
                     break
                 ready.put(transfer(loaded))
             ready.put(None)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whose it is
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             ready.put(error)
         finally:
             if isinstance(batches, Generator):
@@ -64,48 +57,41 @@ def prefetch(
         while (loaded := ready.get()) is not None:
             if isinstance(loaded, BaseException):
                 raise loaded
-            yield _at_hand(loaded, device)
+            yield _record_stream(loaded, device)
             free.put(None)
     finally:
         is_over = True
         free.put(None)
-        thread.join(_GOODBYE_S)  # longer only where the next batch waits for a file system that does not answer
+        thread.join(_JOIN_TIMEOUT_S)  # takes longer only if the next batch waits for a file system that does not answer
 
 
-def _transfer_to(device: "torch.device", names: Sequence[str]) -> Callable[[LoadedBatch], LoadedBatch]:
+def _transfer_to(device: torch.device, names: Sequence[str]) -> Callable[[LoadedBatch], LoadedBatch]:
     if device.type != "cuda":
         return lambda loaded: replace(loaded, batch=to_device(loaded.batch, device, names=names))
-    import torch
-
     stream = torch.cuda.Stream(device)
 
     def transfer(loaded: LoadedBatch) -> LoadedBatch:
         with torch.cuda.stream(stream):
             batch = to_device(loaded.batch, device, names=names)
-        # The buffers of the batch may be filled again from here on.
+        # The loader may refill the buffers of the batch from here on.
         stream.synchronize()
         return replace(loaded, batch=batch)
 
     return transfer
 
 
-def _at_hand(loaded: LoadedBatch, device: "torch.device") -> LoadedBatch:
-    """Tells the allocator that tensors made on the copying stream are used on the model's."""
+def _record_stream(loaded: LoadedBatch, device: torch.device) -> LoadedBatch:
+    """Tell the allocator that tensors made on the copy stream are used on the model's stream."""
     if device.type == "cuda":
-        import torch
-
         for value in loaded.batch.values():
-            # Positions, ids and lengths stay on the CPU, whose tensors know no streams.
+            # Positions, ids and lengths are CPU tensors, which have no streams.
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(device))
     return loaded
 
 
-# Batches on the stages of a pipeline: the first one loads and decodes them, the others are told what is small.
-
-
 def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | None:
-    """The first stage's batch: as it is there, and without its pictures on the others, whose own are not looked at."""
+    """Broadcast the first stage's batch; the other stages get it without its frames, and theirs is ignored."""
     if stages.size == 1:
         return loaded
     small = stages.first(lambda: None if loaded is None else _without_pictures(loaded))
@@ -113,10 +99,10 @@ def on_all_stages(loaded: LoadedBatch | None, stages: World) -> LoadedBatch | No
 
 
 def batches_on_all_stages(batches: Iterable[LoadedBatch], stages: World) -> Iterator[LoadedBatch]:
-    """The first stage's batches, likewise; on the others `batches` is not begun.
+    """Broadcast the first stage's batches likewise; the other stages do not start their own `batches`.
 
     Raises:
-        ClipmillError: what the first stage's raised, on all.
+        ClipmillError: what the first stage's `batches` raised, on all stages.
     """
     iterator = iter(batches)
     own: LoadedBatch | None = None

@@ -1,10 +1,15 @@
-"""How relevant each of M sentences is for each of N clips, as EPIC-KITCHENS-100's multi-instance retrieval has it.
+"""Relevancy of M sentences for N clips, as in EPIC-KITCHENS-100's multi-instance retrieval, and captions drawn by it.
 
     relevancy = (1 where the verb classes are equal, else 0; plus the IoU of the sets of noun classes) / 2
 
 (Damen et al. 2022, after Wray et al. 2019). As float64 the matrix of EK-100's training split, 67,217 x 15,989, takes
-8.6 GB. But a row depends on its clip's classes alone, so most rows and columns are there many times; and a value is one
-of a few fractions. Kept are the distinct rows and columns, a byte an entry, and the fractions once: nothing is rounded.
+8.6 GB. But a row depends only on its clip's classes, so most rows and columns occur many times, and a value is one of a
+few fractions. Only distinct rows and columns are stored, with a byte per entry, and each fraction once: nothing is
+rounded.
+
+Training for multi-instance retrieval shows a clip with any sentence of the split whose relevancy for it is more than
+0.1, all equally likely. A sentence is a distinct text; its classes are those of the caption with the lowest id that has
+it. A clip's own sentence always counts, with relevancy 1.
 
 Shape suffixes: N clips, M sentences, R distinct rows, C distinct columns, V distinct values, K noun classes.
 """
@@ -19,23 +24,24 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
-from train.device.random import below
+from train.device.random import integers_below
 
 MAX_VALUES = 256
+LABELS = ("label_verb", "label_nouns")
 _BLOCK_ROWS = 256
 
 
 class NoRelevancy(ValueError):
-    """What is no relevancy: a value out of [0, 1], or too many different ones."""
+    """Values that are not relevancies: outside [0, 1], or too many different ones."""
 
 
 @dataclass(frozen=True)
 class Relevancy:
-    """A matrix [N, M] of few values.
+    """A matrix [N, M] of few distinct values.
 
     Attributes:
         values_V: float64, ascending.
-        codes_RC: uint8, places in the values.
+        codes_RC: uint8, indices of the values.
         row_of_N, column_of_M: int32, the distinct row and column of each clip and sentence.
     """
 
@@ -56,7 +62,7 @@ class Relevancy:
 
     def rows(self, clips: NDArray[np.int64] | slice) -> NDArray[np.float64]:
         """The rows of some clips, float64 [n, M]."""
-        # Rows are chosen first: what lies in memory is never more than what was asked for.
+        # Rows are selected first, so that no more than the result is in memory.
         return self.values_V[self.codes_RC[self.row_of_N[clips]][:, self.column_of_M]]
 
     def at(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -64,7 +70,7 @@ class Relevancy:
         return self.values_V[self.codes_RC[self.row_of_N[clips], self.column_of_M[sentences]]]
 
     def take(self, clips: NDArray[np.int64], sentences: NDArray[np.int64]) -> "Relevancy":
-        """The matrix of some clips and some sentences, in the order that is given."""
+        """The matrix of some clips and some sentences, in the given order."""
         return Relevancy(self.values_V, self.codes_RC, self.row_of_N[clips], self.column_of_M[sentences])
 
     def transposed(self) -> "Relevancy":
@@ -85,7 +91,7 @@ class Actions:
     nouns_NK: NDArray[np.bool_]
 
     def distinct(self) -> tuple["Actions", NDArray[np.int32]]:
-        """The distinct ones, and for each of these here which it is."""
+        """The distinct classes, and for each caption their index."""
         bits = np.packbits(self.nouns_NK, axis=1)
         rows = np.concatenate([self.verb_N.astype("<i8")[:, None].view(np.uint8), bits], axis=1)
         _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -93,12 +99,12 @@ class Actions:
 
 
 def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
-    """The relevancy of sentences for clips; where neither has a noun, the IoU counts as 0."""
+    """The relevancy of sentences for clips; if neither has a noun, the IoU counts as 0."""
     clips, row_of_N = clips.distinct()
     sentences, column_of_M = sentences.distinct()
     num_clip, num_sentence = clips.nouns_NK.sum(1), sentences.nouns_NK.sum(1)
     most = int(num_clip.max(initial=0) + num_sentence.max(initial=0)) + 1
-    # Each entry is one of few triples: are the verbs equal, how many nouns are shared, how many are there in all.
+    # Each entry is one of few triples: equal verbs or not, number of shared nouns, number of nouns in the union.
     shared, union = np.meshgrid(np.arange(most), np.arange(most), indexing="ij")
     iou = np.divide(shared, union, out=np.zeros(union.shape), where=union > 0)
     value_of_triple = np.stack([iou / 2, (1 + iou) / 2]).reshape(-1)
@@ -119,19 +125,19 @@ def relevancy_of_classes(clips: Actions, sentences: Actions) -> Relevancy:
 
 
 def compressed(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevancy:
-    """A matrix as a `Relevancy`, a few rows at a time (it may lie in a file).
+    """Compress a matrix, a few rows at a time (it may be memory-mapped).
 
     Raises:
-        NoRelevancy: a value is out of [0, 1] or no number, or there are more than 256 different ones.
+        NoRelevancy: a value is NaN or outside [0, 1], or there are more than 256 different ones.
     """
     num_rows, num_columns = matrix_NM.shape
     parts = (matrix_NM[begin : begin + _BLOCK_ROWS] for begin in range(0, num_rows, _BLOCK_ROWS))
     found_V, row_codes, row_of = _distinct_rows(parts)
     codes_RM = np.stack(row_codes) if row_codes else np.empty((0, num_columns), np.uint8)
     order = np.argsort(found_V)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    codes_RM = place.astype(np.uint8)[codes_RM]
+    index_of = np.empty_like(order)
+    index_of[order] = np.arange(len(order))
+    codes_RM = index_of.astype(np.uint8)[codes_RM]
     codes_MR, column_of = np.unique(np.ascontiguousarray(codes_RM.T), axis=0, return_inverse=True)
     return Relevancy(
         found_V[order],
@@ -144,14 +150,14 @@ def compressed(matrix_NM: NDArray[np.floating] | NDArray[np.integer]) -> Relevan
 def _distinct_rows(
     parts: Iterable[NDArray[np.floating] | NDArray[np.integer]],
 ) -> tuple[NDArray[np.float64], list[NDArray[np.uint8]], list[int]]:
-    """Values in the order in which they were found, distinct rows as places in them, and the row of each."""
+    """Values in order of occurrence, distinct rows as indices of them, and the distinct row of each row."""
     found_V = np.empty(0)
     number_of: dict[bytes, int] = {}
     rows: list[NDArray[np.uint8]] = []
     row_of: list[int] = []
     for part in parts:
         for row in np.ascontiguousarray(part):
-            # A hash costs a tenth of looking up every value, and most rows have been there before.
+            # A hash takes a tenth of the time of looking up every value, and most rows have occurred before.
             digest = hashlib.blake2b(row, digest_size=16).digest()
             number = number_of.setdefault(digest, len(rows))
             if number == len(rows):
@@ -162,7 +168,7 @@ def _distinct_rows(
 
 
 def _encoded(row: NDArray[np.float64], found_V: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """The values with those that are new in a row behind them, and the row as places in them."""
+    """The values with those that are new in a row appended, and the row as indices of them."""
     new = np.setdiff1d(row, found_V)
     if len(new) and not (new[0] >= 0 and new[-1] <= 1):  # NaN is sorted last
         raise NoRelevancy(f"it has {new[0] if new[0] < 0 else new[-1]}, and a relevancy is from 0 to 1")
@@ -177,23 +183,13 @@ def _require_few(values_V: NDArray[np.float64]) -> None:
         raise NoRelevancy(f"it has more than {MAX_VALUES} different values, and shares of few classes are few")
 
 
-# Sentences that are relevant for a clip, whoever said them of which clip: the positives of EK-100's retrieval.
-#
-# Training for EPIC-KITCHENS-100's multi-instance retrieval shows a clip with any sentence of the split whose
-# relevancy for it (train.data.relevancy) is more than 0.1, all alike. A sentence is a distinct text; its classes are
-# those of the caption with the lowest id that has it. A clip's own sentence always counts, with relevancy 1.
-
-
-LABELS = ("label_verb", "label_nouns")
-
-
 class RelevantCaptions:
-    """Which captions N clips can be shown with.
+    """The captions that N clips can be shown with.
 
     Args:
-        captions: text and labels of all captions that are used, ordered by id.
-        own: int64 [N], for each clip the place of its own caption in `captions`.
-        min_relevancy: sentences count that are more relevant.
+        captions: text and labels of all captions in use, ordered by id.
+        own: int64 [N], for each clip the row of its own caption in `captions`.
+        min_relevancy: sentences of higher relevancy count.
 
     Raises:
         UserError: captions have no classes.
@@ -210,23 +206,19 @@ class RelevantCaptions:
             _take(actions, own), _take(actions, self._caption_of_sentence)
         )
 
-    @property
-    def num_sentences(self) -> int:
-        """Distinct texts."""
-        return len(self._caption_of_sentence)
-
     def relevant(self, clip: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The sentences that a clip can be shown with, as places of captions, and their relevancy."""
+        """The sentences that a clip can be shown with, as rows of `captions`, and their relevancy."""
         values_M = self._relevancy.rows(np.array([clip]))[0]
         values_M[self._own[clip]] = 1.0
         chosen = np.flatnonzero(values_M > self._min)
         return self._caption_of_sentence[chosen], values_M[chosen]
 
     def draw(self, clip: int, *, position: int, seed: int) -> tuple[int, float]:
-        """One of them for a visit, and its relevancy: a pure function of (clip, position, seed)."""
-        places, values = self.relevant(clip)
-        number = int(below(np.array([len(places)]), np.array([position]), seed=seed, purpose="relevant caption")[0])
-        return int(places[number]), float(values[number])
+        """Draw one of them, and its relevancy: a pure function of (clip, position, seed)."""
+        rows, values = self.relevant(clip)
+        bound, at = np.array([len(rows)]), np.array([position])
+        number = int(integers_below(bound, at, seed=seed, purpose="relevant caption")[0])
+        return int(rows[number]), float(values[number])
 
 
 def _actions(captions: pa.Table) -> Actions:

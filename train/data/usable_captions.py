@@ -1,4 +1,4 @@
-"""Which captions can be shown: those whose whole span lies in chunks that exist. Arrays in, arrays out."""
+"""Which captions can be shown, those whose whole span lies in existing chunks, and the clips they make. Arrays only."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,19 +10,19 @@ from train.data.caption_choice import CaptionChoice, Sources, caption_choice, sm
 from train.data.chunks import ChunkTable
 from train.data.frame_sampling import START_ROUNDING_US, US_PER_S
 
-_LONGEST_S = 1e9  # beyond what a video can last (train.data.chunks), and far below where microseconds overflow
+_LONGEST_S = 1e9  # longer than any video (train.data.chunks), and far below where microseconds overflow
 
 Unusable = Literal["empty_span", "video_without_chunks", "begins_after_the_last_chunk", "chunk_missing"]
 
 
 @dataclass(frozen=True)
 class UsableCaptions:
-    """The captions that can be shown; one entry of each array a caption.
+    """The captions that can be shown; one entry of each array per caption.
 
     Attributes:
-        caption: place in the arrays that were given.
+        caption: index in the arrays that were given.
         begin_us, end_us: the span to show.
-        first_chunk, last_chunk: the chunks that hold it, places in the chunk table.
+        first_chunk, last_chunk: the chunks that hold it, as rows of the chunk table.
         num_unusable: captions that cannot be shown, by reason.
         num_shortened: captions that end after the last chunk of their video and are shown up to its end.
     """
@@ -36,7 +36,7 @@ class UsableCaptions:
     num_shortened: int
 
     def remarks(self) -> list[str]:
-        """What is not as the captions say, with numbers."""
+        """Excluded and shortened captions, by reason."""
         parts = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in self.num_unusable.items()]
         if self.num_shortened:
             parts.append(f"{self.num_shortened:,} shortened to the end of the video")
@@ -50,7 +50,7 @@ def usable_captions(
     end_s: NDArray[np.float64],
     chunks: ChunkTable,
 ) -> UsableCaptions:
-    """Finds the span and the chunks of each caption; `end_s` may be inf, for the end of the video."""
+    """Find the span and the chunks of each caption; an `end_s` of inf stands for the end of the video."""
     left = np.arange(len(video_row))
     num_unusable: dict[Unusable, int] = {}
 
@@ -71,7 +71,7 @@ def usable_captions(
     begin_us, stated_end_us = _to_us(begin_s[left]), _to_us(end_s[left])
     video_end_us = chunks.end_us[last_of_video[left]]
     wanted_end_us = np.where(np.isinf(end_s[left]), video_end_us, stated_end_us)
-    # Two times within one microsecond round to the same: the span is then that microsecond.
+    # Two times less than a microsecond apart may round to the same: the span is then one microsecond.
     wanted_end_us = np.maximum(wanted_end_us, begin_us + 1)
     after_the_end = begin_us >= video_end_us
     left = drop("begins_after_the_last_chunk", after_the_end)
@@ -103,20 +103,17 @@ def usable_captions(
 
 
 def _to_us(times_s: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Microseconds; times that lie beyond the end of any video become one that does too, and fits into 64 bits."""
+    """Microseconds; times beyond the end of any video are clipped to one that is too, and that fits into 64 bits."""
     return np.rint(np.clip(times_s, -_LONGEST_S, _LONGEST_S) * US_PER_S).astype(np.int64)
-
-
-# From captions that can be shown to clips: distinct spans of videos, each with all its captions. Arrays only.
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Clips in order of videos and time; one entry of each array a clip, its number is the clip_id.
+    """Clips in order of videos and time; one entry of each array per clip, whose index is the clip_id.
 
     Attributes:
         begin_us, end_us: the span in its video.
-        first_chunk, last_chunk: the chunks that hold it, places in the chunk table.
+        first_chunk, last_chunk: the chunks that hold it, as rows of the chunk table.
     """
 
     begin_us: NDArray[np.int64]
@@ -130,11 +127,11 @@ class Spans:
 
 @dataclass(frozen=True)
 class ClipCaptions:
-    """Clips and their captions: 24 bytes a clip, 8 to 28 a caption.
+    """Clips and their captions: 24 bytes per clip, 8 to 28 per caption.
 
     Attributes:
-        choice: of a place in the array below.
-        caption: [P] the captions, places in the arrays that were given; a clip's own in one row, source by source.
+        choice: of an entry of `caption`.
+        caption: [P] index of each caption in the arrays that were given; grouped by clip, then by source.
     """
 
     spans: Spans
@@ -143,13 +140,13 @@ class ClipCaptions:
 
 
 def group_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
-    """Captions of one span become one clip.
+    """Make one clip of all captions with the same span.
 
     Args:
-        rank: of the source of each caption that `usable` speaks of places of; those with -1 are left out.
+        rank: of the source of each caption, indexed by `usable.caption`; captions with -1 are excluded.
     """
     used = np.flatnonzero(rank[usable.caption] >= 0)
-    # The first chunk says which video it is; a stable sort leaves captions of one source in the order of their ids.
+    # The first chunk identifies the video; a stable sort keeps the captions of a source in the order of their ids.
     own_rank = rank[usable.caption[used]]
     keys = (own_rank, usable.end_us[used], usable.begin_us[used], usable.first_chunk[used])
     order = np.lexsort(keys)
@@ -163,13 +160,18 @@ def group_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: 
     return ClipCaptions(spans, choice, smallest(usable.caption[used]))
 
 
-def one_by_one(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
-    """As `group_captions`, but a clip for each caption, whether others have its span or not."""
-    used = np.flatnonzero(rank[usable.caption] >= 0)
+def ungrouped_captions(usable: UsableCaptions, *, rank: NDArray[np.int16], sources: Sources) -> ClipCaptions:
+    """Make one clip of each caption, even with the same span; the arguments are those of `group_captions`."""
+    spans, caption = spans_of_captions(usable, np.flatnonzero(rank[usable.caption] >= 0))
+    choice = caption_choice(np.arange(len(spans)), rank[caption], num_clips=len(spans), weights=sources.weights)
+    return ClipCaptions(spans, choice, smallest(caption))
+
+
+def spans_of_captions(usable: UsableCaptions, used: NDArray[np.int64] | None = None) -> tuple[Spans, NDArray[np.int64]]:
+    """The span of each of the `used` captions (all by default) in order of videos and time, and which caption it is."""
+    used = np.arange(len(usable.caption)) if used is None else used
     used = used[np.lexsort((usable.end_us[used], usable.begin_us[used], usable.first_chunk[used]))]
-    own_rank = rank[usable.caption[used]]
-    choice = caption_choice(np.arange(len(used)), own_rank, num_clips=len(used), weights=sources.weights)
-    return ClipCaptions(_spans(usable, used), choice, smallest(usable.caption[used]))
+    return _spans(usable, used), usable.caption[used]
 
 
 def _spans(usable: UsableCaptions, which: NDArray[np.int64]) -> Spans:

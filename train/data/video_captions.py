@@ -1,4 +1,4 @@
-"""The set of (clip, caption) samples of one split: captions of the manifest, pictures from the `video` column."""
+"""Sample set of captioned clips: captions from the manifest, frames from the `video` column."""
 
 import hashlib
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ from train.data.clip_samples import ClipSamples, VideoClips
 from train.data.cursor import set_fingerprint
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.relevancy import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
-from train.data.usable_captions import ClipCaptions, group_captions, one_by_one, usable_captions
+from train.data.usable_captions import ClipCaptions, group_captions, ungrouped_captions, usable_captions
 from train.models.text import Tokenize
 
 ALL_CAPTIONS = CaptionSettings()
@@ -34,25 +34,23 @@ _BLOCK = 1 << 16
 
 
 class VideoCaptions(ClipSamples):
-    """Samples of one split; sample i is clip i, a span of a video with all its captions. Safe to use from many threads.
+    """Sample i is clip i of a split: a span of a video with all its captions. Thread-safe.
 
-    A visit in training shows one of the captions (train.data.caption_choice), an evaluation the first one of the first
-    source. Batches have `tokens`, or with stored embeddings `text`.
+    Training shows one of the captions at a time (train.data.caption_choice), an evaluation the first one of the first
+    source. Batches have `tokens`, or `text` with stored embeddings.
 
     Args:
-        tokenize: None where embeddings are stored.
-        loading: how batches are made of them.
-        decode: how frames come out of chunks.
+        tokenize: None for stored embeddings.
         captions: which of a clip's captions are shown.
-        has_stored_text: whether captions are embeddings that prep text made; those without one are left out.
-        each_caption: make a sample of each caption, not of each span: for evaluations that ask for every one.
-        tars: how bytes of tars are read, where they do not lie in `data_dir`.
+        has_stored_text: use the embeddings that prep text made as captions; captions without one are excluded.
+        each_caption: make a clip of each caption rather than of each span, for evaluations that score every caption.
+        decode, tars: see `ChunkSet`.
 
     Attributes:
-        captions: of each clip.
+        captions: of each clip; a caption is referred to by its entry in `captions.choice`.
 
     Raises:
-        UserError: there is no such data, or nothing that can be shown.
+        UserError: there is no such data, or no clip that can be shown.
     """
 
     def __init__(
@@ -70,12 +68,10 @@ class VideoCaptions(ClipSamples):
         tars: TarBytes | None = None,
     ) -> None:
         self._tokenize, self._settings = tokenize, captions
-        self._labels_sha256 = ""
         chunks = ChunkSet(data_dir, split=split, rule=decode, tars=tars)
-        video_ids = chunks.video_ids
-        self.stored_text = StoredText(data_dir, video_ids) if has_stored_text else None
+        self.stored_text = StoredText(data_dir, chunks.video_ids) if has_stored_text else None
         table = read_captions(data_dir)
-        video_row = rows_of(table["video_id"], video_ids)
+        video_row = rows_of(table["video_id"], chunks.video_ids)
         of_split = np.flatnonzero(video_row >= 0)
         self.num_captions = len(of_split)
         if not self.num_captions:
@@ -83,70 +79,73 @@ class VideoCaptions(ClipSamples):
                 f"the manifest of {data_dir} has no captions of split {split!r}",
                 hint="give prep manifest annotations that have some",
             )
-        names, rank = self._choose(table["source"], of_split)
+        sources, rank = self._choose_sources(table["source"], of_split)
         caption_id = table["caption_id"].to_numpy()
-        self._num_left_out, self._num_not_embedded = int((rank < 0).sum()), 0
+        self._num_other_sources, self._num_not_embedded = int((rank < 0).sum()), 0
         if self.stored_text is not None:
             has_text = self.stored_text.has(caption_id[of_split], video_row=video_row[of_split])
             self._num_not_embedded = int((~has_text & (rank >= 0)).sum())
             rank = np.where(has_text, rank, np.int16(-1))
-        self._sources: Sources = names
+        self._sources: Sources = sources
         usable = usable_captions(
             video_row=video_row[of_split],
             begin_s=table["begin_s"].to_numpy()[of_split],
             end_s=table["end_s"].to_numpy()[of_split],
             chunks=chunks.table,
         )
-        group = one_by_one if each_caption else group_captions
-        self.captions: ClipCaptions = group(usable, rank=rank, sources=names)
+        group = ungrouped_captions if each_caption else group_captions
+        self.captions: ClipCaptions = group(usable, rank=rank, sources=sources)
         clips = VideoClips(chunks, self.captions.spans, shape)
         self._rows = of_split[self.captions.caption].astype(np.int32)
         self._caption_ids: NDArray[Any] = smallest(caption_id[self._rows])
-        # Only this is kept of the rest: at ten million captions the arrays would be as large as all others.
+        # Only the counts are kept: with ten million captions the arrays would take as much memory as all others.
         self._remarks = usable.remarks()
-        self._rank_counts = np.bincount(rank[self.captions.caption], minlength=len(names.names))
+        self._rank_counts = np.bincount(rank[self.captions.caption], minlength=len(sources.names))
         self._texts: pa.ChunkedArray = table["text"]
         super().__init__(clips, split=split, loading=loading)
-        self._relevant = self._relevant_captions(table)
+        self._labels_sha256 = ""
+        self._relevant: RelevantCaptions | None = None
+        if captions.min_relevancy is not None:
+            self._relevant = self._relevant_captions(table, min_relevancy=captions.min_relevancy)
 
     @property
     def num_caption_ids(self) -> int:
-        """Ids of captions are from 0 to below this."""
+        """Ids of captions are in [0, num_caption_ids)."""
         return int(self._caption_ids.max()) + 1
 
     @property
     def text_width(self) -> int | None:
-        """Width of the stored embeddings; None where captions come as tokens."""
+        """Width of the stored embeddings; None if captions are tokens."""
         return None if self.stored_text is None else self.stored_text.width
 
     @property
     def variant_name(self) -> str:
-        """The variants that the samples are made of."""
+        """The variants that the samples come from."""
         video = self.clips.chunks.variant_name
         return video if self.stored_text is None else f"{video} and {self.stored_text.variant_name}"
 
     def describe(self) -> str:
-        """One line: captions that are used, and those that are not, by reason; and what is not as it was asked for."""
+        """One line for the log: captions used and excluded, by reason, and deviations from the settings."""
         num_used = len(self._rows)
         parts = [f"{num_used:,} of {self.num_captions:,} captions of split {self.split!r}"]
         if num_used != len(self):
             parts[0] += f", one at a time for each of {len(self):,} clips"
         if len(self._sources.names) > 1 or self._settings.sources is not None:
             parts.append(self._sources.describe(self._rank_counts))
-        if self._num_left_out:
-            parts.append(f"{self._num_left_out:,} of other sources left out")
+        if self._num_other_sources:
+            parts.append(f"{self._num_other_sources:,} of other sources left out")
         if self._num_not_embedded:
             parts.append(f"{self._num_not_embedded:,} without embedding")
         return "; ".join(parts + self._remarks + self.clips.describe())
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides which sample stands where, and of the words that it is shown with."""
+        """Hash of the samples and their order, and of the texts of their captions."""
         return set_fingerprint(self._order_sha256, self._content_sha256)
 
     @cached_property
     def _order_sha256(self) -> str:
-        """Of the captions, their order, their spans, the pictures."""
+        """Of the captions, their order, their spans and the variants."""
         digest = hashlib.sha256(self.variant_name.encode())
         if self._group > 1:
             digest.update(f"groups of {self._group}".encode())
@@ -157,7 +156,7 @@ class VideoCaptions(ClipSamples):
 
     @cached_property
     def _content_sha256(self) -> str:
-        """Of the words of the captions that are used, and of which of a clip's captions belong to one source."""
+        """Of the texts of the captions in use, and of how a clip's captions are divided into sources."""
         digest, begin = TextDigest(), 0
         used = np.unique(self._rows)
         for chunk in self._texts.chunks:
@@ -165,44 +164,40 @@ class VideoCaptions(ClipSamples):
             digest.add(chunk.take(pa.array(used[first:last] - begin)))
             begin += len(chunk)
         content = hashlib.sha256(digest.hexdigest().encode())
-        for array in (self.captions.choice.first_place, self.captions.choice.first_run):
+        for array in (self.captions.choice.first_entry, self.captions.choice.first_run):
             content.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
         content.update(self._labels_sha256.encode())
         return content.hexdigest()
 
     def require_different_texts(self) -> None:
-        """Raises a UserError where all captions are the same text: there is nothing to tell apart."""
+        """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
         require_different(self._texts, self._rows, split=self.split)
 
     def all_texts(self) -> Iterator[str]:
-        """The words of every caption that is used."""
+        """The texts of all captions in use."""
         for begin in range(0, len(self._rows), _BLOCK):
             yield from self._texts.take(pa.array(self._rows[begin : begin + _BLOCK])).to_pylist()
 
     def text(self, sample: int) -> str:
-        """The words of a clip's caption in an evaluation."""
-        return self.text_at(self._first_place(sample))
+        """The text of a clip's caption in an evaluation."""
+        return self.text_at(self._first_entry(sample))
 
-    def caption_id(self, place: int) -> int:
-        """The manifest's id of a caption."""
-        return int(self._caption_ids[place])
+    def caption_id(self, entry: int) -> int:
+        """Id of a caption in the manifest."""
+        return int(self._caption_ids[entry])
 
-    def text_at(self, place: int) -> str:
-        """The words of a caption.
+    def text_at(self, entry: int) -> str:
+        """The text of a caption."""
+        return str(self._texts[int(self._rows[entry])].as_py())
 
-        Args:
-            place: one of `captions.choice`.
-        """
-        return str(self._texts[int(self._rows[place])].as_py())
-
-    def sample(self, visit: Visit, clip: Clip) -> Sample:
-        """The clip with a caption and its names."""
-        place, relevancy = self._place(visit)
-        caption_id = int(self._caption_ids[place])
+    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
+        """The clip with a caption and its ids."""
+        entry, relevancy = self._draw_caption(request)
+        caption_id = self.caption_id(entry)
         sample = Sample(
-            position=visit.position,
-            key=self.key(visit.sample),
-            clip_id=visit.sample,
+            position=request.position,
+            key=self.key(request.sample),
+            clip_id=request.sample,
             caption_id=caption_id,
             video=clip.video,
             colour=clip.colour,
@@ -210,42 +205,42 @@ class VideoCaptions(ClipSamples):
         if self.stored_text is not None:
             sample["text"] = self.stored_text.embedding(caption_id, key=sample["key"])
         if self._tokenize is not None:
-            sample["tokens"] = self._tokenize(self.text_at(place))
+            sample["tokens"] = self._tokenize(self.text_at(entry))
         if self._relevant is not None:
             sample["relevancy"] = relevancy
         return sample
 
-    def _choose(self, source: pa.ChunkedArray, of_split: NDArray[np.int64]) -> tuple[Sources, NDArray[np.int16]]:
+    def _choose_sources(
+        self, source: pa.ChunkedArray, of_split: NDArray[np.int64]
+    ) -> tuple[Sources, NDArray[np.int16]]:
         """The sources, and the rank of each of the split's captions."""
-        # The dictionary has the sources of other splits too: those that are there are wanted.
+        # The dictionary also has the sources of other splits: only those that occur count.
         every = pc.unique(source).dictionary_decode() if pa.types.is_dictionary(source.type) else pc.unique(source)
         code = rows_of(source, every)[of_split]
-        there = np.unique(code)
-        names = [every[int(one)].as_py() for one in there]
-        sources = choose_sources(names, wanted=self._settings.sources)
-        return sources, sources.rank[np.searchsorted(there, code)]
+        codes = np.unique(code)
+        sources = choose_sources([every[int(one)].as_py() for one in codes], wanted=self._settings.sources)
+        return sources, sources.rank[np.searchsorted(codes, code)]
 
-    def _relevant_captions(self, table: pa.Table) -> RelevantCaptions | None:
-        if self._settings.min_relevancy is None:
-            return None
+    def _relevant_captions(self, table: pa.Table, *, min_relevancy: float) -> RelevantCaptions:
         by_id = np.argsort(self._rows, kind="stable")
-        self._place_of_used = by_id
-        place_in_used = np.empty_like(by_id)
-        place_in_used[by_id] = np.arange(len(by_id))
+        self._entry_of_used = by_id
+        used_of_entry = np.empty_like(by_id)
+        used_of_entry[by_id] = np.arange(len(by_id))
         labels = [name for name in LABELS if name in table.column_names]
         used = table.select(["text", *labels]).take(pa.array(self._rows[by_id]))
         self._labels_sha256 = hashlib.sha256(repr(used.select(labels).to_pydict()).encode()).hexdigest()
-        own = place_in_used[self.captions.choice.first(np.arange(len(self)))]
-        return RelevantCaptions(used, own, min_relevancy=self._settings.min_relevancy)
+        own = used_of_entry[self.captions.choice.first(np.arange(len(self)))]
+        return RelevantCaptions(used, own, min_relevancy=min_relevancy)
 
-    def _place(self, visit: Visit) -> tuple[int, float]:
-        """Place of the caption that a visit shows, and its relevancy."""
-        if visit.seed is None:
-            return self._first_place(visit.sample), 1.0
+    def _draw_caption(self, request: SampleRequest) -> tuple[int, float]:
+        """Entry of the caption to show, and its relevancy."""
+        if request.seed is None:
+            return self._first_entry(request.sample), 1.0
         if self._relevant is not None:
-            used, relevancy = self._relevant.draw(visit.sample, position=visit.position, seed=visit.seed)
-            return int(self._place_of_used[used]), relevancy
-        return self.captions.choice.draw_one(visit.sample, position=visit.position, seed=visit.seed), 1.0
+            used, relevancy = self._relevant.draw(request.sample, position=request.position, seed=request.seed)
+            return int(self._entry_of_used[used]), relevancy
+        entry = self.captions.choice.draw_one(request.sample, position=request.position, seed=request.seed)
+        return entry, 1.0
 
-    def _first_place(self, sample: int) -> int:
+    def _first_entry(self, sample: int) -> int:
         return int(self.captions.choice.first(np.array([sample]))[0])

@@ -1,7 +1,8 @@
-"""Worker threads whose results come in the order of the work, and which a thread that never comes back cannot stop.
+"""Worker threads that return results in the order of the work items and tolerate threads that never return.
 
-Threads, not processes: decoding, checking and resizing leave the interpreter's lock, and nothing needs to be copied.
-They are daemons, so that one that hangs in a decoder or in a dead file system does not keep the program from ending.
+Threads, not processes: decoding, checksums and resizing release the interpreter lock, and nothing is copied between
+processes. They are daemon threads, so that one blocked in a decoder or on a dead file system does not keep the program
+from exiting.
 """
 
 import threading
@@ -15,14 +16,17 @@ from typing import Generic, TypeVar
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _POLL_S = 1.0
-_GOODBYE_S = 5.0
+_JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Stuck:
-    """Stands for the result of work that has not come back in time."""
+    """Takes the place of a result that was not ready in time; its text is the detail of the failure."""
 
     after_s: float
+
+    def __str__(self) -> str:
+        return f"it was not ready after {self.after_s:g} s and is no longer waited for"
 
 
 @dataclass
@@ -63,18 +67,18 @@ class _Pool(Generic[_Item, _Result]):
         return task
 
     def abandon(self, tasks: "Iterable[_Task[_Item, _Result]]") -> None:
-        """Waits no longer for `tasks`; a new thread takes the place of each one's."""
+        """Stop waiting for `tasks`, and start a new thread in place of each one's."""
         for task in tasks:
             task.abandoned.set()
             self.add_thread()
 
     def close(self, waiting: "Iterable[_Task[_Item, _Result]]") -> None:
-        """Ends the threads; those that are stuck are left to themselves."""
+        """End the threads, without waiting for blocked ones beyond a time limit."""
         for task in waiting:
             task.abandoned.set()
         for _ in self._threads:
             self._queue.put(None)
-        until = time.monotonic() + _GOODBYE_S
+        until = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
@@ -85,11 +89,11 @@ class _Pool(Generic[_Item, _Result]):
             task.began_s = time.monotonic()
             try:
                 task.results.append(self._work(task.item))
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, whose it is
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
                 task.error = error
             task.done.set()
             if task.abandoned.is_set():
-                return  # another thread has taken this one's place
+                return  # another thread has replaced this one
 
 
 def in_order(
@@ -101,26 +105,36 @@ def in_order(
     stuck_after_s: float,
     size_of: Callable[[_Item], int] = lambda item: 0,
     max_bytes: int = 0,
+    num_together: int = 1,
 ) -> Generator[tuple[_Item, _Result | Stuck], None, None]:
-    """(item, work(item)) in the order of `items`; threads run ahead of the caller by at most `num_ahead` items.
+    """Yield (item, work(item)) in the order of `items`; threads run at most `num_ahead` items ahead of the caller.
 
-    Where items have sizes, those ahead of the caller hold at most `max_bytes` together, or are one alone.
-
-    Work that takes longer than `stuck_after_s` gives a `Stuck` in place of its result. Its thread cannot be stopped: it
-    is left behind, and a new one takes its place.
+    Args:
+        stuck_after_s: work that takes longer yields a `Stuck` in place of its result. Its thread cannot be stopped: it
+            is abandoned and replaced by a new one.
+        size_of: size of an item in bytes.
+        max_bytes: maximum total size of the items ahead of the caller, unless a single item is larger; 0 for no limit.
+        num_together: results that the caller uses together. A caller that has to wait is woken when the last of them is
+            ready, not once for each: every wake-up takes the interpreter lock from the threads.
 
     Raises:
-        Exception: what `work` raised, when its turn comes.
+        Exception: what `work` raised for an item, when its turn comes.
     """
     pool = _Pool(work, num_threads=num_threads)
     waiting: deque[_Task[_Item, _Result]] = deque()
     held_bytes = 0
 
+    def wait_for(task: _Task[_Item, _Result]) -> None:
+        while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
+            # All running tasks are checked: this one may be queued behind threads that are stuck with others.
+            pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
+
     def first() -> tuple[_Item, _Result | Stuck]:
         task = waiting[0]
-        while not (task.done.wait(min(_POLL_S, stuck_after_s)) or task.abandoned.is_set()):
-            # All that run are looked at: the first may be waiting for threads that are stuck with later ones.
-            pool.abandon([other for other in waiting if other.is_late(stuck_after_s)])
+        if not task.done.is_set():
+            # Earlier tasks may take longer than the last one, so the first is waited for as well.
+            wait_for(waiting[min(num_together, len(waiting)) - 1])
+            wait_for(task)
         nonlocal held_bytes
         waiting.popleft()
         held_bytes -= size_of(task.item)

@@ -1,80 +1,88 @@
-"""What chance decides about a sample: a pure function of the seed, the purpose and the sample's position.
+"""Counter-based random numbers: pure functions of the seed, the purpose and the position of a sample.
 
-Neither the other samples of a batch nor what was drawn before matters, so ranks, resumed runs and evaluations of one
-sample draw alike.
+They depend neither on the other samples of a batch nor on what was drawn before, so ranks, resumed runs and evaluations
+of a single sample draw the same numbers.
 """
 
 import hashlib
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from train.data.order import Positions, mix
-from train.device.transfer import sent
+if TYPE_CHECKING:
+    import torch
 
-MANTISSA_BITS = 53
+Positions = NDArray[np.int64]  # positions in the endless sample order (train.data.order)
+
+_MANTISSA_BITS = 53
+_WORD = 1 << 64
 
 
 def uniform(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.float64]:
-    """`count` numbers in [0, 1) for each position, [B, count]."""
+    """Draw `count` numbers in [0, 1) for each position: float64 [B, count]."""
     hashes = _hashes(positions, count, seed=seed, purpose=purpose)
-    return np.asarray((hashes >> np.uint64(64 - MANTISSA_BITS)) * 2.0**-MANTISSA_BITS, dtype=np.float64)
+    return np.asarray((hashes >> np.uint64(64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS, dtype=np.float64)
 
 
-def below(counts: NDArray[np.int64], positions: Positions, *, seed: int, purpose: str) -> NDArray[np.int64]:
-    """A whole number from 0 to below each of `counts`, one for each position, [B]."""
+def integers_below(bounds: NDArray[np.int64], positions: Positions, *, seed: int, purpose: str) -> NDArray[np.int64]:
+    """Draw one integer in [0, bound) for each pair of a bound and a position: int64 [B]."""
     hashes = _hashes(positions, 1, seed=seed, purpose=purpose)[:, 0]
-    return ((hashes >> np.uint64(32)) * counts.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+    return ((hashes >> np.uint64(32)) * bounds.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
+def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash each number with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def _hashes(positions: Positions, count: int, *, seed: int, purpose: str) -> NDArray[np.uint64]:
-    key = np.array([key_of(seed=seed, purpose=purpose)], dtype=np.uint64)
-    keys = mix(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
+    key = np.array([_key(seed=seed, purpose=purpose)], dtype=np.uint64)
+    keys = splitmix64(np.asarray(key + np.arange(count, dtype=np.uint64), dtype=np.uint64))
     # Hashed twice: keys that differ in a few bits only would otherwise pair positions that differ in the same bits.
-    return mix(mix(positions.astype(np.uint64))[:, None] ^ keys[None, :])
+    return splitmix64(splitmix64(positions.astype(np.uint64))[:, None] ^ keys[None, :])
 
 
 @lru_cache
-def key_of(*, seed: int, purpose: str) -> int:
-    """A number of 64 bits in which seed and purpose count."""
+def _key(*, seed: int, purpose: str) -> int:
     digest = hashlib.blake2b(f"{purpose}/{seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-# `train.device.random.uniform` on any device: the same numbers to the bit, drawn where they are needed.
-#
-# torch has no unsigned 64-bit products, but int64's wrap around to the same bits; only shifts to the right must drop
-# the sign that they would copy.
-
-
-_WORD = 1 << 64
-
-
 def device_uniform(
-    positions_B: torch.Tensor, count: int, *, seed: int, purpose: str, device: torch.device | None = None
-) -> torch.Tensor:
-    """`count` numbers in [0, 1) for each position (int64 [B]), float64 [B, count], as `train.device.random.uniform`.
+    positions_B: "torch.Tensor", count: int, *, seed: int, purpose: str, device: "torch.device | None" = None
+) -> "torch.Tensor":
+    """Draw the numbers of `uniform`, bit by bit the same, on any device: float64 [B, count].
 
     Args:
-        device: where they are drawn; that of the positions when left out.
+        positions_B: int64 [B].
+        device: where to draw them; by default the device of the positions.
     """
+    import torch  # here, so that reading tars needs no torch
+
+    from train.device.transfer import sent
+
     if device is not None:
         positions_B = sent(positions_B, device)
-    keys_N = _mix(_signed(key_of(seed=seed, purpose=purpose)) + torch.arange(count, device=positions_B.device))
-    hashes_BN = _mix(_mix(positions_B)[:, None] ^ keys_N)
-    return _shifted(hashes_BN, 64 - MANTISSA_BITS).double() * 2.0**-MANTISSA_BITS
+    keys_N = _device_splitmix64(
+        _signed(_key(seed=seed, purpose=purpose)) + torch.arange(count, device=positions_B.device)
+    )
+    hashes_BN = _device_splitmix64(_device_splitmix64(positions_B)[:, None] ^ keys_N)
+    return _shifted(hashes_BN, 64 - _MANTISSA_BITS).double() * 2.0**-_MANTISSA_BITS
 
 
-def _mix(values: torch.Tensor) -> torch.Tensor:
-    """`train.data.order.mix` on the bits of int64."""
+def _device_splitmix64(values: "torch.Tensor") -> "torch.Tensor":
+    # torch cannot multiply unsigned 64-bit integers, but products of int64 wrap around to the same bits.
     values = (values ^ _shifted(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _shifted(values, 27)) * _signed(0x94D049BB133111EB)
     return values ^ _shifted(values, 31)
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shifted(values: "torch.Tensor", bits: int) -> "torch.Tensor":
+    """Logical shift to the right; torch's own copies the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

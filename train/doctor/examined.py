@@ -10,7 +10,7 @@ from train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
 from train.doctor.host import Disk, Host, examine_disk, examine_host
 from train.run.environment import versions
 
-# Decoders for what `prep chunk` writes (train.data.decoding.packets), that of the default codec first.
+# Decoders of what `prep chunk` writes (train.data.decoding.decoders), the default's first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")
 
 

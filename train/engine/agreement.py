@@ -46,12 +46,12 @@ class FailureLog:
         num_failed: so far.
     """
 
-    def __init__(self, run: RunFolder, *, world: World, max_failures: int, place: Cursor) -> None:
-        """Keeps what the file has of the places before `place`; the others are visited once more."""
+    def __init__(self, run: RunFolder, *, world: World, max_failures: int, cursor: Cursor) -> None:
+        """Keeps what the file has of the positions before `cursor`; the others are loaded again."""
         self._path, self._world, self._max_failures = run.failures, world, max_failures
 
         def kept() -> int:
-            return len(keep_lines(run.failures, lambda line: place.has_passed(line["position"])))
+            return len(keep_lines(run.failures, lambda line: cursor.has_passed(line["position"])))
 
         self.num_failed = world.first(kept)
 
@@ -150,7 +150,7 @@ def require_finite_state(tensors: Mapping[str, torch.Tensor], *, step: int, worl
 
 
 @contextmanager
-def going_on_said(run: RunFolder) -> Iterator[None]:
+def with_resume_hint(run: RunFolder) -> Iterator[None]:
     """An interruption from the keyboard (Ctrl-C) leaves with the words how to go on."""
     try:
         yield
@@ -164,17 +164,17 @@ class StopSignal:
     """Whether this process has been told to stop (SIGTERM)."""
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.is_set = False
 
     @contextmanager
-    def heard(self) -> Iterator["StopSignal"]:
+    def installed(self) -> Iterator["StopSignal"]:
         """Within, SIGTERM is remembered and ends nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield self  # only the main thread may set what a signal does
             return
 
         def remember(_: int, __: FrameType | None) -> None:
-            self.has_come = True
+            self.is_set = True
 
         before = signal.signal(signal.SIGTERM, remember)
         try:

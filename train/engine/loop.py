@@ -26,7 +26,7 @@ from train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
 from train.distributed.parallel import average_gradients, synced
 from train.distributed.step import Step
 from train.distributed.world import World
-from train.engine.agreement import FailureLog, Shown, StopSignal, going_on_said, require_finite_state
+from train.engine.agreement import FailureLog, Shown, StopSignal, require_finite_state, with_resume_hint
 from train.engine.journal import Journal, Taken
 from train.engine.memory import explained
 from train.engine.state import State, new_state
@@ -72,7 +72,7 @@ def train(
         state.restore(path, samples, settings, task=task, world=world)
         saved_step = state.step
         writer.prune()
-    failures = FailureLog(run, world=world, max_failures=settings.max_failures, place=state.place)
+    failures = FailureLog(run, world=world, max_failures=settings.max_failures, cursor=state.cursor)
     trackers = Trackers([])
     if world.is_first:
         trackers = open_trackers(settings, run=run, progress=progress, step=state.step)
@@ -97,17 +97,17 @@ def train(
     state.trained.train()
     # However it ends, the threads of loader and writer end, and the numbers are kept.
     with (
-        going_on_said(run),
+        with_resume_hint(run),
         closing(trackers),
         closing(journal),
         closing(writer),
         closing(batches),
-        StopSignal().heard() as stop,
+        StopSignal().installed() as stop,
     ):
         while state.step < settings.steps:
             began = journal.end or DeviceEvent(device)
             try:
-                agreed = failures.next_batch(batches, stops=stop.has_come)
+                agreed = failures.next_batch(batches, stops=stop.is_set)
             except ClipmillError:
                 journal.settle()  # all ranks are here: a bad number came before what ends them now
                 raise
@@ -202,7 +202,7 @@ def _take(
     if state.ema is not None:
         state.ema.update(state.model, step=step.number)
     state.objective.after_step(step)
-    state.step, state.place = step.number, loaded.place
+    state.step, state.cursor = step.number, loaded.cursor
     found = {"step": step.number, "loss": numbers["loss"], "lr": lr, "grad_norm": grad_norm, **numbers}
     if skips:
         found |= {"loss_scale": loss_scale, "num_skipped": state.precision.num_skipped}
@@ -225,4 +225,4 @@ def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: Wo
 
 
 def _epoch(state: State, samples: TrainingSet) -> float:
-    return state.place.position / samples.num_samples if samples.num_samples else 0.0
+    return state.cursor.position / samples.num_samples if samples.num_samples else 0.0

@@ -11,7 +11,7 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.training import TrainingSettings, require_same, shaping
-from train.data.cursor import Cursor, LoaderState, together
+from train.data.cursor import Cursor, LoaderState, merge_cursors
 from train.data.loader import TrainingSet
 from train.device.precision import Precision, open_precision
 from train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
@@ -37,7 +37,7 @@ class State:
         model: as the task built it; with FSDP its parameters are DTensors.
         trained: what stands for it in a training step (train.distributed.parallel, train.distributed.pipeline).
         zero: sends what this rank's optimizer made; None where every rank's makes everything.
-        place: where this rank's batches end.
+        cursor: position in the sample order up to which this rank has consumed batches.
     """
 
     model: nn.Module
@@ -48,7 +48,7 @@ class State:
     precision: Precision
     ema: Ema | None
     step: int = 0
-    place: Cursor = field(default_factory=lambda: Cursor(0))
+    cursor: Cursor = field(default_factory=lambda: Cursor(0))
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, the objective's last."""
@@ -84,12 +84,15 @@ class State:
     ) -> CheckpointMetadata:
         """Everything else, and the numbers of an evaluation; all ranks call it."""
         own = LoaderState(
-            position=self.place.position, ahead=list(self.place.ahead), seed=settings.seed, samples=samples.fingerprint
+            position=self.cursor.position,
+            ahead=list(self.cursor.ahead),
+            seed=settings.seed,
+            samples=samples.fingerprint,
         )
         return CheckpointMetadata(
             task=task.name,
             step=self.step,
-            # The stages of a replica stand at the same place.
+            # The stages of a replica are at the same position.
             loader=world.replicas.gather_objects(own),
             settings=shaping(settings),
             precision=self.precision.state_dict(),
@@ -128,7 +131,7 @@ class State:
             )
         self.precision.load_state_dict(facts.precision)
         self.step = facts.step
-        self.place = together([Cursor(one["position"], tuple(one["ahead"])) for one in facts.loader])
+        self.cursor = merge_cursors([Cursor(one["position"], tuple(one["ahead"])) for one in facts.loader])
         return facts
 
     @contextmanager

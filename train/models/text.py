@@ -3,9 +3,14 @@
 Shape suffixes: B batch, L tokens, M tokens of all captions, D width, E embedding width.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,15 +80,14 @@ class TextTower(nn.Module):
         return x_1MD[0].index_select(0, packing.end_N)
 
 
+@cache
 def load_tokenizer() -> Tokenize:
     """CLIP's tokenizer: a text to int64 ids [77] with start and end tokens, truncated and zero-padded.
 
     The ids are open_clip's. Loader threads run it for every sample under the interpreter lock, so the ids of words are
     cached (no token spans white space) and plain texts skip open_clip's cleaning.
     """
-    from open_clip.tokenizer import SimpleTokenizer
-
-    tokenizer = SimpleTokenizer(context_length=CONTEXT_LENGTH)
+    tokenizer = _open_clip_tokenizer_module().SimpleTokenizer(context_length=CONTEXT_LENGTH)
     ids_of_word: dict[str, list[int]] = {}
 
     def ids_of(word: str) -> list[int]:
@@ -108,6 +112,24 @@ def load_tokenizer() -> Tokenize:
         return tokens
 
     return tokenize
+
+
+def _open_clip_tokenizer_module() -> Any:
+    """The module open_clip.tokenizer, without the rest of open_clip.
+
+    The package's __init__ imports all of its models, timm, torchvision and transformers: 2 s at the start of a run that
+    needs none of them.
+    """
+    if (loaded := sys.modules.get("open_clip.tokenizer")) is not None:
+        return loaded
+    package = find_spec("open_clip")
+    assert package is not None and package.submodule_search_locations is not None, "open_clip is not installed"
+    path = Path(package.submodule_search_locations[0]) / "tokenizer.py"
+    spec = spec_from_file_location("open_clip.tokenizer", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _is_plain(text: str) -> bool:

@@ -1,5 +1,6 @@
 """Hugging Face's CLIPModel: names and configuration. q, k and v are matrices of their own, projections transposed."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,9 @@ def save_tokenizer(folder: Path, *, context_length: int) -> None:
         "tokenizer_class": "CLIPTokenizer",
     }
     merges = [" ".join(pair) for pair in tokenizer.bpe_ranks]
-    save_json(folder / "vocab.json", {_SPECIAL.get(token, token): index for token, index in tokenizer.encoder.items()})
+    vocabulary = {_SPECIAL.get(token, token): index for token, index in tokenizer.encoder.items()}
+    text = json.dumps(vocabulary, ensure_ascii=False, indent=1) + "\n"
+    (folder / "vocab.json").write_text(text, encoding="utf-8")
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
     save_json(folder / "special_tokens_map.json", special)
     save_json(folder / "tokenizer_config.json", config)

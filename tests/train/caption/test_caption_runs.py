@@ -12,7 +12,6 @@ import torch
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, write_captions
 from train.config.files import load_settings
-from train.data.tokenizer import train_tokenizer
 from train.models.attention import attend_with_sdpa
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
@@ -20,6 +19,7 @@ from train.tasks.caption.building import build_captioner
 from train.tasks.caption.decoding import write_captions as captions_of
 from train.tasks.caption.runs import decoder_size_of, read_decoder_parts
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from train.tasks.caption.tokenizer import train_tokenizer
 
 __all__ = ["train"]
 

@@ -7,7 +7,7 @@ import pytest
 from manifests.errors import UserError
 from manifests.store import read_captions
 from tests.train.tiny_data import Caption, write_captions
-from train.data.classes import ClassList, names_of, numbers_of, read_classes
+from train.data.classes import ClassList, class_names_of, class_numbers_of, read_classes
 
 VIDEOS = {"a": "train", "b": "val", "c": "test"}
 
@@ -35,8 +35,8 @@ def test_actions_are_sorted_as_strings_over_training_and_evaluation_together(dat
     classes = read_classes(data_dir, label="action", splits=("train", "val"))
     assert classes.names == ("0:10", "0:2", "11:2", "2:0")
     assert classes.parts["verb"].tolist() == [0, 0, 11, 2] and classes.parts["noun"].tolist() == [10, 2, 2, 0]
-    names = names_of(read_captions(data_dir), label="action")
-    assert numbers_of(names, classes).tolist() == [1, 0, 2, -1, 3, 1, -1]
+    names = class_names_of(read_captions(data_dir), label="action")
+    assert class_numbers_of(names, classes).tolist() == [1, 0, 2, -1, 3, 1, -1]
 
 
 def test_the_order_of_actions_is_that_of_the_definition() -> None:
@@ -60,7 +60,7 @@ def test_other_labels_are_sorted_as_numbers_where_all_are_numbers(data_dir: Path
     ("label", "splits", "message"),
     [
         ("flavour", ("train",), "no column label_flavour"),
-        ("nouns", ("train",), "a caption has several nouns"),
+        ("nouns", ("train",), "captions can have several nouns"),
         ("class", ("test",), "have 1 different values of 'class'"),
     ],
 )

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.train.classify.moving import write_moving
-from train.data.chunks import ChunkSet
 from train.data.classes import read_classes
 from train.data.decoding.clip import ClipShape
+from train.data.decoding.decoders import ChunkDecoder
 from train.data.frame_sampling import Sampling
 from train.data.labelled_clips import LabelledClips
 from train.data.loader import LoaderSettings
@@ -42,13 +42,13 @@ def test_an_epoch_shows_every_clip_as_often_as_asked_for_each_time_in_another_wa
     moving: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[Any] = []
-    decode = ChunkSet.decode
+    decode = ChunkDecoder.decode
 
-    def counted(chunks: ChunkSet, read: Any) -> Any:
+    def counted(chunks: ChunkDecoder, read: Any) -> Any:
         decoded.append(read)
         return decode(chunks, read)
 
-    monkeypatch.setattr(ChunkSet, "decode", counted)
+    monkeypatch.setattr(ChunkDecoder, "decode", counted)
     samples = labelled(moving, repeats=3)
     assert samples.num_samples == 3 * NUM_CLIPS and samples.num_clips == NUM_CLIPS
     assert "36 of 37 captions" in samples.describe() and "3 samples of each in an epoch" in samples.describe()

@@ -12,8 +12,8 @@ from train.config.data import CaptionSettings
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
-from train.data.tokenizer import CaptionTokenizer, train_tokenizer
 from train.tasks.caption.samples import CaptionedClips
+from train.tasks.caption.tokenizer import CaptionTokenizer, train_tokenizer
 
 HUMAN = ["a dog runs", "a dog plays", "the dog"]
 MODEL = ["an animal", "something moves"]

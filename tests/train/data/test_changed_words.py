@@ -20,7 +20,7 @@ from train.models.text import load_tokenizer
 # As the versions before had them, which hashed no words.
 OLD_OF_CLIPS = "de15e107c4ef04e7e8b34fe813f94dcc67367d61ad6aa4cc6911f01d79753ecf"
 OLD_OF_LATENTS = "89564f275526247d36c77603c7a25142b4d1b85492959066561b9f11193d621a"
-OTHER_WORDS = "captions of .* have other words or sources than those that the run was trained with"
+OTHER_WORDS = "captions of .* differ in text or source from those the run was trained with"
 
 
 def rewrite(data_dir: Path, splits: dict[str, str], captions: list[Caption]) -> None:

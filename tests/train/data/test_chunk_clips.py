@@ -12,9 +12,8 @@ from manifests.errors import UserError
 from prep.synthetic.frame_code import read_frame_number
 from tests.train.tiny_data import SIZE_PX, encode_chunk, video_sample, write_captions, write_shard
 from train.data.batch import Batch
-from train.data.chunks import ChunkSet
-from train.data.decoding.chunks import ChunkFrames
 from train.data.decoding.clip import ClipShape
+from train.data.decoding.decoders import ChunkDecoder, ChunkFrames
 from train.data.decoding.reading import ChunkBytes
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
@@ -95,13 +94,13 @@ def test_samples_of_a_chunk_are_visited_in_a_row_and_decoded_once(
     videos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[str] = []
-    decode = ChunkSet.decode
+    decode = ChunkDecoder.decode
 
-    def noted(self: ChunkSet, content: ChunkBytes) -> ChunkFrames:
+    def noted(self: ChunkDecoder, content: ChunkBytes) -> ChunkFrames:
         decoded.append(content.key)
         return decode(self, content)
 
-    monkeypatch.setattr(ChunkSet, "decode", noted)
+    monkeypatch.setattr(ChunkDecoder, "decode", noted)
     samples = chunk_clips(videos, per_chunk=3)
     assert samples.num_samples == len(samples) == 15 and samples.num_clips == 5
     assert "3 clips of each in an epoch" in samples.describe()

@@ -15,12 +15,12 @@ from prep.synthetic.frame_code import read_frame_number
 from prep.synthetic.frame_numbers import write_frame_number_video
 from shards.reader import CommittedShard, Variant
 from tests.prep.running import chunk, manifest
-from train.data.decoding.chunks import ChunkDecoder, ChunkFrames
-from train.data.decoding.clip import ClipShape, frame_places, make_clip
+from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.crop import Rectangle
+from train.data.decoding.decoders import ChunkDecoder, ChunkFrames
 from train.data.decoding.pictures import crop_clip
 from train.data.decoding.reading import DecodeRule, read_chunk
-from train.data.frame_sampling import ChunkTimes, Sampling, moments_of
+from train.data.frame_sampling import ChunkTimes, Sampling, frame_indices, moments_of
 
 NUM_FRAMES = 100  # three chunks of 30 and a tail of 10
 FPS = Fraction(30000, 1001)
@@ -86,7 +86,7 @@ def test_random_clips_show_the_frames_that_were_asked_for(shard: CommittedShard)
         span_us = int(rng.integers(1, end_us - begin_us + 1))
         sampling = Sampling(num_frames=int(rng.choice([1, 4, 16])), rule=("uniform", "stride", "lavila")[number % 3])
         clip_rng = None if number % 4 == 0 else np.random.default_rng(number)
-        places = frame_places(begin_us, begin_us + span_us, sampling, chunks, rng=clip_rng)
+        places = frame_indices(begin_us, begin_us + span_us, sampling, chunks, rng=clip_rng)
         wanted: dict[int, set[int]] = {}
         for place in places:
             wanted.setdefault(place.chunk, set()).add(place.frame)

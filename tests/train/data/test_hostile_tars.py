@@ -98,7 +98,7 @@ def test_playlists_among_the_videos_open_nothing(tmp_path: Path, listener: Liste
 
 
 def test_a_committed_chunk_that_is_a_playlist_opens_nothing(tmp_path: Path) -> None:
-    from train.data.decoding.plain import PlainVideo
+    from train.data.decoding.decoders import PlainVideo
 
     local = tmp_path / "local.mp4"
     local.write_bytes(encode_chunk(0, 20, size_px=SIZE_PX))

@@ -10,9 +10,9 @@ from torch.nn.functional import interpolate
 
 from train.augment.colour import COLOUR_KINDS
 from train.augment.pictures import to_rgb_uint8
-from train.data.decoding.clip import ClipMaking, ClipShape, Views, make_clip
+from train.data.decoding.clip import ClipBuilder, ClipShape, Views, make_clip
 from train.data.decoding.crop import Rectangle
-from train.data.decoding.pictures import as_yuv420, crop_clip, crop_clip_in_graph, places_of, rgb_pictures
+from train.data.decoding.pictures import as_yuv420, crop_clip, crop_clip_in_graph, indices_of, rgb_pictures
 from train.data.frame_sampling import Sampling
 from train.data.outcomes import SampleFailed
 
@@ -81,8 +81,8 @@ def test_a_clip_is_the_same_whichever_frame_comes_first(num_crops: int, is_train
         return np.random.default_rng(0) if is_training else None
 
     expected = make_clip(frames, shape, rng=rng(), in_graph=False, key="v")
-    making = ClipMaking(shape, num_frames=3, rng=rng(), key="v")
-    for frame, places in reversed(places_of(frames).items()):
+    making = ClipBuilder(shape, num_frames=3, rng=rng(), key="v")
+    for frame, places in reversed(indices_of(frames).items()):
         making.add(frame, places)
     assert np.array_equal(making.clip().video, expected.video)
     crops = 1 if is_training else num_crops

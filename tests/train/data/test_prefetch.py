@@ -23,7 +23,7 @@ def numbered(count: int, made: list[int]) -> Iterator[LoadedBatch]:
 
 
 def test_all_batches_come_in_their_order() -> None:
-    assert [loaded.next_position for loaded in prefetch(numbered(20, []), CPU)] == list(range(1, 21))
+    assert [loaded.cursor.position for loaded in prefetch(numbered(20, []), CPU)] == list(range(1, 21))
 
 
 def test_no_more_than_one_batch_is_made_ahead() -> None:
@@ -44,7 +44,7 @@ def test_an_error_comes_in_its_turn() -> None:
         raise ZeroDivisionError
 
     batches = prefetch(failing(), CPU)
-    assert [next(batches).next_position, next(batches).next_position] == [1, 2]
+    assert [next(batches).cursor.position, next(batches).cursor.position] == [1, 2]
     with pytest.raises(ZeroDivisionError):
         next(batches)
 
@@ -70,7 +70,7 @@ def test_what_stays_on_the_cpu_is_told_of_no_stream(monkeypatch: pytest.MonkeyPa
     """A tensor of the CPU has no `record_stream`; every batch has some."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     loaded = LoadedBatch(Batch(key=["a"], position=torch.tensor([3]), caption_id=torch.tensor([5])), (), Cursor(1))
-    assert prefetch_module._at_hand(loaded, torch.device("cuda", 0)) is loaded
+    assert prefetch_module._record_stream(loaded, torch.device("cuda", 0)) is loaded
 
 
 def test_the_lengths_of_captions_are_known_where_they_came_from() -> None:

@@ -9,7 +9,7 @@ from manifests.errors import UserError
 from tests.train.data.http_folder import HttpFolder
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
-from train.data.loader import LoaderSettings, Visit
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample
 from train.data.remote.files import RemoteTars
 from train.data.remote.folder import open_data_folder
@@ -38,7 +38,7 @@ def test_clips_of_a_remote_folder_are_those_of_the_local_one(
     remote, local = open_set(f"{served.address}/data", tmp_path / "cache"), open_set(str(data_dir))
     assert remote.fingerprint == local.fingerprint and remote.describe() == local.describe()
     for sample in range(len(local)):
-        [one], [other] = (samples.load([Visit(sample, sample, 3)]) for samples in (remote, local))
+        [one], [other] = (samples.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
         assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
         assert np.array_equal(one["video"], other["video"]) and one["key"] == other["key"]
 
@@ -49,7 +49,7 @@ def test_only_the_packets_that_are_needed_are_fetched(
     monkeypatch.setattr(RemoteTars, "gap_bytes", 0)
     samples = open_set(f"{served.address}/data", tmp_path / "cache")
     tar = tar_of(samples, tmp_path / "served")
-    [sample] = samples.load([Visit(0, 0, None)])
+    [sample] = samples.load([SampleRequest(0, 0, None)])
     assert not isinstance(sample, FailedSample)
     fetched = served.num_bytes["/" + tar.relative_to(tmp_path / "served").as_posix()]
     assert 0 < fetched < tar.stat().st_size / 20
@@ -60,9 +60,9 @@ def test_a_read_that_fails_twice_and_then_works_gives_the_right_bytes(served: Ht
     served.num_failures[dataset] = 2
     samples = open_set(f"{served.address}/data", tmp_path / "cache")
     tar = "/" + tar_of(samples, tmp_path / "served").relative_to(tmp_path / "served").as_posix()
-    [before] = samples.load([Visit(0, 0, None)])
+    [before] = samples.load([SampleRequest(0, 0, None)])
     served.num_failures[tar] = 2
-    [sample] = samples.load([Visit(0, 0, None)])
+    [sample] = samples.load([SampleRequest(0, 0, None)])
     assert served.num_failures[tar] == served.num_failures[dataset] == 0
     assert not isinstance(sample, FailedSample) and not isinstance(before, FailedSample)
     assert np.array_equal(sample["video"], before["video"])
@@ -79,7 +79,7 @@ def test_a_read_that_never_works_is_a_failed_sample(served: HttpFolder, tmp_path
         served.cut.add(tar)
     else:
         path.unlink()
-    [failed] = samples.load([Visit(0, 5, None)])
+    [failed] = samples.load([SampleRequest(0, 5, None)])
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable" and failed.position == 5
     assert path.name in failed.detail
 

@@ -16,7 +16,7 @@ from shards.lists import settle
 from tests.train.data.http_folder import HttpFolder
 from tests.train.data.test_remote import open_set, tar_of
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
-from train.data.loader import Visit
+from train.data.loader import SampleRequest
 from train.data.outcomes import FailedSample
 from train.data.remote.files import local_copy
 
@@ -41,7 +41,7 @@ def test_any_file_system_of_fsspec_will_do(data_dir: Path, tmp_path: Path) -> No
         for address in ("memory://tiny", f"file://{data_dir}"):
             remote = open_set(address, tmp_path / "cache")
             for sample in range(len(local)):
-                [one], [other] = (samples.load([Visit(sample, sample, 3)]) for samples in (remote, local))
+                [one], [other] = (samples.load([SampleRequest(sample, sample, 3)]) for samples in (remote, local))
                 assert not isinstance(one, FailedSample) and not isinstance(other, FailedSample)
                 assert np.array_equal(one["video"], other["video"])
     finally:
@@ -55,7 +55,7 @@ def test_a_clip_at_the_end_of_a_long_chunk_is_a_small_part_of_its_tar(tmp_path: 
     write_captions(folder, {"v": "train"}, [Caption("v", 14.5, 14.9, "its end")])
     server = HttpFolder(folder)
     samples = open_set(server.address, tmp_path / "cache")
-    [sample] = samples.load([Visit(0, 0, None)])
+    [sample] = samples.load([SampleRequest(0, 0, None)])
     server.close()
     [tar] = folder.rglob("*.tar")
     assert not isinstance(sample, FailedSample)
@@ -67,15 +67,15 @@ def test_a_server_without_ranges_is_named_and_not_asked_again(served: HttpFolder
     tar = tar_of(samples, tmp_path / "served")
     address = "/" + tar.relative_to(tmp_path / "served").as_posix()
     served.without_ranges.add(address)
-    [failed] = samples.load([Visit(0, 0, None)])
+    [failed] = samples.load([SampleRequest(0, 0, None)])
     assert isinstance(failed, FailedSample) and failed.reason == "shard_unreadable"
-    assert "ranges are not served" in failed.detail
+    assert "the server does not support ranges" in failed.detail
     assert served.num_bytes[address] == tar.stat().st_size
 
 
 def test_a_server_that_knows_no_ranges_is_refused_before_a_tar_is_touched(served: HttpFolder, tmp_path: Path) -> None:
     served.without_ranges.add("/data/dataset.json")
-    with pytest.raises(UserError, match="serves no parts of files"):
+    with pytest.raises(UserError, match="does not support range requests"):
         open_set(f"{served.address}/data", tmp_path / "cache")
     assert not [name for name in served.num_bytes if name.endswith(".tar")]
 
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_is_named_at_once(tiny_disk: Path, data_dir: Path) -
     memory = fsspec.filesystem("memory")
     try:
         memory.pipe_file("/large/0.tar", bytes(1 << 20))
-        with pytest.raises(UserError, match=r"cannot take memory://large/0.tar: No space left") as caught:
+        with pytest.raises(UserError, match=r"cannot take a copy of memory://large/0.tar: No space left") as caught:
             local_copy("memory://large/0.tar", cache=tiny_disk)
         assert caught.value.hint and "--cache" in caught.value.hint
         assert not list(tiny_disk.rglob("*.tar"))

@@ -21,7 +21,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
 from train.data.outcomes import LoadedBatch
-from train.data.remote import files as patience
+from train.data.remote import files as remote_files
 from train.data.streams.stream import VideoStream
 from train.models.text import load_tokenizer
 
@@ -38,7 +38,7 @@ def open_stream(pattern: object, *, cache: Path | None = None, shape: ClipShape 
 def first(stream: VideoStream, num_batches: int, *, max_failures: int = 0) -> list[LoadedBatch]:
     batches = stream.batches(max_failures=max_failures)
     taken = list(islice(batches, num_batches))
-    taken = [LoadedBatch({**one.batch, "video": one.batch["video"].clone()}, one.failed, one.place) for one in taken]
+    taken = [LoadedBatch({**one.batch, "video": one.batch["video"].clone()}, one.failed, one.cursor) for one in taken]
     batches.close()
     return taken
 
@@ -91,7 +91,7 @@ def test_a_foreign_tar_gives_whole_videos_with_their_captions(foreign: Path) -> 
     assert numbers(batches[2]) == [[100 * number + 5, 100 * number + 15] for number in range(8, 12)]
     assert [stream.text(number) for number in range(12)] == [f"video {number}" for number in range(12)]
     assert batches[0].batch["caption_id"].tolist() == [-1] * 4
-    assert "decoded by way of the container" in stream.describe()
+    assert "decoded through the container" in stream.describe()
 
 
 def test_our_tar_gives_the_parts_of_captions_that_lie_in_each_chunk(ours: Path) -> None:
@@ -175,7 +175,7 @@ def test_patterns_that_name_nothing_are_the_users_mistake(tmp_path: Path, patter
 
 @pytest.fixture
 def served(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFolder]:
-    monkeypatch.setattr(patience, "_WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(remote_files, "_WAITS_S", (0.01, 0.01, 0.01))
     server = HttpFolder(foreign)
     yield server
     server.close()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.train.test_video_captions import load, numbers, open_set
-from train.data.decoding.clip import ClipShape, Views, frame_places
+from train.data.decoding.clip import ClipShape, Views
 from train.data.decoding.crop import Rectangle, centre_square, square_views
-from train.data.frame_sampling import ChunkTimes, Sampling, SamplingRule, moments_of, view_places
+from train.data.frame_sampling import ChunkTimes, Sampling, SamplingRule, frame_indices, moments_of, view_offsets
 
 
 def frames(
@@ -17,7 +17,7 @@ def frames(
 ) -> list[list[int]]:
     chunk = ChunkTimes(start_ms=0, num_frames=300, fps_num=30, fps_den=1)
     sampling = Sampling(num_frames=num_frames, rule=rule, stride=stride)
-    places = frame_places(0, end_us, sampling, [chunk], rng=None, num_views=num_views)
+    places = frame_indices(0, end_us, sampling, [chunk], rng=None, num_views=num_views)
     return [
         [place.frame for place in places[begin : begin + num_frames]] for begin in range(0, len(places), num_frames)
     ]
@@ -25,7 +25,7 @@ def frames(
 
 def test_one_look_is_in_the_middle_whatever_the_rule() -> None:
     for rule in ("uniform", "stride", "lavila"):
-        assert view_places(rule, 1) == (Fraction(1, 2),)
+        assert view_offsets(rule, 1) == (Fraction(1, 2),)
     assert frames("uniform", 1) == [[37, 112, 187, 262]]
     assert frames("stride", 1) == [[134, 142, 150, 158]]
 
@@ -56,7 +56,7 @@ def test_looks_at_equal_segments_are_spread_within_each() -> None:
 @pytest.mark.parametrize("num_views", [1, 2, 3, 7])
 def test_no_look_leaves_the_span(rule: SamplingRule, num_views: int) -> None:
     sampling = Sampling(num_frames=3, rule=rule, stride=5)
-    for at in view_places(rule, num_views):
+    for at in view_offsets(rule, num_views):
         found = moments_of(1_200_000, 2_700_001, sampling, fps_num=30, fps_den=1, rng=None, at=at)
         assert all(1_200_000 <= time / found.denominator < 2_700_001 for time in found.numerators)
 

@@ -17,7 +17,7 @@ from tests.train.plane import LoadedPoints, Points, settings
 from train.config.machine import ParallelSettings, Schedule
 from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
-from train.data.loader import TrainingSet, Visit
+from train.data.loader import SampleRequest, TrainingSet
 from train.data.outcomes import FailedSample
 from train.device.transfer import Scalar
 from train.distributed.launch import open_world
@@ -70,13 +70,13 @@ def captioner(*, dropout: float = 0.0) -> Captioner:
 class Captions(Points):
     """Clips of noise and captions of any length, a function of the visit's seed."""
 
-    def _load(self, visit: Visit) -> Sample | FailedSample:
-        if visit.sample in self._failing:
-            return FailedSample(visit.position, self.key(visit.sample), "undecodable", "as told")
-        rng = visit.rng()
+    def _load(self, request: SampleRequest) -> Sample | FailedSample:
+        if request.sample in self._failing:
+            return FailedSample(request.position, self.key(request.sample), "undecodable", "as told")
+        rng = request.rng()
         assert rng is not None
         values = rng.normal(size=(3, NUM_FRAMES, IMAGE_PX, IMAGE_PX))
-        if visit.sample == self._poisoned:
+        if request.sample == self._poisoned:
             values[:] = np.nan
         targets = np.full((NUM_TEXTS, MAX_TOKENS), -100)
         for text in targets:
@@ -84,8 +84,8 @@ class Captions(Points):
             text[:length] = rng.integers(0, END, length)
             text[length] = END
         return Sample(
-            position=visit.position,
-            key=self.key(visit.sample),
+            position=request.position,
+            key=self.key(request.sample),
             targets=targets.astype(np.int64),
             video=values.view(np.uint8),
         )

@@ -57,7 +57,7 @@ def test_an_index_of_another_tar_never_leads_beyond_the_end(own: Written) -> Non
     assert first.commit.files is not None and other.commit.files is not None
     files = replace(other.commit.files, index_sha256=first.commit.files.index_sha256)
     write_commit(own.latents_dir, replace(other.commit, files=files))
-    with pytest.raises(UserError, match="cannot lie where it says"):
+    with pytest.raises(UserError, match="its position of the array of"):
         opened(own.data_dir, text=False)
 
 

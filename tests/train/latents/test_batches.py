@@ -162,7 +162,7 @@ def test_sizes_that_fit_no_block_come_as_they_were_written(
 def test_a_segment_that_is_no_whole_number_of_frames_is_refused(written: Written) -> None:
     with pytest.raises(UserError, match=r"0\.3s' is 1\.2 frames at 4 frames"):
         LatentLoader(written.data_dir, split="train", segment="0.3s")
-    with pytest.raises(UserError, match="no length of a segment"):
+    with pytest.raises(UserError, match="not a segment length"):
         LatentLoader(written.data_dir, split="train", segment="5 minutes")
 
 

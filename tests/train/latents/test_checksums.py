@@ -12,8 +12,7 @@ import pytest
 from manifests.keys import split_key
 from shards.reader import Variant
 from tests.train.latents.written import Caption, Chunk, Written, write_all
-from train.data.latents.loader import LatentLoader
-from train.data.latents.sets import CaptionedLatents
+from train.data.latents.loader import CaptionedLatents, LatentLoader
 from train.data.outcomes import LoadedBatch, TooManyFailures
 
 
@@ -41,7 +40,7 @@ def test_the_second_time_everything_comes_as_the_first_time(written: Written, ba
     """All is known to be good by then; the last batch of an evaluation is smaller."""
     checked = loader(written, batch=batch)
     first, second = (list(checked.evaluation_batches()) for _ in range(2))
-    assert [loaded.place for loaded in second] == [loaded.place for loaded in first]
+    assert [loaded.cursor for loaded in second] == [loaded.cursor for loaded in first]
     for one, other in zip(first, second, strict=True):
         assert one.batch.keys() == other.batch.keys()
         assert all((one.batch[name] == other.batch[name]).all() for name in ("position", "latents", "text"))
@@ -53,7 +52,7 @@ def test_what_is_intact_comes_as_without_the_check(written: Written) -> None:
     checked = list(islice(loader(written), 20))
     plain = list(islice(loader(written, verify=False), 20))
     assert positions(checked) == positions(plain)
-    assert [one.next_position for one in checked] == [one.next_position for one in plain]
+    assert [one.cursor.position for one in checked] == [one.cursor.position for one in plain]
     assert not any(one.failed for one in checked)
     for tails in ("drop", "pad"):
         sizes = [len(one.batch["key"]) for one in loader(written, tails=tails, text=False).evaluation_batches()]
@@ -70,7 +69,7 @@ def test_a_flipped_byte_is_named_and_the_next_sample_takes_the_place(own: Writte
     shown = [key for loaded in batches for key in loaded.batch["key"]]
     assert len(shown) == 15 * 4 and not any(split_key(key)[0] == "b" for key in shown)
     seen = positions(batches) + [one.position for one in failed]
-    assert sorted(seen) == list(range(batches[-1].next_position))
+    assert sorted(seen) == list(range(batches[-1].cursor.position))
 
 
 def test_without_the_check_the_bytes_come_as_they_are(own: Written) -> None:
@@ -82,7 +81,7 @@ def test_a_damaged_run_resumes_exactly(own: Written) -> None:
     flip(own.data_dir, column="latents", key="b_000000000")
     whole = list(islice(loader(own), 12))
     for stop in (1, 4, 7):
-        rest = list(islice(loader(own).batches(position=whole[stop - 1].next_position), 12 - stop))
+        rest = list(islice(loader(own).batches(position=whole[stop - 1].cursor.position), 12 - stop))
         assert positions(rest) == positions(whole[stop:])
         assert [one.failed for one in rest] == [one.failed for one in whole[stop:]]
 
@@ -116,7 +115,7 @@ def test_evaluation_names_what_failed_and_shows_the_rest(own: Written) -> None:
     failed = [failure for loaded in batches for failure in loaded.failed]
     assert [(one.position, one.key) for one in failed] == [(number, "a_000000000") for number in range(3)]
     assert positions(batches) == list(range(3, len(loader(own, text=False))))
-    assert batches[-1].next_position == len(loader(own, text=False))
+    assert batches[-1].cursor.position == len(loader(own, text=False))
 
 
 def test_a_set_of_which_nothing_is_intact_ends(own: Written) -> None:
@@ -153,18 +152,18 @@ def test_a_record_is_compared_at_its_first_visit_only(written: Written, monkeypa
         num_compared["crc32"] += 1
         return crc32(content)
 
-    monkeypatch.setattr("train.data.latents.checksums.zlib.crc32", counted)
+    monkeypatch.setattr("train.data.mapped_tars.zlib.crc32", counted)
     running = loader(written)
     batches = running.batches()
     for loaded in batches:
-        if loaded.next_position >= 2 * len(running):
+        if loaded.cursor.position >= 2 * len(running):
             break
     chunks = {key for loaded in running.evaluation_batches() for key in loaded.batch["key"]}
     first = num_compared["crc32"]
     # The chunks that are shown, and the embeddings of their videos.
     assert first == len(chunks) + len({split_key(key)[0] for key in chunks})
     for loaded in batches:
-        if loaded.next_position >= 5 * len(running):
+        if loaded.cursor.position >= 5 * len(running):
             break
     list(running.evaluation_batches())
     assert num_compared["crc32"] == first

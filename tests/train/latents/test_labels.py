@@ -1,6 +1,8 @@
 """Which labels segments of latents have."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from manifests.store import read_captions
 from tests.train.latents.written import Chunk, Written, write_latents
 from tests.train.tiny_data import Caption, write_captions
 from train.data.classes import ClassList, read_classes
-from train.data.latents.sets import LabelledLatents
+from train.data.latents.loader import LabelledLatents
 
 MOTION = ClassList("motion", ("falls", "rests", "rises"))
 
@@ -43,8 +45,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return made
 
 
-def opened(data_dir: Path, *, split: str = "train", also: tuple[ClassList, ...] = (), **ranks: int) -> LabelledLatents:
-    return LabelledLatents(data_dir, split=split, classes=MOTION, segment="5s", batch=4, seed=0, also=also, **ranks)
+def opened(data_dir: Path, *, split: str = "train", also: tuple[ClassList, ...] = (), **ranks: Any) -> LabelledLatents:
+    make = partial(LabelledLatents, classes=(MOTION, *also))
+    return make(data_dir, split=split, segment="5s", batch=4, seed=0, **ranks)
 
 
 def test_a_segment_has_the_label_of_the_caption_that_shares_most_time_with_it(written: Written) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.latents.written import Caption, Chunk, Written, write_all
-from train.data.latents.loader import LatentLoader
-from train.data.latents.sets import CaptionedLatents
+from train.data.latents.loader import CaptionedLatents, LatentLoader
 from train.models.text import load_tokenizer
 
 # Ids are places; segments of 5 s. The third segment has captions of one source only.

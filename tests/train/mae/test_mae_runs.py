@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_undisturbed_one(
             raise FailedWork("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "show", kill)
+        patch.setattr(Progress, "log", kill)
         assert train("mae", "--shards", videos, "--out", tmp_path / "broken", *flags) == 1
     assert train("mae", "--resume", "--out", tmp_path / "broken") == 0
     assert_same(tmp_path / "broken", tmp_path / "whole")

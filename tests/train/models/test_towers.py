@@ -1,6 +1,8 @@
 """The towers against open_clip's, with the same weights."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from open_clip.model import CLIP
 
+from tests.conftest import ROOT
 from tests.train.models.small_towers import captions, clips, small_encoder, spread_out
 from train.config.model import Activation, Towers
 from train.models.attention import Attend, attend_naively, attend_with_sdpa
@@ -145,6 +148,12 @@ def test_the_tokenizer_wraps_pads_and_cuts() -> None:
     assert (ids == tokenize("  a RED circle moves   left")).all()
     long = tokenize("word " * 200)
     assert long[76] == 49407 and (long != 0).all()
+
+
+def test_the_tokenizer_comes_without_the_rest_of_open_clip() -> None:
+    script = "import sys; from train.models.text import load_tokenizer; load_tokenizer()('a word'); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert not {"open_clip", "timm", "torchvision", "transformers"} & set(loaded.split())
 
 
 def test_captions_have_the_tokens_of_open_clip_whatever_is_in_them() -> None:

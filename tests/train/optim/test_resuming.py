@@ -45,7 +45,7 @@ def test_a_run_goes_on_with_moments_averages_and_scale(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "show", stop)
+        patch.setattr(Progress, "log", stop)
         with pytest.raises(KeyboardInterrupt, match=r"--resume --out .*broken goes on from"):
             train_plane(broken, settings(broken.path, **chosen))
     train_plane(broken, settings(broken.path, **chosen))

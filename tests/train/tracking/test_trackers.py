@@ -67,13 +67,15 @@ def test_tensorboard_shows_each_step_once_and_settings_and_page(track: Callable[
 def test_wandb_is_sent_each_step_once_under_one_run(
     track: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(track(0, 0).path / name.lower()))
     for after, last in ((0, 9), (4, 6), (4, 11)):
         # W&B names the folder of a process by the second in which it begins.
         time.sleep(1)
         run = track(after, last, wandb="offline")
+    # The end of a run only asks W&B's service to close the file; the end of a process waits until it has.
+    wandb.teardown()
     records = [record for path in sorted(run.path.glob("wandb/offline-run-*/*.wandb")) for record in sent(path)]
     runs = [record.run for record in records if record.HasField("run")]
     assert len({one.run_id for one in runs}) == 1

@@ -1,1 +1,1 @@
-"""Frames out of chunks: from packets, by way of the container, or cropped in a filter graph."""
+"""Decoding of chunks and clips: from packets, through the container, or cropped in a filter graph."""

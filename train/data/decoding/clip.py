@@ -1,4 +1,4 @@
-"""From the frames of a clip to what a batch has of it."""
+"""From decoded frames to the clip of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 from train.augment.colour import colour_kind
 from train.data.decoding.crop import CropRule, Rectangle, rectangle_of, square_views
-from train.data.decoding.pictures import CroppedPlanes, as_yuv420, crop_clip_in_graph, places_of, rgb_pictures
-from train.data.frame_sampling import ChunkTimes, FramePlace, Sampling, locate_frames, moments_of, view_places
+from train.data.decoding.pictures import CroppedPlanes, as_yuv420, crop_clip_in_graph, indices_of, rgb_pictures
+from train.data.frame_sampling import Sampling
 from train.data.outcomes import SampleFailed
 
 if TYPE_CHECKING:
     import av
 
-_Look = tuple[int, int, int]  # width, height and colour of a frame
+_FrameFormat = tuple[int, int, int]  # width, height and colour kind of a frame
 
 
 @dataclass(frozen=True, kw_only=True)
 class Views:
-    """How often an evaluation looks at a clip: at `num_clips` sets of moments, each cut out as `num_crops` squares."""
+    """Views of a clip in an evaluation: `num_clips` sets of moments, each cropped to `num_crops` squares."""
 
     num_clips: int = 1
     num_crops: int = 1
@@ -32,12 +32,12 @@ class Views:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipShape:
-    """How a clip is shown: which moments, as pictures of `size_px` x `size_px`, cut out how in training.
+    """How a clip is made: its moments, the size of its frames, and how these are cropped in training.
 
     Attributes:
         views: of an evaluation.
-        min_crop_area: part of a picture that a "random" crop keeps at least.
-        rgb: hand over RGB in place of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
+        min_crop_area: minimum share of a frame's area that a "random" crop keeps.
+        rgb: return RGB in place of YUV 4:2:0 (slower: twice the bytes, converted on the CPU).
     """
 
     sampling: Sampling
@@ -50,138 +50,109 @@ class ClipShape:
 
 @dataclass(frozen=True)
 class Clip:
-    """The pictures of a clip.
+    """The frames of a clip.
 
     Attributes:
-        video: uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (train.data.batch); of several views one after another,
-            the crops of the first moments first.
-        colour: matrix and range of what was decoded (train.augment.colour).
+        video: uint8 [T, S * S * 3 / 2], or [T, S, S, 3] as RGB (train.data.batch); views follow one another, all crops
+            of the first moments first.
+        colour: colour matrix and range of the decoded frames (train.augment.colour).
     """
 
     video: NDArray[np.uint8]
     colour: int
 
 
-def frame_places(
-    begin_us: int,
-    end_us: int,
-    sampling: Sampling,
-    chunks: Sequence[ChunkTimes],
-    *,
-    rng: np.random.Generator | None,
-    num_views: int = 1,
-) -> list[FramePlace]:
-    """The frames of the span [begin_us, end_us), which lies in `chunks`; their rate is that of the first.
+class ClipBuilder:
+    """A clip built from one frame after another, in any order; a frame is not needed once it was added.
 
-    Without `rng` those of `num_views` sets of moments, one set after another.
-    """
-    fps_num, fps_den = chunks[0].fps_num, chunks[0].fps_den
-    places: list[FramePlace] = []
-    for at in view_places(sampling.rule, 1 if rng is not None else num_views):
-        moments = moments_of(begin_us, end_us, sampling, fps_num=fps_num, fps_den=fps_den, rng=rng, at=at)
-        places += locate_frames(moments, chunks)
-    return places
-
-
-class ClipMaking:
-    """A clip that is made of one frame after another, in any order, none of which is needed after it was added.
-
-    One rectangle is cut out of all of them and resized, or each of the views' squares.
+    All frames are cropped to the same rectangle, or to the square of each view, and resized.
 
     Args:
-        num_frames: of one set of moments, or of each of the views'.
-        rng: draws the rectangle when the first frame tells its size; None in evaluation, which shows squares.
+        num_frames: frames of all sets of moments.
+        rng: draws the rectangle once the size of the first frame is known; None in evaluation, which crops squares.
         key: of the clip's first chunk, for the error.
     """
 
     def __init__(self, shape: ClipShape, *, num_frames: int, rng: np.random.Generator | None, key: str) -> None:
         self._shape, self._num_frames, self._rng, self._key = shape, num_frames, rng, key
-        self._look: _Look | None = None
+        self._format: _FrameFormat | None = None
         self._crops: list[CroppedPlanes] = []
 
-    def add(self, frame: "av.VideoFrame", places: Sequence[int]) -> None:
-        """The clip's pictures at `places`.
+    def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
+        """Crop and resize a frame, and store it at `indices` of the clip.
 
         Raises:
-            SampleFailed: it differs from those before in size or colour, as frames of neighbouring chunks may.
+            SampleFailed: its size or colour differs from earlier frames, as frames of neighbouring chunks may.
         """
         planar = as_yuv420(frame)
-        look = _look_of(planar)
-        if self._look is None:
-            self._look = look
+        found = _format_of(planar)
+        if self._format is None:
+            self._format = found
             self._crops = [
                 CroppedPlanes(self._num_frames, rectangle, size_px=self._shape.size_px)
-                for rectangle in _rectangles(self._shape, look, rng=self._rng)
+                for rectangle in _rectangles(self._shape, found, rng=self._rng)
             ]
-        elif look != self._look:
-            raise _differing({self._look, look}, key=self._key)
+        elif found != self._format:
+            raise _differing({self._format, found}, key=self._key)
         for crop in self._crops:
-            crop.add(planar, places)
+            crop.add(planar, indices)
 
     def clip(self) -> Clip:
-        """The clip, when frames for all places were added."""
-        assert self._look is not None, "a clip of no frames"
-        return _clip_of([crop.planes for crop in self._crops], self._shape, self._look)
+        """The clip, once all its frames were added."""
+        assert self._format is not None, "a clip of no frames"
+        return _clip_of([crop.planes for crop in self._crops], self._shape, self._format)
 
 
 def make_clip(
     frames: "Sequence[av.VideoFrame]", shape: ClipShape, *, rng: np.random.Generator | None, in_graph: bool, key: str
 ) -> Clip:
-    """The same of frames that are all there; one that stands in the list several times is resized once.
+    """Build a clip from all its frames; a frame that occurs several times in the list is resized once.
 
     Args:
-        frames, rng, key: as those of `ClipMaking`.
-        in_graph: by libav's filter graph.
+        rng, key: see `ClipBuilder`.
+        in_graph: crop and resize in libav's filter graph.
 
     Raises:
         SampleFailed: frames differ in size or colour.
     """
-    if in_graph:
-        return _clip_in_graph(frames, shape, rng=rng, key=key)
-    making = ClipMaking(shape, num_frames=len(frames), rng=rng, key=key)
-    for places in places_of(map(id, frames)).values():
-        making.add(frames[places[0]], places)
-    return making.clip()
-
-
-def _clip_in_graph(
-    frames: "Sequence[av.VideoFrame]", shape: ClipShape, *, rng: np.random.Generator | None, key: str
-) -> Clip:
+    if not in_graph:
+        building = ClipBuilder(shape, num_frames=len(frames), rng=rng, key=key)
+        for indices in indices_of(map(id, frames)).values():
+            building.add(frames[indices[0]], indices)
+        return building.clip()
     converted = {id(frame): as_yuv420(frame) for frame in frames}
     planar = [converted[id(frame)] for frame in frames]
-    looks = {_look_of(frame) for frame in planar}
-    if len(looks) > 1:
-        raise _differing(looks, key=key)
-    (look,) = looks
-    rectangles = _rectangles(shape, look, rng=rng)
-    return _clip_of([crop_clip_in_graph(planar, part, size_px=shape.size_px) for part in rectangles], shape, look)
+    formats = {_format_of(frame) for frame in planar}
+    if len(formats) > 1:
+        raise _differing(formats, key=key)
+    (found,) = formats
+    rectangles = _rectangles(shape, found, rng=rng)
+    return _clip_of([crop_clip_in_graph(planar, part, size_px=shape.size_px) for part in rectangles], shape, found)
 
 
-def _rectangles(shape: ClipShape, look: _Look, *, rng: np.random.Generator | None) -> list[Rectangle]:
-    width, height, _ = look
+def _rectangles(shape: ClipShape, found: _FrameFormat, *, rng: np.random.Generator | None) -> list[Rectangle]:
+    width, height, _ = found
     if rng is None and shape.views.num_crops > 1:
         return square_views(width, height, num_crops=shape.views.num_crops)
     return [rectangle_of(shape.crop, width=width, height=height, min_area=shape.min_crop_area, rng=rng)]
 
 
-def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, look: _Look) -> Clip:
-    video = crops[0] if len(crops) == 1 else _by_view(crops, num_frames=shape.sampling.num_frames)
-    colour = look[2]
+def _clip_of(crops: list[NDArray[np.uint8]], shape: ClipShape, found: _FrameFormat) -> Clip:
+    video, colour = crops[0], found[2]
+    if len(crops) > 1:
+        # Crops [M] of [N * T, ...] frames to [N * M * T, ...].
+        num_frames = shape.sampling.num_frames
+        stacked = np.stack([crop.reshape(-1, num_frames, *crop.shape[1:]) for crop in crops], axis=1)
+        video = stacked.reshape(-1, *stacked.shape[3:])
     return Clip(np.stack(rgb_pictures(video, colour, size_px=shape.size_px)) if shape.rgb else video, colour)
 
 
-def _differing(looks: set[_Look], *, key: str) -> SampleFailed:
-    detail = f"chunks of the clip differ in width, height or colour: {sorted(looks)}"
+def _differing(formats: set[_FrameFormat], *, key: str) -> SampleFailed:
+    detail = f"chunks of the clip differ in width, height or colour: {sorted(formats)}"
     return SampleFailed(key, reason="chunks_differ", detail=detail)
 
 
-def _by_view(crops: list[NDArray[np.uint8]], *, num_frames: int) -> NDArray[np.uint8]:
-    """Crops [M] of [N * T, ...] pictures to [N * M * T, ...]."""
-    stacked = np.stack([crop.reshape(-1, num_frames, *crop.shape[1:]) for crop in crops], axis=1)
-    return stacked.reshape(-1, *stacked.shape[3:])
-
-
-def _look_of(frame: "av.VideoFrame") -> _Look:
+def _format_of(frame: "av.VideoFrame") -> _FrameFormat:
     colour = colour_kind(
         colorspace=int(frame.colorspace),
         color_range=int(frame.color_range),

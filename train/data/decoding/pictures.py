@@ -1,12 +1,12 @@
-"""From decoded frames to the planes of a clip: one rectangle cut out of all and resized, as YUV 4:2:0.
+"""From decoded frames to the planes of a clip: all frames are cropped to one rectangle and resized, as YUV 4:2:0.
 
-A picture of S x S is S * S * 3 / 2 bytes: Y [S, S], then U and V [S / 2, S / 2]. Luma is cut exactly at the rectangle,
-chroma at the smallest rectangle of its own, half as fine samples that covers it. Resizing is bilinear, and by area
-where a side shrinks to half or less, where bilinear would pass over pixels.
+A frame of S x S takes S * S * 3 / 2 bytes: Y [S, S], then U and V [S / 2, S / 2]. Luma is cropped exactly to the
+rectangle, chroma to the smallest rectangle of its own, half as many samples that covers it. Resizing is bilinear, or by
+area if a side shrinks to half or less, where bilinear interpolation would skip pixels.
 
-Bilinear is that of Intel's IPP where OpenCV has it (on x86): a third faster, and rounded to the nearest level, the same
-with SSE4.2, AVX2 and AVX-512. OpenCV's own, which other machines use, rounds its weights and is 0.05 levels darker: one
-pixel in twenty differs, by one level.
+Bilinear resizing uses Intel's IPP where OpenCV has it (on x86): a third faster, rounded to the nearest level, with the
+same result for SSE4.2, AVX2 and AVX-512. OpenCV's own implementation, used on other machines, rounds its weights and is
+0.05 levels darker: one pixel in twenty differs, by one level.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -34,54 +34,50 @@ cv2.setNumThreads(1)
 
 
 def as_yuv420(frame: "av.VideoFrame") -> "av.VideoFrame":
-    """The frame as 8-bit YUV 4:2:0, converted by swscale where it is not; RGB becomes BT.601 of limited range."""
+    """The frame as 8-bit YUV 4:2:0, converted by swscale if necessary; RGB becomes BT.601 of limited range."""
     return frame if frame.format.name in _PLANAR else frame.reformat(format="yuv420p")
 
 
 def crop_clip(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """Cuts `rectangle` out of frames (yuv420p or yuvj420p) and resizes it: uint8 [T, size_px * size_px * 3 / 2].
+    """Crop frames (yuv420p or yuvj420p) to `rectangle` and resize them: uint8 [T, size_px * size_px * 3 / 2].
 
-    Frames that stand several times in the list are resized once.
+    A frame that occurs several times in the list is resized once.
     """
     crop = CroppedPlanes(len(frames), rectangle, size_px=size_px)
-    for places in places_of(map(id, frames)).values():
-        crop.add(frames[places[0]], places)
+    for indices in indices_of(map(id, frames)).values():
+        crop.add(frames[indices[0]], indices)
     return crop.planes
 
 
-def places_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
-    """Where each of `items` stands among them."""
-    places: dict[_Item, list[int]] = {}
-    for place, item in enumerate(items):
-        places.setdefault(item, []).append(place)
-    return places
+def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
+    """For each distinct item its indices in `items`."""
+    indices: dict[_Item, list[int]] = {}
+    for index, item in enumerate(items):
+        indices.setdefault(item, []).append(index)
+    return indices
 
 
 class CroppedPlanes:
-    """The pictures of a clip, each cut out and resized when its frame is there.
-
-    Args:
-        num_pictures: T.
-        rectangle: what is cut out of every frame.
+    """The frames of a clip, each cropped to `rectangle` and resized when it is added.
 
     Attributes:
-        planes: uint8 [T, size_px * size_px * 3 / 2]; a picture that was not added yet has any values.
+        planes: uint8 [num_frames, size_px * size_px * 3 / 2]; uninitialised until all frames were added.
     """
 
-    def __init__(self, num_pictures: int, rectangle: Rectangle, *, size_px: int) -> None:
+    def __init__(self, num_frames: int, rectangle: Rectangle, *, size_px: int) -> None:
         half_px, chroma = size_px // 2, _half(rectangle)
-        self.planes: Planes = np.empty((num_pictures, size_px * size_px * 3 // 2), np.uint8)
+        self.planes: Planes = np.empty((num_frames, size_px * size_px * 3 // 2), np.uint8)
         self._parts = []
         begin = 0
         for side_px, part in ((size_px, rectangle), (half_px, chroma), (half_px, chroma)):
             end = begin + side_px * side_px
-            pictures = self.planes[:, begin:end].reshape(num_pictures, side_px, side_px)
+            pictures = self.planes[:, begin:end].reshape(num_frames, side_px, side_px)
             self._parts.append((part, pictures, _interpolation(part, side_px=side_px)))
             begin = end
 
-    def add(self, frame: "av.VideoFrame", places: Sequence[int]) -> None:
-        """The pictures at `places`, from a frame (yuv420p or yuvj420p); it is not needed after that."""
-        first, *others = places
+    def add(self, frame: "av.VideoFrame", indices: Sequence[int]) -> None:
+        """Crop and resize a frame (yuv420p or yuvj420p) and store it at `indices`; it is not needed after that."""
+        first, *others = indices
         is_free = cv2.ipp.useIPP_NotExact()
         cv2.ipp.setUseIPP_NotExact(True)  # of this thread
         try:
@@ -90,8 +86,8 @@ class CroppedPlanes:
                 cv2.resize(cut, pictures.shape[1:], dst=pictures[first], interpolation=interpolation)
         finally:
             cv2.ipp.setUseIPP_NotExact(is_free)
-        for place in others:
-            self.planes[place] = self.planes[first]
+        for index in others:
+            self.planes[index] = self.planes[first]
 
 
 def _cut(plane: "av.video.plane.VideoPlane", part: Rectangle) -> NDArray[np.uint8]:
@@ -111,11 +107,8 @@ def _half(rectangle: Rectangle) -> Rectangle:
     return Rectangle(left, top, right - left, bottom - top)
 
 
-# Cropping and resizing in libav's filter graph, as AVION's decoder does: here to be compared with.
-
-
 def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, *, size_px: int) -> Planes:
-    """As `train.data.decoding.pictures.crop_clip`, by swscale (bilinear)."""
+    """The same in libav's filter graph, as AVION's decoder does it (swscale, bilinear); for comparisons."""
     from av.filter import Graph
 
     graph = Graph()
@@ -128,22 +121,20 @@ def crop_clip_in_graph(frames: "Sequence[av.VideoFrame]", rectangle: Rectangle, 
     graph.link_nodes(*links).configure()
     pictures = []
     for number, frame in enumerate(frames):
-        frame.pts = number  # a frame may stand in the list twice, and the graph wants times that rise
+        frame.pts = number  # a frame may occur twice, and the graph requires increasing timestamps
         graph.push(frame)
         pictures.append(graph.pull().to_ndarray().reshape(-1))
     return np.stack(pictures)
 
 
-# RGB on the CPU, for those who want it: by OpenCV, since torch's threads crawl inside the loader's.
-
-
 def rgb_pictures(video: NDArray[np.uint8], colour: int, *, size_px: int) -> list[NDArray[np.uint8]]:
-    """The pictures of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [S, S, 3].
+    """The frames of a YUV clip, uint8 [T, S * S * 3 / 2], as RGB [S, S, 3] on the CPU.
 
-    The same conversion as `train.augment.pictures.to_rgb_uint8`, but for rounding.
+    Equal to `train.augment.pictures.to_rgb_uint8` up to rounding. OpenCV converts them, since torch's threads are slow
+    inside the loader's threads.
 
     Args:
-        colour: matrix and range (train.augment.colour).
+        colour: colour matrix and range (train.augment.colour).
     """
     num_luma, half_px = size_px * size_px, size_px // 2
     pictures = []

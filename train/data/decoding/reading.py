@@ -1,4 +1,4 @@
-"""Which bytes of a committed chunk are read, and that these are those written."""
+"""Which bytes of a committed chunk are read, and their verification against the checksums of the index."""
 
 import zlib
 from collections.abc import Collection
@@ -15,14 +15,13 @@ DecodeRule = Literal["packets", "filter", "plain"]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """What was read of one chunk.
+    """What was read of a chunk.
 
     Attributes:
         key: of the chunk.
-        frames: presentation indices that are wanted of it.
-        codec, extradata: of the stream.
-        packets: (presentation index, bytes) in decode order; None where the chunk is decoded by its container.
-        whole: the mp4 file, where it is.
+        frames: presentation indices of the frames that are needed.
+        packets: (presentation index, bytes) in decode order; None if the chunk is decoded through its container.
+        whole: the mp4 file, if the chunk is decoded through it.
     """
 
     key: str
@@ -38,12 +37,12 @@ class ChunkBytes:
 
 
 def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule: DecodeRule, key: str) -> ChunkBytes:
-    """The bytes that give `frames` of one chunk, compared with their checksums.
+    """Read and verify the bytes needed to decode `frames` of a chunk.
 
-    Packets where the rule is "packets" and GOPs are closed, the whole file in any other case.
+    These are packets if the rule is "packets" and the GOPs are closed, otherwise the whole file.
 
     Raises:
-        SampleFailed: the chunk cannot be read, or its bytes are not those written.
+        SampleFailed: the chunk cannot be read, or its bytes do not match their checksum.
     """
     try:
         tables = shard.packet_tables
@@ -56,7 +55,7 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
             codec=codec,
             extradata=extradata,
             packets=packets,
-            whole=b"" if by_packets else _whole(shard, row, key=key),
+            whole=b"" if by_packets else _read_whole(shard, row, key=key),
         )
     except (OSError, Damaged) as error:
         raise SampleFailed(key, reason="shard_unreadable", detail=str(error)) from error
@@ -64,24 +63,13 @@ def read_chunk(shard: CommittedShard, row: int, frames: Collection[int], *, rule
         raise SampleFailed(key, reason="undecodable", detail=str(error)) from error
 
 
-def has_closed_gops(shard: CommittedShard) -> bool:
-    """Whether the first chunk of a shard can be decoded by packets.
-
-    It counts as closed where the index is damaged, which reading will tell.
-    """
-    try:
-        return shard.packet_tables.has_closed_gops(0)
-    except (OSError, Damaged, ValueError):
-        return True
-
-
 def read_packets(
     shard: CommittedShard, row: int, frames: Collection[int], *, table: PacketTable, key: str
 ) -> list[tuple[int, memoryview]]:
-    """The packets that give `frames`: (presentation index, bytes) in decode order, each compared with its checksum.
+    """Read and verify the packets needed for `frames`: (presentation index, bytes) in decode order.
 
     Raises:
-        SampleFailed: a packet lies outside of its chunk, or its bytes are not those written.
+        SampleFailed: a packet lies outside its chunk, or does not match its checksum.
         OSError, DamagedTar: the tar cannot be read.
     """
     needed = table.needed_for(frames)
@@ -93,29 +81,28 @@ def read_packets(
     packets: list[tuple[int, memoryview]] = []
     read_from = read_to = 0
     content = memoryview(b"")
-    for place, (begin, end, frame, crc32) in enumerate(
+    for number, (begin, end, frame, crc32) in enumerate(
         zip(begins, ends, table.frame[needed].tolist(), table.crc32[needed].tolist(), strict=True)
     ):
         if not read_from <= begin <= end <= read_to:
             read_from, read_to = begin, end
-            for next_begin, next_end in zip(begins[place + 1 :], ends[place + 1 :], strict=True):
+            for next_begin, next_end in zip(begins[number + 1 :], ends[number + 1 :], strict=True):
                 if not read_to <= next_begin <= read_to + shard.gap_bytes:
                     break
                 read_to = next_end
             content = memoryview(shard.read_range(payload_offset + read_from, read_to - read_from))
         packet = content[begin - read_from : end - read_from]
-        if zlib.crc32(packet) != crc32:
-            raise _changed(shard, key)
+        _verify(packet, crc32, shard=shard, key=key)
         packets.append((frame, packet))
     return packets
 
 
-def _whole(shard: CommittedShard, row: int, *, key: str) -> bytes:
+def _read_whole(shard: CommittedShard, row: int, *, key: str) -> bytes:
     payload = shard.read(row, "mp4")
-    if zlib.crc32(payload) != shard.index["mp4_crc32"][row].as_py():
-        raise _changed(shard, key)
+    _verify(payload, shard.index["mp4_crc32"][row].as_py(), shard=shard, key=key)
     return payload
 
 
-def _changed(shard: CommittedShard, key: str) -> SampleFailed:
-    return SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_path} are not those written")
+def _verify(content: bytes | memoryview, crc32: int, *, shard: CommittedShard, key: str) -> None:
+    if zlib.crc32(content) != crc32:
+        raise SampleFailed(key, reason="checksum", detail=f"its bytes in {shard.tar_path} do not match their checksum")

@@ -1,1 +1,1 @@
-"""Batches of latents, with the text embeddings of their captions, at the speed of copying memory."""
+"""Batches of latents: segments mapped from tars and gathered into buffers, with captions or labels."""

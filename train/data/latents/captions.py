@@ -1,9 +1,8 @@
-"""Which captions a segment can be shown with: those of its video whose span overlaps it and that are embedded.
+"""Which captions a segment can be shown with: those of its video whose span overlaps it.
 
-Captions may come with stored embeddings, and those without one are then left out, or as they are.
-
-Everything is arrays: a pair of segment and caption takes four bytes, a caption up to twelve, a segment eight; where a
-segment has captions of several sources, each source of each takes twelve more.
+Captions may need stored embeddings; captions without one are then excluded. Everything is arrays: a pair of segment and
+caption takes four bytes, a caption up to twelve, a segment eight; if a segment has captions of several sources, each of
+its sources takes twelve more.
 """
 
 import hashlib
@@ -19,16 +18,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from manifests.caption_digest import TextDigest
-from manifests.errors import UserError
 from manifests.store import open_captions
 from train.data.caption_choice import CaptionChoice, Sources, caption_choice, choose_sources, smallest
 from train.data.chunks import rows_of
 from train.data.frame_sampling import US_PER_S
-from train.data.latents.records import LatentRecords
-from train.data.latents.segments import Segments, times_us
-from train.data.latents.text_rows import TextRows
+from train.data.latents.segments import LatentRecords, Segments, times_us
+from train.data.stored_text import TextRows
 
-_BLOCK = 1 << 16  # captions, or pairs, that are worked on at a time
+_BLOCK = 1 << 16  # captions, or pairs, processed at a time
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,14 @@ class SegmentCaptions:
 
     Attributes:
         segment: [S] numbers of the segments, ascending.
-        choice: of a place in `pair_caption` for each of these segments.
-        pair_caption: [P] places in the two arrays below; within a segment source by source, then ascending by id.
-        caption_id, address: [C] the captions, and where their embeddings lie in the mapped tars (None: nowhere).
-        words_sha256: digest of the words of the captions, by source.
+        choice: of an entry of `pair_caption` for each of these segments.
+        pair_caption: [P] indices into the next two arrays; grouped by segment, then by source, ascending by id.
+        caption_id, address: [C] the captions, and where their embeddings lie in the mapped tars (None without them).
+        words_sha256: digest of the texts of the captions, by source.
         num_captions: captions of the split in the manifest.
-        num_other_sources: those of them whose source is left out.
-        num_not_embedded: those of the others that the text column does not have.
-        num_not_shown: captions left that overlap no segment.
+        num_other_sources: those whose source is excluded.
+        num_not_embedded: of the rest, those that the text column lacks.
+        num_not_shown: of the rest, those that overlap no segment.
     """
 
     segment: NDArray[np.int64]
@@ -69,14 +66,14 @@ def pair_captions(
     video_ids: pa.Array,
     wanted_sources: str | None,
 ) -> SegmentCaptions:
-    """Reads the captions of the videos `video_ids` and finds the segments of each.
+    """Read the captions of the videos `video_ids` and find the segments of each.
 
     Args:
-        text: the stored embeddings, or None where captions need none.
+        text: the stored embeddings; None if captions need none.
         wanted_sources: see `choose_sources`.
 
     Raises:
-        UserError: the text column has a caption under another video than the manifest, or there is no such source.
+        UserError: a caption belongs to another video in the text column than in the manifest, or a source is missing.
     """
     span = SegmentSpans(records, segments)
     none = np.empty(0, np.int64)
@@ -89,20 +86,13 @@ def pair_captions(
         address, embedded = none, np.ones(len(block.caption_id), bool)
         first, last = span.overlapped(video_row=block.video_row, begin_s=block.begin_s, end_s=block.end_s)
         if text is not None:
-            row_of_text = find_embedded(block.caption_id, text, video_row=block.video_row, video_ids=video_ids)
+            row_of_text = text.find(block.caption_id, video_row=block.video_row, video_ids=video_ids)
             embedded = row_of_text >= 0
         used = embedded & (last > first)
         if text is not None:
             address = text.address[row_of_text[used]]
-        parts.append(
-            {
-                "id": block.caption_id[used],
-                "address": address,
-                "source": block.source[used],
-                "first": first[used],
-                "last": last[used],
-            }
-        )
+        part: dict[str, NDArray[Any]] = {"id": block.caption_id, "source": block.source, "first": first, "last": last}
+        parts.append({"address": address, **{name: array[used] for name, array in part.items()}})
         for source in np.unique(block.source[used]).tolist():
             words[source].add(block.text.take(pa.array(np.flatnonzero(used & (block.source == source)))))
         num_read.append(block.source)
@@ -110,7 +100,7 @@ def pair_captions(
     sources = choose_sources(names, wanted=wanted_sources)
     joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
     rank = sources.rank[joined["source"]]
-    # Ascending places of captions are then ascending ids, source by source.
+    # Ascending indices of captions are then ascending ids, source by source.
     order = np.lexsort((joined["id"], rank))
     order = order[rank[order] >= 0]
     counts, pair_caption = _pairs(joined["first"][order], joined["last"][order], num_segments=len(segments))
@@ -152,51 +142,31 @@ class _Block:
     video_row: NDArray[np.int64]
     begin_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
-    source: NDArray[np.int16]  # place in the names found so far
+    source: NDArray[np.int16]  # index in the names found so far
     text: pa.StringArray
 
 
 def _captions(data_dir: Path, video_ids: pa.Array, names: list[str]) -> Iterator[_Block]:
-    """The captions of `video_ids` in blocks, ascending by id; names of sources are added to `names`."""
+    """The captions of `video_ids` in blocks, ascending by id; adds the names of their sources to `names`."""
     columns = ["caption_id", "video_id", "begin_s", "end_s", "source", "text"]
     with open_captions(data_dir) as file:
         for batch in file.iter_batches(_BLOCK, columns=columns):
             video_row = rows_of(pa.chunked_array([batch["video_id"]]), video_ids)
             rows = np.flatnonzero(video_row >= 0)
             coded = pc.dictionary_encode(batch["source"].take(pa.array(rows)))
-            for name in coded.dictionary.to_pylist():
-                if name not in names:
-                    names.append(name)
-            code = np.array([names.index(name) for name in coded.dictionary.to_pylist()], np.int16)
+            of_block = coded.dictionary.to_pylist()
+            names.extend(name for name in of_block if name not in names)
+            code = np.array([names.index(name) for name in of_block], np.int16)
             caption_id, begin_s, end_s = (batch[name].to_numpy()[rows] for name in ("caption_id", "begin_s", "end_s"))
             text = batch["text"].take(pa.array(rows))
             yield _Block(caption_id, video_row[rows], begin_s, end_s, code[coded.indices.to_numpy()], text)
-
-
-def find_embedded(
-    caption_id: NDArray[np.int64], text: TextRows, *, video_row: NDArray[np.int64], video_ids: pa.Array
-) -> NDArray[np.int64]:
-    """For each caption its place in `text`, -1 where it has none."""
-    place = np.minimum(np.searchsorted(text.caption_id, caption_id), len(text.caption_id) - 1)
-    found = text.caption_id[place] == caption_id
-    strange = np.flatnonzero(found & (text.video_row[place] != video_row))
-    if len(strange):
-        at = int(strange[0])
-        theirs = int(text.video_row[place[at]])
-        other = repr(video_ids[theirs].as_py()) if theirs >= 0 else "a video that is not of this split"
-        raise UserError(
-            f"caption {caption_id[at]} is of video {video_ids[int(video_row[at])].as_py()!r} in the manifest, and of "
-            f"{other} in the text column: they are not of the same data set",
-            hint="run prep text again, or bring the text column that belongs to this manifest",
-        )
-    return np.where(found, place, -1)
 
 
 class SegmentSpans:
     """Finds the segments that a span of a video overlaps; video and time are searched as one number.
 
     Attributes:
-        lengths_us: int64 [segments], how long each lasts, microseconds.
+        lengths_us: int64 [segments], duration of each, microseconds.
     """
 
     def __init__(self, records: LatentRecords, segments: Segments) -> None:
@@ -211,8 +181,8 @@ class SegmentSpans:
     def overlapped(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each span the first segment of its video that overlaps it and the one after the last."""
-        begin, end = self._placed(video_row=video_row, begin_s=begin_s, end_s=end_s)
+        """For each span the first segment of its video that overlaps it, and the one after the last."""
+        begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first = np.searchsorted(self._ends, begin, side="right")
         last = np.searchsorted(self._begins, end, side="left")
         return first, np.where(end > begin, last, first)
@@ -222,15 +192,15 @@ class SegmentSpans:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each segment the span that shares the most time with it, and how much that is, microseconds.
 
-        Of spans that share as much it is the first; -1 and 0 where none overlaps it.
+        Among equal spans it is the first; -1 and 0 if none overlaps the segment.
         """
-        begin, end = self._placed(video_row=video_row, begin_s=begin_s, end_s=end_s)
+        begin, end = self._keys(video_row=video_row, begin_s=begin_s, end_s=end_s)
         first, last = self.overlapped(video_row=video_row, begin_s=begin_s, end_s=end_s)
         widths = np.maximum(last - first, 0)
         span = np.repeat(np.arange(len(first)), widths)
         segment = np.arange(len(span)) - np.repeat(np.cumsum(widths) - widths, widths) + first[span]
         shared_us = np.minimum(end[span], self._ends[segment]) - np.maximum(begin[span], self._begins[segment])
-        # The last one that is written to a segment stays: the longest, and of equal ones the first.
+        # The last value written to a segment stays: the longest, and among equal ones the first.
         order = np.lexsort((-span, shared_us))
         longest = np.full(len(self._begins), -1)
         longest_us = np.zeros(len(self._begins), np.int64)
@@ -238,11 +208,11 @@ class SegmentSpans:
         longest_us[segment[order]] = shared_us[order]
         return longest, longest_us
 
-    def _placed(
+    def _keys(
         self, *, video_row: NDArray[np.int64], begin_s: NDArray[np.float64], end_s: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         step = self._step
-        # NaN is no time: such a span is empty.
+        # NaN is not a time: such a span is empty.
         begin = np.clip(np.nan_to_num(np.rint(begin_s * US_PER_S), nan=step), 0, step - 1).astype(np.int64)
         end = np.clip(np.nan_to_num(np.rint(end_s * US_PER_S), nan=0, posinf=step), 0, step - 1).astype(np.int64)
         return video_row * step + begin, video_row * step + end
@@ -251,7 +221,7 @@ class SegmentSpans:
 def _pairs(
     first: NDArray[np.int64], last: NDArray[np.int64], *, num_segments: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Captions of each segment: how many, and which, segment after segment and ascending within each."""
+    """Captions of each segment: how many, and which, segment by segment and ascending within each."""
     steps = np.bincount(first, minlength=num_segments + 1) - np.bincount(last, minlength=num_segments + 1)
     counts = np.cumsum(steps)[:num_segments]
     pair_caption = np.empty(int((last - first).sum()), np.int32)
@@ -265,14 +235,13 @@ def _pairs(
         segment = segment[order]
         begins = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]])
         run = np.diff(np.r_[begins, len(segment)])
-        place = where[segment] + np.arange(len(segment)) - np.repeat(begins, run)
-        pair_caption[place] = caption[order]
+        pair_caption[where[segment] + np.arange(len(segment)) - np.repeat(begins, run)] = caption[order]
         where[segment[begins]] += run
     return counts, pair_caption
 
 
 def _blocks(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Captions in their order, in blocks of a bounded number of pairs."""
+    """Captions in order, in blocks of a bounded number of pairs."""
     total = np.cumsum(last - first)
     begin = 0
     while begin < len(first):

@@ -1,79 +1,163 @@
-"""From visits to batches: plainly, or past samples that have failed."""
+"""From requests to batches, past samples that fail verification.
 
-from collections.abc import Iterable, Iterator
+While some members are unverified, threads verify those of the next requests ahead of the loader; once all are known to
+match, nothing is left to be done (train.data.mapped_tars).
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from train.data.batch import Batch
-from train.data.latents.checksums import Checksums
-from train.data.latents.gather import Gather, VisitBlock
-from train.data.latents.segment_set import Visits, join
-from train.data.outcomes import FailedSample, TooManyFailures
+from train.data.latents.gather import Gather, RequestBlock
+from train.data.latents.segment_set import SegmentRequests, SegmentSet, join
+from train.data.mapped_tars import Problem, VerifiedMembers
+from train.data.outcomes import FailedSample, FailureBudget, SampleFailed
+from train.data.workers import in_order
+
+# Enough to keep a disk busy; one thread verifies several gigabytes per second.
+_NUM_THREADS = 4
+_NUM_AHEAD = 64  # members
+_STUCK_AFTER_S = 120.0
+
+_Members = list[tuple[VerifiedMembers, NDArray[np.int64]]]  # of each column those that requests need
 
 
-class Filled(NamedTuple):
-    """A batch, the samples that failed on the way to it, and the visits taken so far."""
+class FilledBatch(NamedTuple):
+    """A batch, the samples that failed on the way to it, and the number of requests taken so far."""
 
     batch: Batch
     failed: tuple[FailedSample, ...]
     num_taken: int
 
 
-def fill(blocks: Iterable[VisitBlock], gather: Gather, *, batch: int) -> Iterator[Filled]:
-    """Batches of `batch` visits; each block ends one, however many it then has."""
-    num_taken = 0
-    for block in blocks:
-        for begin in range(0, len(block), batch):
-            end = min(begin + batch, len(block))
-            num_taken += end - begin
-            yield Filled(gather.fill(block, begin, end), (), num_taken)
+def fill(
+    blocks: Iterable[RequestBlock],
+    gather: Gather,
+    checksums: "Checksums | None",
+    *,
+    batch: int,
+    max_failures: int | None,
+) -> Iterator[FilledBatch]:
+    """Batches of `batch` requests that match their checksums; the next good request takes the place of a failed one.
 
+    The rest at the end of the blocks is a smaller batch, or an empty one if only failures are left.
 
-def fill_checked(
-    blocks: Iterable[VisitBlock], gather: Gather, checksums: Checksums, *, batch: int, max_failures: int | None
-) -> Iterator[Filled]:
-    """Batches of `batch` visits whose bytes are those written; the next good visit takes the place of a failed one.
-
-    What is left at the end of the blocks is a smaller batch, an empty one where only failures are left.
+    Args:
+        checksums: None to verify nothing.
 
     Raises:
-        TooManyFailures: more than `max_failures` visits failed.
+        TooManyFailures: more than `max_failures` requests failed.
     """
-    waiting: list[Visits] = []
-    failed: list[FailedSample] = []
-    num_waiting = num_taken = num_failures = 0
+    waiting: list[SegmentRequests] = []
+    failures = FailureBudget(max_failures)
+    num_waiting = num_taken = 0
+
+    def joined() -> FilledBatch:
+        requests = join(waiting)
+        filled = gather.fill(gather.block(requests), 0, len(requests)) if len(requests) else Batch()
+        return FilledBatch(filled, failures.take(), num_taken)
+
     for block in blocks:
-        with checksums.compared(block.visits) as failed_of:
+        with nullcontext() if checksums is None else checksums.verified(block.requests) as failed_of:
             begin = 0
-            if failed_of is None and not waiting and not failed:
-                # As `fill` goes: this is every epoch but the first, where a batch of one shows each call.
+            if failed_of is None and not waiting and not failures:
+                # Every epoch but the first takes this path; in batches of one, each further call is noticeable.
                 for begin in range(0, len(block) - batch + 1, batch):
                     num_taken += batch
-                    yield Filled(gather.fill(block, begin, begin + batch), (), num_taken)
+                    yield FilledBatch(gather.fill(block, begin, begin + batch), (), num_taken)
                 begin = len(block) // batch * batch
             while begin < len(block):
                 end = min(begin + batch - num_waiting, len(block))
                 bad = failed_of(begin, end) if failed_of is not None else {}
                 for failure in bad.values():
-                    failed.append(failure)
-                    num_failures += 1
-                    if max_failures is not None and num_failures > max_failures:
-                        raise TooManyFailures(tuple(failed))
+                    failures.add(failure)
                 num_taken += end - begin
                 if not bad and end - begin == batch:
-                    yield Filled(gather.fill(block, begin, end), tuple(failed), num_taken)
-                    failed = []
+                    yield FilledBatch(gather.fill(block, begin, end), failures.take(), num_taken)
                 else:
-                    waiting.append(block.visits.take([row for row in range(begin, end) if row not in bad]))
+                    waiting.append(block.requests.take([row for row in range(begin, end) if row not in bad]))
                     num_waiting += len(waiting[-1])
                 if num_waiting == batch:
-                    yield _filled(waiting, failed, gather, num_taken=num_taken)
-                    waiting, failed, num_waiting = [], [], 0
+                    yield joined()
+                    waiting, num_waiting = [], 0
                 begin = end
-    if num_waiting or failed:
-        yield _filled(waiting, failed, gather, num_taken=num_taken)
+    if num_waiting or failures:
+        yield joined()
 
 
-def _filled(waiting: list[Visits], failed: list[FailedSample], gather: Gather, *, num_taken: int) -> Filled:
-    visits = join(waiting)
-    batch = gather.fill(gather.block(visits), 0, len(visits)) if len(visits) else Batch()
-    return Filled(batch, tuple(failed), num_taken)
+class Checksums:
+    """Verification of the latents and the embeddings of a set."""
+
+    def __init__(self, samples: SegmentSet) -> None:
+        records = samples.records
+        self._samples = samples
+        self._latents = VerifiedMembers(samples.tars, len(records), records.payload, column="latents", noun="bytes")
+        self._text = None if samples.text is None else samples.text.verified(samples.tars)
+
+    def require_good(self, chunk: int) -> None:
+        """Raise SampleFailed if the latents of a chunk do not match their checksum."""
+        if problem := self._latents.problem(chunk):
+            raise SampleFailed(self._samples.key(chunk), reason=problem.reason, detail=problem.detail)
+
+    @contextmanager
+    def verified(self, requests: SegmentRequests) -> "Iterator[Callable[[int, int], dict[int, FailedSample]] | None]":
+        """Verify what `requests` need and nobody has verified yet, in their order and ahead of the caller.
+
+        Yields a function of (begin, end) that returns the failures among requests[begin:end], by their index in
+        `requests`; `end` must rise from call to call. Yields None if everything is known to match.
+        """
+        members: _Members = [(self._latents, requests.chunk)]
+        if self._text is not None and self._samples.text is not None and requests.text_address is not None:
+            members.append((self._text, self._samples.text.member_at(requests.text_address)))
+        if all(column.are_good(numbers) for column, numbers in members):
+            yield None
+            return
+        verifying = _verify(members)
+        next_index = next(verifying, None)
+
+        def failed(begin: int, end: int) -> dict[int, FailedSample]:
+            nonlocal next_index
+            while next_index is not None and next_index < end:
+                next_index = next(verifying, None)
+            found: dict[int, FailedSample] = {}
+            for column, numbers in members:
+                for index in (begin + np.flatnonzero(column.bad(numbers[begin:end]))).tolist():
+                    problem = column.problem(int(numbers[index]))
+                    assert problem is not None
+                    key = self._samples.key(int(requests.chunk[index]))
+                    found.setdefault(index, FailedSample(int(requests.position[index]), key, *problem))
+            return dict(sorted(found.items()))
+
+        try:
+            yield failed
+        finally:
+            verifying.close()
+
+
+def _verify(members: _Members) -> Generator[int, None, None]:
+    """Verify the unknown ones of all `members` in the order of the requests.
+
+    Yields the index of each request before its member is waited for: everything before that index is verified.
+    """
+    todo = sorted(
+        (index, number) for number, (column, numbers) in enumerate(members) for index in column.unknown(numbers)
+    )
+
+    def verify(one: tuple[int, int]) -> Problem | None:
+        index, number = one
+        column, numbers = members[number]
+        return column.verify(int(numbers[index]))
+
+    verified = in_order(verify, todo, num_threads=_NUM_THREADS, num_ahead=_NUM_AHEAD, stuck_after_s=_STUCK_AFTER_S)
+    try:
+        for index, _ in todo:
+            yield index
+            (index, number), found = next(verified)
+            column, numbers = members[number]
+            column.record(int(numbers[index]), found)
+    finally:
+        verified.close()

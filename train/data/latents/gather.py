@@ -1,30 +1,26 @@
-"""Copies the rows of a batch from the mapped tars into buffers that are used again and again.
+"""Copies the rows of a batch from the mapped tars into reusable buffers.
 
-Each row is one `memmove`, called while the interpreter's lock is held: with the lock let go for every row, a loader
-beside any other busy thread would wait for it as many times as a batch has rows. On two cores this is as fast as
-`torch.index_select` on a view of the whole area (95 % of one large copy), needs no alignment, and does not depend on
-torch's threads, which crawl where they share a core.
+Each row is one `memmove`, called with the interpreter lock held: if the lock were released for every row, a loader next
+to another busy thread would wait for it once per row. On two cores this is as fast as `torch.index_select` on a view of
+the whole area (95 % of one large copy), needs no alignment, and does not depend on torch's threads, which are slow when
+they share a core.
 """
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from train.data.batch import Batch
-from train.data.caption_choice import CaptionTexts
-from train.data.latents.segment_set import SegmentSet, Visits
+from train.data.latents.segment_set import SegmentRequests, SegmentSet
 
 if TYPE_CHECKING:
     import torch
-
-    from train.models.text import Tokenize
-
 
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -33,39 +29,46 @@ _memmove.restype = None
 
 @dataclass(frozen=True)
 class Buffers:
-    """Room for one batch: float16 or bfloat16 [B, T, C, h, w], and float16 [B, D] in a set with text."""
+    """Memory for one batch: float16 or bfloat16 [B, T, C, h, w], and float16 [B, D] in a set with embeddings."""
 
     num_rows: int  # B
     latents: "torch.Tensor"
     text: "torch.Tensor | None"
-    latents_at: int  # addresses
-    text_at: int
+    latents_address: int
+    text_address: int
 
 
 class Gather:
     """Fills batches.
 
     Args:
-        batch: samples of the largest batch.
-        depth: buffers; a batch is overwritten by the `depth`-th after it. None gives every batch new ones.
-        words: of captions that have no stored embeddings.
+        batch: number of samples in the largest batch.
+        depth: number of buffers; a batch is overwritten by the `depth`-th after it. None allocates every batch anew.
+        tokenize: from ids of captions, int64 [B], to tokens, int64 [B, L]; None if captions are embeddings.
     """
 
-    def __init__(self, samples: SegmentSet, *, batch: int, depth: int | None, words: "Words | None" = None) -> None:
+    def __init__(
+        self,
+        samples: SegmentSet,
+        *,
+        batch: int,
+        depth: int | None,
+        tokenize: "Callable[[torch.Tensor], torch.Tensor] | None" = None,
+    ) -> None:
         import torch
 
-        self._samples, self._words, self._from_numpy = samples, words, torch.from_numpy
+        self._samples, self._tokenize, self._from_numpy = samples, tokenize, torch.from_numpy
         self._row_bytes = samples.segment_bytes
         self._text_bytes = 0 if samples.text is None else samples.text.row_bytes
         self._pads = samples.segments.tails == "pad"
         self._ring = deque(self._new_buffers(batch, is_kept=True) for _ in range(depth or 0))
 
-    def block(self, visits: Visits) -> "VisitBlock":
-        """`visits`, ready for `fill`."""
-        return VisitBlock(visits, pads=self._pads)
+    def block(self, requests: SegmentRequests) -> "RequestBlock":
+        """`requests`, prepared for `fill`."""
+        return RequestBlock(requests, pads=self._pads)
 
-    def fill(self, visits: "VisitBlock", begin: int, end: int) -> Batch:
-        """The batch of visits[begin:end]."""
+    def fill(self, block: "RequestBlock", begin: int, end: int) -> Batch:
+        """The batch of the requests [begin, end)."""
         num = end - begin
         if self._ring:
             buffers = self._ring[0]
@@ -75,24 +78,24 @@ class Gather:
         latents, text = buffers.latents, buffers.text
         if num < buffers.num_rows:
             latents, text = latents[:num], None if text is None else text[:num]
-        addresses = visits.address[begin:end]
+        addresses = block.address[begin:end]
         if self._pads:
-            num_frames = visits.visits.num_frames[begin:end].tolist()
-            self._copy_padded(addresses, num_frames, latents, buffers.latents_at)
+            num_frames = block.requests.num_frames[begin:end].tolist()
+            self._copy_padded(addresses, num_frames, latents, buffers.latents_address)
         else:
-            _copy(addresses, buffers.latents_at, self._row_bytes)
+            _copy(addresses, buffers.latents_address, self._row_bytes)
         # A literal: calling `Batch` costs a microsecond, which a batch of one notices.
         batch: Batch = {
             "input": "latents",
-            "key": Keys(visits.visits.chunk[begin:end], self._samples),
+            "key": Keys(block.requests.chunk[begin:end], self._samples),
             "latents": latents,
         }
-        for name, column in visits.columns:
+        for name, column in block.columns:
             batch[name] = self._from_numpy(column[begin:end])  # type: ignore[literal-required]
-        if self._words is not None:
-            batch["tokens"] = self._words.tokens(batch["caption_id"])
+        if self._tokenize is not None:
+            batch["tokens"] = self._tokenize(batch["caption_id"])
         if text is not None:
-            _copy(visits.text_address[begin:end], buffers.text_at, self._text_bytes)
+            _copy(block.text_address[begin:end], buffers.text_address, self._text_bytes)
             batch["text"] = text
         return batch
 
@@ -106,7 +109,7 @@ class Gather:
     def _new_buffers(self, num: int, *, is_kept: bool) -> Buffers:
         import torch
 
-        # Zeros touch every page now; pages met for the first time would cost the first batches more than the copy.
+        # Zeros touch every page now: page faults would cost the first batches more than the copy.
         make = torch.zeros if is_kept else torch.empty
         pinned = is_kept and torch.cuda.is_available()
         shape, text = self._samples.records.shape, self._samples.text
@@ -118,38 +121,26 @@ class Gather:
         return Buffers(num, latents, embeddings, latents.data_ptr(), embeddings.data_ptr())
 
 
-class Words:
-    """Captions as tokens, from their ids."""
-
-    def __init__(self, texts: CaptionTexts, tokenize: "Tokenize") -> None:
-        self._texts, self._tokenize = texts, tokenize
-
-    def tokens(self, caption_id: "torch.Tensor") -> "torch.Tensor":
-        """int64 [B, L]."""
-        import torch
-
-        return torch.from_numpy(np.stack([self._tokenize(self._texts.text(one)) for one in caption_id.tolist()]))
-
-
-class VisitBlock:
-    """Visits as a batch is made of them: all that can be worked out for many batches at once.
+class RequestBlock:
+    """Requests as batches need them: whatever can be computed for many batches at once.
 
     Attributes:
-        address, text_address: where the latents of each visit lie, and its embedding (nothing in a set without).
-        columns: int64 [visits] each, by the name of what a batch has of them. A batch's tensors are slices of these,
-            which nothing overwrites. Arrays, because a slice of an array costs half as much as one of a tensor.
+        address, text_address: where the latents and the embedding of each request lie (empty in a set without text).
+        columns: int64 [requests] each, by name. A batch's tensors are slices of these, which nothing overwrites.
+        Arrays,
+            because slicing an array takes half as long as slicing a tensor.
     """
 
-    def __init__(self, visits: Visits, *, pads: bool) -> None:
-        self.visits = visits
-        self.address: list[int] = visits.address.tolist()
-        self.text_address: list[int] = [] if visits.text_address is None else visits.text_address.tolist()
+    def __init__(self, requests: SegmentRequests, *, pads: bool) -> None:
+        self.requests = requests
+        self.address: list[int] = requests.address.tolist()
+        self.text_address: list[int] = [] if requests.text_address is None else requests.text_address.tolist()
         columns = {
-            "position": visits.position,
-            "clip_id": visits.sample,
-            "caption_id": visits.caption_id,
-            "label": visits.label,
-            "num_frames": visits.num_frames if pads else None,
+            "position": requests.position,
+            "clip_id": requests.sample,
+            "caption_id": requests.caption_id,
+            "label": requests.label,
+            "num_frames": requests.num_frames if pads else None,
         }
         self.columns = [(name, column) for name, column in columns.items() if column is not None]
 
@@ -162,15 +153,12 @@ def _copy(sources: list[int], target: int, row_bytes: int, *, sizes: Iterable[in
         _memmove(target, sources[0], row_bytes)
         return
     targets = range(target, target + len(sources) * row_bytes, row_bytes)
-    # A deque of no length runs through the calls faster than a loop does.
+    # A deque of length 0 runs through the calls faster than a loop does.
     deque(map(_memmove, targets, sources, repeat(row_bytes) if sizes is None else sizes), maxlen=0)
 
 
-# The keys of a batch's chunks, made when they are asked for: a training step does not look at them.
-
-
 class Keys(Sequence[str]):
-    """Keys of `chunks`, in their order; equal to any sequence of the same strings."""
+    """Keys of `chunks`, in order, made on access: a training step does not need them. Equal to a list of them."""
 
     __slots__ = ("_chunks", "_set")
 
@@ -181,24 +169,15 @@ class Keys(Sequence[str]):
     def __len__(self) -> int:
         return len(self._chunks)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: int | slice) -> Any:  # as a list
         if isinstance(index, slice):
             return [self._set.key(chunk) for chunk in self._chunks[index].tolist()]
         return self._set.key(int(self._chunks[index]))
 
-    def __iter__(self) -> Iterator[str]:
-        return (self._set.key(chunk) for chunk in self._chunks.tolist())
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which are not hashable
 
     def __repr__(self) -> str:
         return repr(list(self))

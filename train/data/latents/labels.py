@@ -1,9 +1,9 @@
-"""The labels of segments of latents: those of the captions that overlap them.
+"""Labels of segments of latents: those of the captions that overlap them.
 
-A segment has the label of the labelled caption that shares the most time with it; of captions that share as much, that
-of the lowest id. Captions without this label do not count. A segment that no labelled caption overlaps is no sample.
+A segment has the label of the labelled caption that shares the most time with it; among equal ones, that of the lowest
+caption id. Captions without this label do not count. A segment that no labelled caption overlaps is not a sample.
 
-Suffixes: S segments, C captions, L labels.
+Suffixes: N segments, C captions, L labels.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from manifests.store import read_captions
 from train.data.chunks import rows_of
-from train.data.classes import ClassList
-from train.data.labelled_clips import labelled_rows
+from train.data.classes import ClassList, labelled_rows
 from train.data.latents.captions import SegmentSpans
-from train.data.latents.records import LatentRecords
-from train.data.latents.segments import Segments
+from train.data.latents.segments import LatentRecords, Segments
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,10 @@ class SegmentLabels:
 
     Attributes:
         segment: int64 [S], their numbers, ascending.
-        label: int64 [S, L], the class by each of the class lists; -1 where a segment has none of them.
-        mean_share: of a segment that the caption covers whose label it has, averaged over segments and labels.
+        label: int64 [S, L], the class in each class list; -1 if a segment has none of them.
+        mean_share: share of a segment that the caption with its label covers, averaged over segments and labels.
         num_captions: of the split.
-        remarks: which captions count for nothing, with numbers.
+        remarks: excluded captions, by reason.
     """
 
     segment: NDArray[np.int64]
@@ -43,17 +41,12 @@ class SegmentLabels:
 
 
 def label_segments(
-    data_dir: Path,
-    *,
-    records: LatentRecords,
-    segments: Segments,
-    video_ids: pa.Array,
-    classes: Sequence[ClassList],
+    data_dir: Path, *, records: LatentRecords, segments: Segments, video_ids: pa.Array, classes: Sequence[ClassList]
 ) -> SegmentLabels:
-    """Reads the labels of the captions of the videos `video_ids` and finds the segments that have them.
+    """Read the labels of the captions of the videos `video_ids` and find the segments that have them.
 
     Raises:
-        UserError: the captions have no such label, or can have several of it.
+        UserError: the captions have no such label, or can have several values of it.
     """
     table = read_captions(data_dir)
     video_row = rows_of(table["video_id"], video_ids)
@@ -62,19 +55,19 @@ def label_segments(
     spans = SegmentSpans(records, segments)
     label_NL = np.full((len(segments), len(classes)), -1)
     share_NL = np.zeros((len(segments), len(classes)))
-    for place, label_C in enumerate(labelled.label.T):
+    for column, label_C in enumerate(labelled.label.T):
         has_label = np.flatnonzero(label_C >= 0)
         caption_N, shared_us_N = spans.longest(
             video_row=video_row[labelled.row[has_label]], begin_s=begin_s[has_label], end_s=end_s[has_label]
         )
         found = caption_N >= 0
-        label_NL[found, place] = label_C[has_label[caption_N[found]]]
-        share_NL[found, place] = shared_us_N[found] / spans.lengths_us[found]
-    is_shown = (label_NL >= 0).any(axis=1)
+        label_NL[found, column] = label_C[has_label[caption_N[found]]]
+        share_NL[found, column] = shared_us_N[found] / spans.lengths_us[found]
+    is_labelled = (label_NL >= 0).any(axis=1)
     return SegmentLabels(
-        segment=np.flatnonzero(is_shown),
-        label=label_NL[is_shown],
-        mean_share=float(share_NL[label_NL >= 0].mean()) if is_shown.any() else 0.0,
+        segment=np.flatnonzero(is_labelled),
+        label=label_NL[is_labelled],
+        mean_share=float(share_NL[label_NL >= 0].mean()) if is_labelled.any() else 0.0,
         num_captions=labelled.num_captions,
         remarks=tuple(labelled.remarks()),
     )

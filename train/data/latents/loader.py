@@ -1,6 +1,7 @@
-"""Batches of latents with their text embeddings: the one class that the others of this package serve."""
+"""`LatentLoader`: batches of latents, with the captions or labels of their segments."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,56 +10,56 @@ from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionTexts
 from train.data.classes import ClassList
-from train.data.cursor import Cursor, LoaderState, resumed
-from train.data.latents.checksums import Checksums
-from train.data.latents.filling import Filled, fill, fill_checked
-from train.data.latents.gather import Gather, VisitBlock, Words
-from train.data.latents.records import FrameShape
-from train.data.latents.segment_set import Captions, SegmentSet
-from train.data.latents.segments import Tails
+from train.data.cursor import Cursor, Resumable
+from train.data.latents.filling import Checksums, FilledBatch, fill
+from train.data.latents.gather import Gather, RequestBlock
+from train.data.latents.segment_set import Captions, SegmentRequests, SegmentSet
+from train.data.latents.segments import FrameShape, Tails, times_us
 from train.data.order import SampleOrder
-from train.data.outcomes import LoadedBatch
+from train.data.outcomes import LoadedBatch, SampleFailed
 
 if TYPE_CHECKING:
+    import torch
+
     from train.models.text import Tokenize
 
-# Visits are worked out this many at a time; the first blocks are small, so that the first batch does not wait.
+FALSE_COLOUR_STDS = 2.0  # range of false colours: standard deviations on either side of grey
+
+# Number of requests computed at a time; the first blocks are small, so that the first batch does not wait.
 _BLOCK = 1 << 14
 _GROWTH = 8
 
 
-class LatentLoader:
-    """Batches of one split for one rank; `for loaded in loader` goes on without end (train.data.loader.LoadedBatch).
+class LatentLoader(Resumable):
+    """Batches of a split for one rank; `for loaded in loader` never ends (train.data.outcomes.LoadedBatch).
 
-    A sample is a segment of a chunk's latents with one of the captions that overlap it: in training one drawn for
-    each visit by a pure function of (seed, position), in evaluation the one of the lowest id. train.data.batch lists
-    what is in a batch. Positions run on over the epochs without end, so no sample is dropped or shown twice where a
-    batch does not divide an epoch. Rank r takes every `num_ranks`-th position; all ranks get batches without end.
+    A sample is a segment of a chunk's latents with one of the captions that overlap it: in training one drawn by a pure
+    function of (seed, position), in evaluation the one with the lowest id. train.data.batch documents the batches.
+    Positions count on across epochs, so that no sample is dropped or repeated if the batch size does not divide an
+    epoch. Rank r takes every `num_ranks`-th position.
 
     Args:
         data_dir: folder that prep made.
         split: of the manifest.
         segment: length of a segment in seconds, a whole number of frames.
-        batch: samples of this rank's batch.
-        seed: of order and captions.
-        text: whether samples have captions; segments without one are then left out.
-        tokenize: captions come as its tokens; without it as stored embeddings, and those without one are left out.
-        sources: weights of captions' sources (train.config.data).
-        classes: of labels, with `text=False`; segments without any of them are left out (train.data.latents.labels).
-        tails: what becomes of the frames after the last full segment of a chunk: "drop", or "pad" with zeros
-            (batches then say `num_frames`).
-        depth: a batch is valid until `depth` further ones were taken. Buffers are pinned where there is a GPU.
-        copy: give each batch memory of its own. Large batches then cost several times as much: every page is new.
-        verify: compare every record with its checksum at its first visit, so that only the first epoch takes longer.
-            One that differs is a failed sample: it is named, and in training the next sample of this rank takes its
-            place.
+        batch: samples in this rank's batch.
+        seed: of the sample order and the choice of captions.
+        text: give samples captions; segments without one are then excluded.
+        tokenize: makes captions tokens; without it they are stored embeddings, and those without one are excluded.
+        sources: weights of the captions' sources (train.config.data).
+        classes: of labels, in place of captions; segments without any of them are excluded (train.data.latents.labels).
+        tails: what to do with the frames after the last full segment of a chunk: "drop", or "pad" with zeros (batches
+            then have `num_frames`).
+        depth: a batch is valid until `depth` further ones were taken. Buffers are pinned if there is a GPU.
+        copy: allocate each batch anew. Large batches then take several times as long, because of page faults.
+        verify: verify every record against its checksum when it is first needed, so that only the first epoch takes
+            longer. A record that does not match is a failed sample (train.data.outcomes).
 
     Attributes:
         samples: the set.
-        place: where the batches taken so far end.
 
     Raises:
-        UserError: nothing can be shown, the columns do not belong together, or a tar is missing or cut short.
+        UserError: nothing can be shown, the columns do not belong together, or a tar is missing or truncated.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class LatentLoader:
     ) -> None:
         if batch < 1 or depth < 1 or not 0 <= rank < num_ranks:
             raise ValueError(f"batch={batch}, depth={depth}, rank={rank} of {num_ranks}: out of range")
-        if text and classes:
-            raise ValueError("a set has captions or labels")
-        captions: Captions = "none" if not text else "stored" if tokenize is None else "words"
+        super().__init__(seed=seed)
+        self._data_dir, self.split = data_dir, split
+        captions: Captions = "none" if classes or not text else "stored" if tokenize is None else "words"
         self.samples = SegmentSet(
             data_dir,
             split=split,
@@ -94,123 +95,190 @@ class LatentLoader:
             wanted_sources=sources,
             classes=classes,
         )
-        words = Words(CaptionTexts(data_dir), tokenize) if text and tokenize is not None else None
-        self._batch, self._seed, self._rank, self._num_ranks = batch, seed, rank, num_ranks
+        self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
         self._order = SampleOrder(len(self.samples), seed)
-        self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth, words=words)
+        tokens_of = None if tokenize is None or captions != "words" else self._tokens_by(tokenize)
+        self._gather = Gather(self.samples, batch=batch, depth=None if copy else depth, tokenize=tokens_of)
         self._verify, self._checksums = verify, Checksums(self.samples)
-        self.place = Cursor(0)
 
     def __len__(self) -> int:
-        """Samples of an epoch, of all ranks together."""
+        """Number of samples in an epoch, of all ranks together."""
         return len(self.samples)
 
     @property
     def num_samples(self) -> int:
-        """As `len`."""
+        """The same."""
         return len(self)
 
     @property
     def num_clips(self) -> int:
-        """Ids of clips are from 0 to below this."""
+        """Ids of clips are in [0, num_clips)."""
         return len(self)
 
     @property
     def num_caption_ids(self) -> int:
-        """Ids of captions are from 0 to below this; 0 in a set without."""
+        """Ids of captions are in [0, num_caption_ids); 0 in a set without captions."""
         captions = self.samples.captions
         return 0 if captions is None else int(captions.caption_id.max()) + 1
 
     @property
     def fingerprint(self) -> str:
-        """Hash of which samples there are and in which order."""
+        """Hash of the samples and their order."""
         return self.samples.fingerprint
 
     @property
     def variant_name(self) -> str:
-        """The variants that the samples are made of."""
+        """The variants that the samples come from."""
         return self.samples.variant_name
 
     @property
     def frame_shape(self) -> FrameShape:
-        """Channels, height, width and rate that all latents have."""
+        """Channels, height, width and frame rate of all latents."""
         return self.samples.records.shape
 
     @property
     def segment_frames(self) -> int:
-        """Frames of a segment."""
+        """Number of frames in a segment."""
         return self.samples.segments.num_frames
 
     def describe(self) -> str:
-        """One line for the log: what is in the set, and what is left out and why."""
+        """One line for the log: what the set contains, what was excluded and why."""
         return self.samples.describe()
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self.batches()
 
     def batches(self, *, position: int | None = None, max_failures: int = 100) -> Generator[LoadedBatch, None, None]:
-        """Endless batches in training order, from `position` on, or from where the loader stands.
+        """Endless batches in training order, from `position` on; by default from the cursor.
 
         Raises:
             TooManyFailures: more than `max_failures` samples failed.
         """
-        begin = self.place if position is None else Cursor(position)
-        filled = self._filled(self._training_blocks(begin), max_failures=max_failures)
+        begin = self.cursor if position is None else Cursor(position)
+        filled = self._fill(self._training_blocks(begin), max_failures=max_failures)
         for num_batches, (batch, failed, num_own) in enumerate(filled, start=1):
             num_common = num_batches * self._batch
             if begin.ahead or num_own != num_common:
-                place = begin.after(num_common, num_own, rank=self._rank, num_ranks=self._num_ranks)
+                cursor = begin.after(num_common, num_own, rank=self._rank, num_ranks=self._num_ranks)
             else:
-                place = Cursor(begin.position + num_common * self._num_ranks)
-            self.place = place
-            yield LoadedBatch(batch, failed, place)
+                cursor = Cursor(begin.position + num_common * self._num_ranks)
+            self.cursor = cursor
+            yield LoadedBatch(batch, failed, cursor)
 
     def evaluation_batches(self, *, every: int = 1) -> Iterator[LoadedBatch]:
-        """This rank's part of every `every`-th sample, each once, in order; ranks differ by one sample at most.
-
-        The last batch may be smaller, or empty where all that was left has failed.
-        """
-        for batch, failed, num_taken in self._filled(self._evaluation_blocks(every), max_failures=None):
+        """This rank's share of every `every`-th sample, once, in order; the last batch may be smaller or empty."""
+        for batch, failed, num_taken in self._fill(self._evaluation_blocks(every), max_failures=None):
             yield LoadedBatch(batch, failed, Cursor(min(num_taken * self._num_ranks * every, len(self))))
 
-    def state_dict(self) -> LoaderState:
-        """Where the batches taken so far end. It is the same for every rank, unless a sample has failed."""
-        place = self.place
-        return LoaderState(position=place.position, ahead=list(place.ahead), seed=self._seed, samples=self.fingerprint)
+    def _fill(self, blocks: Iterator[RequestBlock], *, max_failures: int | None) -> Iterator[FilledBatch]:
+        checksums = self._checksums if self._verify else None
+        return fill(blocks, self._gather, checksums, batch=self._batch, max_failures=max_failures)
 
-    def load_state_dict(self, *states: LoaderState) -> None:
-        """Goes on from the states of all ranks, whatever the batch and the number of ranks were and are.
-
-        One state is enough where no sample has failed, or where there was one rank.
-
-        Raises:
-            UserError: they are of another set of samples or another seed, in which their place means nothing, or of
-                different steps.
-        """
-        self.place = resumed(states, samples=self.fingerprint, seed=self._seed, what=self.describe())
-
-    def _filled(self, blocks: Iterator[VisitBlock], *, max_failures: int | None) -> Iterator[Filled]:
-        if not self._verify:
-            return fill(blocks, self._gather, batch=self._batch)
-        return fill_checked(blocks, self._gather, self._checksums, batch=self._batch, max_failures=max_failures)
-
-    def _training_blocks(self, place: Cursor) -> Iterator[VisitBlock]:
-        """This rank's visits from `place` on, in blocks of whole batches."""
+    def _training_blocks(self, cursor: Cursor) -> Iterator[RequestBlock]:
+        """This rank's requests from `cursor` on, in blocks of whole batches."""
         largest = max(_BLOCK // self._batch, 1)
         begin, num_batches = 0, 1
         while True:
             count = num_batches * self._batch
-            positions = place.positions(begin, count, rank=self._rank, num_ranks=self._num_ranks)
+            positions = cursor.positions(begin, count, rank=self._rank, num_ranks=self._num_ranks)
             yield self._block(self._order.at(positions), positions, seed=self._seed)
             begin += count
             num_batches = min(num_batches * _GROWTH, largest)
 
-    def _evaluation_blocks(self, every: int) -> Iterator[VisitBlock]:
+    def _evaluation_blocks(self, every: int) -> Iterator[RequestBlock]:
         step = self._num_ranks * every
         count = max(_BLOCK // self._batch, 1) * self._batch * step
         for begin in range(0, len(self), count):
             samples = np.arange(begin + self._rank * every, min(begin + count, len(self)), step)
             yield self._block(samples, samples, seed=None)
 
-    def _block(self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None) -> VisitBlock:
-        return self._gather.block(self.samples.visit(samples, position=positions, seed=seed))
+    def _block(self, samples: NDArray[np.int64], positions: NDArray[np.int64], *, seed: int | None) -> RequestBlock:
+        return self._gather.block(self.samples.request(samples, position=positions, seed=seed))
+
+    def _tokens_by(self, tokenize: "Tokenize") -> "Callable[[torch.Tensor], torch.Tensor]":
+        import torch
+
+        def tokens(caption_id: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(np.stack([tokenize(self._texts.text(one)) for one in caption_id.tolist()]))
+
+        return tokens
+
+    @cached_property
+    def _texts(self) -> CaptionTexts:
+        return CaptionTexts(self._data_dir)
+
+
+class CaptionedLatents(LatentLoader):
+    """A `LatentLoader` with text, and what an evaluation shows of single samples, each with its first caption."""
+
+    @property
+    def text_width(self) -> int | None:
+        """Width of the stored embeddings; None if captions are tokens."""
+        return None if self.samples.text is None else self.samples.text.width
+
+    def text(self, sample: int) -> str:
+        """The text of the caption."""
+        caption_id = self._request(sample).caption_id
+        assert caption_id is not None
+        return self._texts.text(int(caption_id[0]))
+
+    def require_different_texts(self) -> None:
+        """Raise a UserError if all captions are the same text, so that there is nothing to tell apart."""
+        captions = self.samples.captions
+        assert captions is not None
+        self._texts.require_different(captions.caption_id, split=self.split)
+
+    def key(self, sample: int) -> str:
+        """The chunk."""
+        return self.samples.key(int(self._request(sample).chunk[0]))
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        """Begin and end of the segment in its video, seconds."""
+        segment = self.samples.segment_of(np.array([sample]))
+        begin_us, end_us = times_us(self.samples.records, self.samples.segments, segment)
+        return float(begin_us[0]) / 1e6, float(end_us[0]) / 1e6
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Frames as a model sees them, in false colours: three channels as red, green and blue [h, w, 3].
+
+        Empty if the latents do not match their checksum.
+        """
+        request, shape = self._request(sample), self.frame_shape
+        try:
+            self._checksums.require_good(int(request.chunk[0]))
+        except SampleFailed:
+            return []
+        content = self.samples.tars.bytes_at(int(request.address[0]), self.samples.segment_bytes)
+        if shape.dtype == "bfloat16":
+            bits = np.frombuffer(content, np.uint16).astype(np.uint32) << np.uint32(16)
+            latents = bits.view(np.float32)
+        else:
+            latents = np.frombuffer(content, np.float16).astype(np.float32)
+        latents = latents.reshape(-1, shape.channels, shape.height, shape.width)
+        chosen = (np.arange(num_frames) * 2 + 1) * len(latents) // (2 * num_frames)
+        colours = latents[chosen][:, np.arange(3) % shape.channels].transpose(0, 2, 3, 1)
+        return list((np.clip(colours / (2 * FALSE_COLOUR_STDS) + 0.5, 0, 1) * 255).astype(np.uint8))
+
+    def _request(self, sample: int) -> SegmentRequests:
+        at = np.array([sample])
+        return self.samples.request(at, position=at, seed=None)
+
+
+class LabelledLatents(LatentLoader):
+    """A `LatentLoader` with `classes`: its samples are the segments that have any of the labels."""
+
+    @property
+    def all_labels(self) -> NDArray[np.int64]:
+        """int64 [samples, labels], the class of each in each class list; -1 if it has none."""
+        assert self.samples.labels is not None
+        return self.samples.labels.label
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """int64 [samples], the class of each in the first class list."""
+        return self.all_labels[:, 0]
+
+    @property
+    def video(self) -> NDArray[np.int64]:
+        """int64 [samples], number of the video of each."""
+        return self.samples.video_of(np.arange(len(self)))

@@ -1,4 +1,4 @@
-"""The set of samples: every segment of a split, with the captions it can be shown with."""
+"""The sample set of latents: the segments of a split, with the captions or labels they have."""
 
 import hashlib
 import shlex
@@ -22,27 +22,26 @@ from train.data.classes import ClassList
 from train.data.cursor import set_fingerprint
 from train.data.latents.captions import SegmentCaptions, pair_captions
 from train.data.latents.labels import SegmentLabels, label_segments
-from train.data.latents.mapped_tars import MappedTars
-from train.data.latents.records import LatentRecords, key_of, read_records
-from train.data.latents.segments import Segments, Tails, cut, frames_of, seconds_of
-from train.data.latents.text_rows import TextMembers, TextRows, read_text_rows
+from train.data.latents.segments import LatentRecords, Segments, Tails, cut, frames_of, read_records, seconds_of
+from train.data.mapped_tars import MappedTars
+from train.data.stored_text import TextMembers, TextRows, read_text_rows
 
-# Segments alone, with embeddings that prep text made, or with the captions' words.
+# Segments alone, with embeddings that prep text has stored, or with the texts of captions.
 Captions = Literal["none", "stored", "words"]
 
 
 @dataclass(frozen=True)
-class Visits:
-    """Samples to be shown, one entry of each array a visit.
+class SegmentRequests:
+    """Samples to load; one entry of each array per request.
 
     Attributes:
-        sample: number in the set: the clip_id.
-        position: in the endless order.
-        chunk: place in the records.
+        sample: number in the set, which is the clip_id.
+        position: in the sample order.
+        chunk: index in the records.
         address: where the latents begin in the mapped tars.
-        num_frames: how many frames there are; fewer than a segment's for a tail.
-        caption_id: of the caption; None in a set without.
-        text_address: where its embedding begins; None where none are stored.
+        num_frames: number of frames; fewer than in a full segment for a tail.
+        caption_id: of the caption; None in a set without captions.
+        text_address: where its embedding begins; None without stored embeddings.
         label: the class, in a labelled set.
     """
 
@@ -58,28 +57,28 @@ class Visits:
     def __len__(self) -> int:
         return len(self.position)
 
-    def take(self, rows: Sequence[int]) -> "Visits":
-        """Some of the visits."""
+    def take(self, rows: Sequence[int]) -> "SegmentRequests":
+        """Some of the requests."""
         chosen = np.array(rows, dtype=np.int64)
         arrays: dict[str, Any] = {name: None if array is None else array[chosen] for name, array in vars(self).items()}
-        return Visits(**arrays)
+        return SegmentRequests(**arrays)
 
 
-def join(parts: Sequence[Visits]) -> Visits:
-    """One after another; of a set with text, or all of one without."""
+def join(parts: Sequence[SegmentRequests]) -> SegmentRequests:
+    """Concatenate requests of one set."""
     arrays = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
     joined: dict[str, Any] = {name: None if some[0] is None else np.concatenate(some) for name, some in arrays.items()}
-    return Visits(**joined)
+    return SegmentRequests(**joined)
 
 
 class SegmentSet:
-    """Samples of one split, ordered by (video, time); what each is made of, for any of them at once.
+    """The samples of a split, ordered by (video, time).
 
-    Memory: 40 bytes a chunk, and with text 8 a segment that has captions, 12 a caption and 4 a (segment, caption)
-    pair; a million chunks of three segments with four million captions take about 150 MB.
+    Memory: 40 bytes per chunk; with text also 8 per segment with captions, 12 per caption and 4 per (segment, caption)
+    pair. A million chunks of three segments with four million captions take about 150 MB.
 
     Args:
-        classes: what the labels of a labelled set are numbered by; segments without any of them are then left out.
+        captions, tails, wanted_sources, classes: see `LatentLoader`.
 
     Raises:
         UserError: there is nothing to show, the columns do not belong together, or a file is damaged.
@@ -129,7 +128,7 @@ class SegmentSet:
             self.labels = label_segments(
                 data_dir, records=records, segments=self.segments, video_ids=self.video_ids, classes=classes
             )
-        # Arrow would keep what the indexes and captions took while they were read.
+        # Arrow would keep the memory that reading indexes and captions took.
         pa.default_memory_pool().release_unused()
         if not len(self):
             raise UserError(
@@ -150,30 +149,33 @@ class SegmentSet:
         return None if self.labels is None else self.labels.segment
 
     def segment_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the segments that samples are."""
+        """The segments of samples."""
         return samples if self._shown is None else self._shown[samples].astype(np.int64)
 
     def video_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the videos that samples are of."""
+        """The videos of samples."""
         return self.records.video_row[self.segments.chunk_of(self.segment_of(samples))].astype(np.int64)
 
     @property
     def variant_name(self) -> str:
-        """The variants that the samples are made of."""
-        names = [variant.directory.name for variant in (self._latents, self._text_variant) if variant]
-        return " and ".join(names)
+        """The variants that the samples come from."""
+        return " and ".join(self._variant_names)
+
+    @property
+    def _variant_names(self) -> list[str]:
+        return [variant.directory.name for variant in (self._latents, self._text_variant) if variant]
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of a full segment."""
+        """Size of a full segment."""
         return self.segments.num_frames * self.records.shape.frame_bytes
 
     def key(self, chunk: int) -> str:
         """Key of a chunk."""
-        return key_of(self.records, chunk, video_ids=self.video_ids)
+        return self.records.key(chunk, self.video_ids)
 
     def describe(self) -> str:
-        """One line: segments that are shown, and what is left out and why."""
+        """One line for the log: what the set contains, what was excluded and why."""
         shape, segments, captions = self.records.shape, self.segments, self.captions
         parts = [
             f"{len(self):,} segments of {segments.num_frames} frames ({shape}) "
@@ -182,7 +184,7 @@ class SegmentSet:
         if self.records.num_unknown:
             parts.append(f"{self.records.num_unknown:,} chunks of videos that the manifest does not name left out")
         if segments.num_tails:
-            what = "left out" if segments.tails == "drop" else "filled up with zeros"
+            what = "left out" if segments.tails == "drop" else "padded with zeros"
             parts.append(f"{segments.num_tails:,} shorter tails {what}")
         if captions is not None:
             counts = {
@@ -200,19 +202,18 @@ class SegmentSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of which samples there are and in which order, whatever shards they lie in, and of captions' words."""
+        """Hash of the samples and their order, whatever shards they lie in, and of the captions' texts."""
         order = self._order_sha256()
         return order if self.captions is None else set_fingerprint(order, self.captions.words_sha256)
 
     def _order_sha256(self) -> str:
-        names = [variant.directory.name for variant in (self._latents, self._text_variant) if variant]
-        digest = hashlib.sha256("\n".join(names).encode())
+        digest = hashlib.sha256("\n".join(self._variant_names).encode())
         digest.update(pa.record_batch([self.video_ids], names=["video_id"]).serialize())
         arrays: list[NDArray[Any]] = [self.records.video_row, self.records.start_ms, self.segments.first]
         if self.captions is not None:
             captions = self.captions
             digest.update(f"{captions.sources.names} {captions.sources.weights.tolist()}".encode())
-            arrays += [captions.segment, captions.choice.first_place, captions.pair_caption, captions.caption_id]
+            arrays += [captions.segment, captions.choice.first_entry, captions.pair_caption, captions.caption_id]
         if self.labels is not None:
             digest.update(" ".join(str(its.as_json()) for its in self._classes).encode())
             arrays += [self.labels.segment, self.labels.label]
@@ -221,8 +222,8 @@ class SegmentSet:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def visit(self, samples: NDArray[np.int64], *, position: NDArray[np.int64], seed: int | None) -> Visits:
-        """What is shown of `samples` at `position`: one caption of each, drawn with `seed`, or else the first."""
+    def request(self, samples: NDArray[np.int64], *, position: NDArray[np.int64], seed: int | None) -> SegmentRequests:
+        """Requests for `samples` at `position`, each with one caption: drawn with `seed`, or the first one without."""
         captions = self.captions
         segment = self.segment_of(samples)
         chunk = self.segments.chunk_of(segment)
@@ -230,11 +231,11 @@ class SegmentSet:
         caption_id = text_address = None
         if captions is not None:
             choice = captions.choice
-            place = choice.first(samples) if seed is None else choice.draw(samples, position=position, seed=seed)
-            caption = captions.pair_caption[place]
+            entry = choice.first(samples) if seed is None else choice.draw(samples, position=position, seed=seed)
+            caption = captions.pair_caption[entry]
             caption_id = captions.caption_id[caption].astype(np.int64)
             text_address = None if captions.address is None else captions.address[caption]
-        return Visits(
+        return SegmentRequests(
             sample=samples.astype(np.int64),
             position=position,
             chunk=chunk,
@@ -264,11 +265,7 @@ class SegmentSet:
         )
 
     def _describe_labels(self, labels: SegmentLabels) -> list[str]:
-        there = [
-            f"{len(np.unique(of_it[of_it >= 0])):,} of {len(its):,} classes ({its.label})"
-            for its, of_it in zip(self._classes, labels.label.T, strict=True)
-        ]
-        parts = [", ".join(there)]
+        parts = [", ".join(its.describe(label) for its, label in zip(self._classes, labels.label.T, strict=True))]
         if num_without := len(self.segments) - len(labels.segment):
             parts.append(f"{num_without:,} segments without label left out")
         if labels.remarks:

@@ -1,24 +1,139 @@
-"""Which parts of the chunks' latents are samples: exact arithmetic, arrays in, arrays out.
+"""Where the latents of every chunk lie, and the segments they are cut into, as arrays: 40 bytes per chunk.
 
 A segment is `num_frames` frames of one chunk; segment i of a chunk begins at frame i * num_frames. What is left at the
-end of a chunk is a tail: a shorter segment, left out or filled up with zeros.
+end of a chunk is a tail: a shorter segment, which is excluded or zero-padded.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from manifests.errors import UserError
+from manifests.keys import chunk_key
+from shards.reader import CommittedShard
+from train.data.chunks import rows_of
 from train.data.frame_sampling import US_PER_S
-from train.data.latents.records import FrameShape, LatentRecords
+from train.data.mapped_tars import Payload, array_addresses, verified_index
 
 Tails = Literal["drop", "pad"]
 
+_MEMBER = "latents.npy"
+_ITEM_BYTES = 2  # of float16 and of bfloat16
+_SHAPE_COLUMNS = ("channels", "height", "width", "dtype", "fps_num", "fps_den")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*s?")
+
+
+@dataclass(frozen=True)
+class FrameShape:
+    """What all latents of a set have in common."""
+
+    channels: int
+    height: int
+    width: int
+    dtype: str  # float16 or bfloat16
+    fps: Fraction
+
+    @property
+    def frame_bytes(self) -> int:
+        return self.channels * self.height * self.width * _ITEM_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.channels} x {self.height} x {self.width} {self.dtype} at {self.fps} frames a second"
+
+
+@dataclass(frozen=True)
+class LatentRecords:
+    """Chunks with latents, ordered by (video row, start); one entry of each array per chunk.
+
+    Attributes:
+        array_address: where the array begins in the mapped tars.
+        header_bytes: size of the npy header before it.
+        crc32: of header and array.
+        num_unknown: further chunks, of videos that are not in the manifest.
+    """
+
+    shape: FrameShape
+    video_row: NDArray[np.int32]
+    start_ms: NDArray[np.int64]
+    num_frames: NDArray[np.int32]
+    array_address: NDArray[np.int64]
+    header_bytes: NDArray[np.int32]
+    crc32: NDArray[np.uint32]
+    num_unknown: int
+
+    def __len__(self) -> int:
+        return len(self.video_row)
+
+    def key(self, chunk: int, video_ids: pa.Array) -> str:
+        """Key of a chunk."""
+        return chunk_key(video_ids[int(self.video_row[chunk])].as_py(), int(self.start_ms[chunk]))
+
+    def payload(self, chunk: int) -> Payload:
+        """The member of a chunk."""
+        header_bytes = int(self.header_bytes[chunk])
+        size_bytes = header_bytes + int(self.num_frames[chunk]) * self.shape.frame_bytes
+        return Payload(int(self.array_address[chunk]) - header_bytes, size_bytes, int(self.crc32[chunk]))
+
+
+def read_records(
+    shards: Sequence[CommittedShard], *, starts: NDArray[np.int64], video_ids: pa.Array, known_ids: pa.Array
+) -> LatentRecords | None:
+    """Collect the chunks of the videos `video_ids` from the indexes; None if there are none.
+
+    Args:
+        starts: address of each shard's tar.
+        video_ids: a video's row is its index here.
+        known_ids: all videos of the manifest.
+
+    Raises:
+        UserError: chunks have latents of different shapes, or an index does not match its tar.
+    """
+    parts: list[dict[str, NDArray[Any]]] = []
+    shape: FrameShape | None = None
+    seen_in = ""
+    num_unknown = 0
+    for shard, start in zip(shards, starts.tolist(), strict=True):
+        index = verified_index(shard, member=_MEMBER)
+        video_row = rows_of(index["video_id"], video_ids)
+        own = np.flatnonzero(video_row >= 0)
+        num_unknown += int((rows_of(index["video_id"], known_ids) < 0).sum())
+        if not len(own):
+            continue
+        shapes = index.select(_SHAPE_COLUMNS).take(pa.array(own)).group_by(list(_SHAPE_COLUMNS)).aggregate([])
+        for row in shapes.to_pylist():
+            found = FrameShape(fps=Fraction(row.pop("fps_num"), row.pop("fps_den")), **row)
+            if shape is not None and found != shape:
+                raise UserError(
+                    f"latents differ in shape: {shape} in {seen_in}, {found} in {shard.tar_path}",
+                    hint="all latents of a variant must be alike: prep latents makes a new variant with one setting",
+                )
+            shape, seen_in = found, str(shard.tar_path)
+        assert shape is not None  # `own` is not empty
+        num_frames = index["num_frames"].to_numpy()
+        array_bytes = num_frames.astype(np.int64) * shape.frame_bytes
+        address, header_bytes = array_addresses(shard, index, member=_MEMBER, array_bytes=array_bytes, start=start)
+        part = {
+            "video_row": video_row.astype(np.int32),
+            "start_ms": index["start_ms"].to_numpy(),
+            "num_frames": num_frames,
+            "array_address": address,
+            "header_bytes": header_bytes,
+            "crc32": index[f"{_MEMBER}_crc32"].to_numpy(),
+        }
+        parts.append({name: array[own] for name, array in part.items()})
+    if shape is None:
+        return None
+    joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+    order = np.lexsort((joined["start_ms"], joined["video_row"]))
+    return LatentRecords(
+        shape=shape, num_unknown=num_unknown, **{name: joined.pop(name)[order] for name in list(joined)}
+    )
 
 
 @dataclass(frozen=True)
@@ -68,10 +183,10 @@ def times_us(
 
 
 def frames_of(segment: str, shape: FrameShape) -> int:
-    """Frames of a segment that is written as a number of seconds: `5s`.
+    """Number of frames in a segment whose length is given in seconds, as `5s`.
 
     Raises:
-        UserError: it is no duration, or no whole number of frames.
+        UserError: it is not a duration, or not a whole number of frames.
     """
     num_frames = seconds_of(segment) * shape.fps
     if num_frames < 1 or num_frames.denominator != 1:
@@ -83,12 +198,8 @@ def frames_of(segment: str, shape: FrameShape) -> int:
 
 
 def seconds_of(segment: str) -> Fraction:
-    """Seconds of a duration such as `5s` or `2.5`.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Seconds of a duration such as `5s` or `2.5`; raises UserError if it is not one."""
     match = _DURATION.fullmatch(segment)
     if match is None:
-        raise UserError(f"{segment!r} is no length of a segment", hint="give seconds, such as 5s")
+        raise UserError(f"{segment!r} is not a segment length", hint="give seconds, such as 5s")
     return Fraction(match[1])

@@ -1,1 +1,1 @@
-"""Data folders and tars that lie elsewhere, read by way of fsspec."""
+"""Remote data folders and tars, read through fsspec."""

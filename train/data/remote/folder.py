@@ -1,8 +1,8 @@
-"""A data folder that lies elsewhere: its small files are copied into a cache, its tars stay where they are.
+"""A remote data folder: its small files are copied into a cache, its tars stay where they are.
 
-Copied are dataset.json, the tables of the manifest, and contents.json, the commits and the indexes of the current
-variant. An index is copied once: its commit has its SHA-256, which the copy must have. The tables are copied when
-manifest.json, which has their checksums, is another one. The rest is small, and copied at every start.
+The copied files are dataset.json, the tables of the manifest, and contents.json, the commits and the indexes of the
+current variant. An index is copied once and verified against the SHA-256 in its commit. The tables are copied when
+manifest.json, which has their checksums, has changed. Everything else is small and copied at every start.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from shards.dataset import current_variant
 from shards.format import COMMITS_FOLDER, CONTENTS_FILE, DATASET_FILE
 from shards.scan import scan
 from shards.tars import TarBytes
-from train.data.remote.files import RemoteTars, cache_folder, is_remote, open_file_system, patiently
+from train.data.remote.files import RemoteTars, cache_folder, cache_unusable, is_remote, open_file_system, with_retries
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -33,20 +33,20 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class DataFolder:
-    """A data folder to read: its small files lie in `path`, and its tars too, unless `tars` reads them."""
+    """A data folder to read: its small files are in `path`, and so are its tars, unless `tars` reads them."""
 
     path: Path
     tars: TarBytes | None = None
 
 
 def open_data_folder(address: str, *, cache: Path | None) -> DataFolder:
-    """The data folder at `address`, a path or the address of a remote one.
+    """Open the data folder at a local path or a remote address.
 
     Args:
-        cache: where copies lie; None for the user's cache.
+        cache: folder for copies; None for the user's cache.
 
     Raises:
-        UserError: it cannot be read, or is no data folder.
+        UserError: it cannot be read, or is not a data folder.
     """
     if not is_remote(address):
         return DataFolder(Path(address))
@@ -61,20 +61,19 @@ def open_data_folder(address: str, *, cache: Path | None) -> DataFolder:
         ) from error
     except OSError as error:
         if error.errno in DISK_ERRORS:
-            hint = "make room, or choose another folder with --cache DIR"
-            raise UserError(f"{copy} cannot take a copy of {address}: {error.strerror}", hint=hint) from error
-        raise UserError(f"{address} cannot be read: {error}", hint="see whether the address is right") from error
+            raise cache_unusable(copy, address, error) from error
+        raise UserError(f"{address} cannot be read: {error}", hint="check the address") from error
     _require_ranges(files, root, address=address)
     return DataFolder(copy, RemoteTars(files, root, copy=copy))
 
 
 def _require_ranges(files: "AbstractFileSystem", root: str, *, address: str) -> None:
-    """Raises a UserError where a whole file comes for a part of it: each clip would cost its whole shard."""
-    part = patiently(lambda: files.cat_file(f"{root.rstrip('/')}/{DATASET_FILE}", start=0, end=1), what=address)
+    """Raise a UserError if the server ignores ranges: each clip would cost its whole shard."""
+    part = with_retries(lambda: files.cat_file(f"{root.rstrip('/')}/{DATASET_FILE}", start=0, end=1), what=address)
     if len(part) != 1:
         raise UserError(
-            f"{address} serves no parts of files: {len(part)} bytes came for 1",
-            hint="use a server that knows Range requests (nginx, caddy, S3), or name tars: {000..999}.tar",
+            f"{address} does not support range requests: received {len(part)} bytes for 1",
+            hint="use a server that supports them (nginx, caddy, S3), or name tars: {000..999}.tar",
         )
 
 
@@ -85,7 +84,7 @@ def _copy_small_files(files: "AbstractFileSystem", root: str, copy: Path) -> Non
     if variant is None:
         return
     remote, local = f"{root}/video/{variant}", copy / "video" / variant
-    # Before the commits: one that comes meanwhile may be missing in the list, never the other way round.
+    # Before the commits: a new commit may be missing in the list, never the other way round.
     _copy_contents(files, f"{remote}/{CONTENTS_FILE}", local / CONTENTS_FILE)
     _copy_commits(files, f"{remote}/{COMMITS_FOLDER}", local / COMMITS_FOLDER)
     shards = [commit.files for commit in read_commits(local).commits.values() if commit.files is not None]
@@ -99,31 +98,31 @@ def _copy_manifest(files: "AbstractFileSystem", remote: str, local: Path) -> Non
         manifest = json.loads(content)
         mark, recorded = manifest["fingerprint"], manifest.get("tables", {})
     except (ValueError, KeyError, TypeError, AttributeError):
-        mark, recorded = "", {}  # damaged: whoever reads the copy says so
+        mark, recorded = "", {}  # damaged: reading the copy reports it
     is_same = path.is_file() and path.read_bytes() == content
     for name in (VIDEOS_FILE, CAPTIONS_FILE):
         wanted = recorded.get(name)
         if not (is_same and (local / name).is_file() and wanted in (None, describe(local / name))):
             _publish(local / name, _fetch_table(files, remote, name, mark=mark, wanted=wanted))
-    # Last: where it is, the tables that it speaks of are too.
+    # Last: if it exists, so do the tables it refers to.
     _publish(path, content)
 
 
 def _fetch_table(
     files: "AbstractFileSystem", remote: str, name: str, *, mark: str, wanted: dict[str, Any] | None
 ) -> bytes:
-    """The table that counts: under its plain name, unless the write of the manifest was killed at its very end."""
+    """The current table: under its plain name, unless writing the manifest was interrupted at its very end."""
     content = _fetch(files, f"{remote}/{name}")
     if wanted is None or hashlib.sha256(content).hexdigest() == wanted["sha256"]:
         return content
     try:
         return _fetch(files, f"{remote}/{staged_path(Path(remote), name, mark=mark).name}")
     except FileNotFoundError:
-        return content  # damaged: whoever reads the copy says so
+        return content  # damaged: reading the copy reports it
 
 
 def _copy_contents(files: "AbstractFileSystem", remote: str, local: Path) -> None:
-    """Copies the list of commits, which sets of older versions do not have."""
+    """Copy the list of commits, which data folders of older versions lack."""
     try:
         content = _fetch(files, remote)
     except FileNotFoundError:
@@ -133,8 +132,8 @@ def _copy_contents(files: "AbstractFileSystem", remote: str, local: Path) -> Non
 
 
 def _copy_commits(files: "AbstractFileSystem", remote: str, local: Path) -> None:
-    """Copies the commits, and drops copies of those that have gone."""
-    listed = patiently(lambda: files.ls(remote, detail=False), what=remote)
+    """Copy the commits, and remove copies of those that no longer exist."""
+    listed = with_retries(lambda: files.ls(remote, detail=False), what=remote)
     names = {name for path in listed if (name := str(path).rsplit("/", 1)[-1]).endswith(".json")}
     _at_once(lambda name: _publish(local / name, _fetch(files, f"{remote}/{name}")), names)
     for path in local.glob("*.json"):
@@ -153,14 +152,14 @@ def _copy_index(files: "AbstractFileSystem", remote: str, local: Path, shard: Sh
 
 
 def _at_once(copy: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-    """Copies several files at a time, since each waits for the network."""
+    """Copy several files at a time, since each waits for the network."""
     with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
-        # Taken, so that what one of them raises is raised here.
+        # Consumed, so that errors are raised here.
         list(pool.map(copy, items))
 
 
 def _fetch(files: "AbstractFileSystem", remote: str) -> bytes:
-    return bytes(patiently(lambda: files.cat_file(remote), what=remote))
+    return bytes(with_retries(lambda: files.cat_file(remote), what=remote))
 
 
 def _publish(path: Path, content: bytes) -> None:

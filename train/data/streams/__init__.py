@@ -1,1 +1,1 @@
-"""Tars read from front to back: without an index, ours or other tools'."""
+"""Streams of tars that are read from front to back, without an index: ours or other tools'."""

@@ -1,11 +1,11 @@
 """The members of a tar, read from front to back in bounded memory, whatever its headers claim.
 
-Python's tarfile reads the extended headers of a member whole, fills sparse members up with zeros, takes a damaged
-header for the end of the tar, and expands compressed tars to any size. Here a member is read only if its reader wants
-it and it is not too large, headers have a limit, sparse members are not read, and a compressed tar that expands as no
-video does is refused.
+Python's tarfile reads extended headers of any size, pads sparse members with zeros, takes a damaged header for the end
+of the tar, and expands compressed tars to any size. Here a member is read only if the caller needs it and it is within
+a limit, headers have a limit, sparse members are not read, and a compressed tar that expands more than videos do is
+rejected.
 
-Names and sizes are those of tarfile: USTAR, old tars, GNU's long names, PAX.
+Names and sizes are interpreted like in tarfile: USTAR, old tars, GNU's long names, PAX.
 """
 
 import bz2
@@ -27,7 +27,7 @@ from shards.opening import open_regular
 
 MAX_HEADER_BYTES = 1 << 20  # of an extended header: long names, and what PAX records of a file
 MAX_NAME_BYTES = 4096
-# Of a compressed tar: videos do not shrink, captions a few times, and a bomb a thousand times.
+# Of a compressed tar: videos hardly compress, captions a few times, a decompression bomb a thousand times.
 MAX_EXPANSION = 64
 _FREE_BYTES = 64 << 20  # that a small tar may expand to in any case
 _XZ_MEMORY_BYTES = 256 << 20  # four times what `xz -9` needs
@@ -42,7 +42,7 @@ _WITHOUT_PAYLOAD = (
     tarfile.FIFOTYPE,
 )
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-# Where the header of a sparse member, and a further one, says that another follows.
+# Offsets of the flag that another header follows, in the first and in further headers of a sparse member.
 _SPARSE_FIRST, _SPARSE_FURTHER = 482, 504
 
 
@@ -52,8 +52,8 @@ class Member:
 
     Attributes:
         size_bytes: as its header says.
-        content: None where nobody wanted it, or where it cannot be had.
-        problem: why it cannot be had, as the end of a sentence that begins with its name.
+        content: None if it is not needed or cannot be read.
+        problem: why it cannot be read, as the end of a sentence that begins with its name.
     """
 
     name: str
@@ -63,13 +63,14 @@ class Member:
 
 
 def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member]:
-    """The files of a tar in their order; links, folders and devices are passed over.
+    """The files of a tar in its order; links, folders and devices are skipped.
 
     Args:
-        limit_of: how many bytes a member of this name may have to be read; 0 for one that nobody wants.
+        limit_of: maximum size in bytes of a member of this name; 0 if it is not needed.
 
     Raises:
-        DamagedTar: the tar ends early, or goes on with what is no member, or expands too far. What came before is good.
+        DamagedTar: the tar ends early, continues with something that is not a member, or expands too far. What came
+            before is intact.
         OSError: it cannot be read.
     """
     with os.fdopen(open_regular(path), "rb") as file:
@@ -82,7 +83,7 @@ def members_of(path: Path, *, limit_of: Callable[[str], int]) -> Iterator[Member
 
 @dataclass
 class _Extended:
-    """What the headers before a member's own say of it."""
+    """What the headers before a member's own say about it."""
 
     name: bytes | None = None
     size_bytes: int | None = None
@@ -90,7 +91,7 @@ class _Extended:
 
 
 class _Source:
-    """The bytes of a tar, unpacked where it is compressed."""
+    """The bytes of a tar, decompressed if necessary."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -105,13 +106,13 @@ class _Source:
         return block
 
     def read(self, size_bytes: int) -> bytes:
-        """The next member's or header's payload, whose size is within a limit; passes over its padding."""
+        """The payload of a member or header, whose size is within a limit; skips its padding."""
         self._require_there(size_bytes)
         if not self._is_packed:
             content = self._stream.read(size_bytes)
             self._advance(len(content))
         else:
-            pieces = io.BytesIO()  # room is made for what comes, and not for what a header claims
+            pieces = io.BytesIO()  # grows with the data, not with what a header claims
             while (missing := size_bytes - pieces.tell()) and (piece := self._stream.read(min(missing, _PIECE_BYTES))):
                 self._advance(len(piece))
                 pieces.write(piece)
@@ -122,7 +123,7 @@ class _Source:
         return content
 
     def skip(self, size_bytes: int) -> None:
-        """Passes over what comes next."""
+        """Skip bytes."""
         self._require_there(size_bytes)
         if not self._is_packed:
             self._stream.seek(size_bytes, os.SEEK_CUR)
@@ -136,14 +137,14 @@ class _Source:
             size_bytes -= len(piece)
 
     def skip_sparse_headers(self, block: bytes) -> None:
-        """Passes over the headers that follow `block`, the first one of a sparse member."""
+        """Skip the headers that follow `block`, the first header of a sparse member."""
         another = block[_SPARSE_FIRST]
         while another:
             block = self.read(BLOCK_BYTES)
             another = block[_SPARSE_FURTHER]
 
     def broken(self, why: str) -> DamagedTar:
-        """The error that ends the reading."""
+        """The error at which reading ends."""
         return DamagedTar(self._path, f"the tar cannot be read from here on (byte {self.position:,}): {why}")
 
     def _require_there(self, size_bytes: int) -> None:
@@ -205,11 +206,7 @@ def _member(
 
 
 def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
-    """Takes the name, the size and sparseness out of the payload of an extended header.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Read the name, the size and sparseness from the payload of an extended header; ValueError if it is damaged."""
     if not is_pax:
         extended.name = payload.partition(b"\0")[0]
         return
@@ -230,12 +227,12 @@ def _extend(extended: _Extended, payload: bytes, *, is_pax: bool) -> None:
 
 
 def _shown(name: str) -> str:
-    """A name without what a terminal would act on, or could not print."""
+    """A name without control sequences and unprintable characters."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 def _unpacked(file: BinaryIO) -> tuple[BinaryIO, bool]:
-    """The file, or what it expands to, and whether it is compressed."""
+    """The file or its decompressed content, and whether it is compressed."""
     magic = file.read(6)
     file.seek(0)
     if magic.startswith(b"\x1f\x8b"):
@@ -248,18 +245,16 @@ def _unpacked(file: BinaryIO) -> tuple[BinaryIO, bool]:
 
 
 class _Xz(io.RawIOBase):
-    """What an xz file expands to; unlike `lzma.LZMAFile` it makes no room for any dictionary that a header asks for."""
+    """The content of an xz file; unlike `lzma.LZMAFile` it limits the dictionary that a header can request."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._decompressor = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
-        """Up to as many bytes as there is room for; 0 at the end."""
         while True:
             packed = self._file.read(_PIECE_BYTES) if self._decompressor.needs_input else b""
             if self._decompressor.needs_input and not packed:

@@ -1,26 +1,52 @@
-"""Members of a tar put together to samples, as webdataset does: those that follow each other under one key.
+"""Samples of a tar, as webdataset groups them (consecutive members with one key), and the clips that they show.
 
-A sample is held in memory whole; what it may take is bounded, and one that asks for more is named and passed over.
+A sample is held in memory whole; its size is limited, and a sample that exceeds a limit is reported and skipped.
+
+Samples of `prep chunk`: the json has the chunk's span in its video and its captions. Each caption is a clip: the part
+of its span that lies in the chunk, since a stream cannot access the neighbouring chunk. Samples of video2dataset: the
+whole video is one clip, whose caption is the txt member, or `caption` in the json.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from shards.damage import DamagedTar
+from train.data.decoding.decoders import PlainVideo
+from train.data.frame_sampling import US_PER_S, Sampling, moments_of, to_us
+from train.data.outcomes import SampleFailed
 from train.data.streams.members import Member, members_of
 
 MAX_SAMPLE_BYTES = 1 << 30
-MAX_TEXT_BYTES = 8 << 20  # of a json or txt: parsed, they take twenty times as much
-_MAX_MEMBERS = 1000  # of one sample
+MAX_TEXT_BYTES = 8 << 20  # of a json or txt, which takes twenty times as much once it is parsed
+NO_CAPTION_ID = -1
+
+_VIDEO_EXTENSIONS = ("mp4", "webm", "mkv", "mov", "avi")
+_LIMITS = dict.fromkeys(_VIDEO_EXTENSIONS, MAX_SAMPLE_BYTES) | dict.fromkeys(("json", "txt"), MAX_TEXT_BYTES)
+_MAX_MEMBERS = 1000  # of a sample
+_MAX_SHOWN = 20
+_FAILED_STATUS = "failed_to_"  # video2dataset: failed_to_download, failed_to_subsample
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands for a sample, or the rest of a tar, that cannot be read."""
+    """Takes the place of a sample, or of the rest of a tar, that cannot be read."""
 
     key: str
     detail: str
+
+
+@dataclass(frozen=True)
+class WithoutVideo:
+    """Takes the place of a sample whose video video2dataset could not download: the tar is not damaged."""
+
+    key: str
 
 
 @dataclass
@@ -28,8 +54,8 @@ class TarSample:
     """A sample, as far as it has been read.
 
     Attributes:
-        members: by extension in lower case; empty where nobody wanted them.
-        problem: why it must be passed over.
+        members: by extension in lower case; empty if they are not needed.
+        problem: why it must be skipped.
     """
 
     key: str
@@ -37,12 +63,34 @@ class TarSample:
     problem: str | None = None
 
 
-def samples_of(tar: str, path: Path, *, limits: Mapping[str, int]) -> Iterator[TarSample | Unreadable]:
+@dataclass(frozen=True)
+class StreamedClip:
+    """A clip that has not been decoded yet.
+
+    Attributes:
+        key: of the sample in its tar.
+        content: the video file.
+        caption_id: from the manifest; NO_CAPTION_ID in tars of other tools.
+        text: the caption.
+        begin_us, end_us: the clip's span, relative to the first frame of the file; None for the end of the file. It is
+            empty if the caption's is.
+        is_shortened: True if the caption extends beyond the file.
+    """
+
+    key: str
+    content: bytes
+    caption_id: int
+    text: str
+    begin_us: int
+    end_us: int | None
+    is_shortened: bool = False
+
+
+def samples_of(tar: str, path: Path) -> Iterator[TarSample | Unreadable]:
     """The samples of the tar at `path`, in its order, and what cannot be read of it.
 
     Args:
-        tar: what it is called.
-        limits: bytes that a member may have, by the extensions that are wanted.
+        tar: its name for messages.
 
     Raises:
         OSError: the tar cannot be opened or read.
@@ -52,32 +100,31 @@ def samples_of(tar: str, path: Path, *, limits: Mapping[str, int]) -> Iterator[T
 
     def limit_of(name: str) -> int:
         nonlocal begun
-        place = _place(name)
-        begun = None if place is None else place[0]
-        if place is None:
+        parts = _key_and_extension(name)
+        begun = None if parts is None else parts[0]
+        if parts is None:
             return 0
-        key, extension = place
+        key, extension = parts
         is_same = sample is not None and sample.key == key
         if sample is not None and is_same and (sample.problem or extension in sample.members):
-            return 0  # it is passed over: nothing more is kept of it
+            return 0  # it is skipped: nothing more is kept of it
         held_bytes = sum(map(len, sample.members.values())) if sample is not None and is_same else 0
-        limit_bytes = limits.get(extension, 0)
-        # One byte at the least: 0 would say that nobody wants it.
-        return min(limit_bytes, max(MAX_SAMPLE_BYTES - held_bytes, 1))
+        # At least one byte: 0 would say that it is not needed.
+        return min(_LIMITS.get(extension, 0), max(MAX_SAMPLE_BYTES - held_bytes, 1))
 
     try:
         for member in members_of(path, limit_of=limit_of):
-            place, begun = _place(member.name), None
-            if place is None and member.problem is None:
+            parts, begun = _key_and_extension(member.name), None
+            if parts is None and member.problem is None:
                 continue
-            key, extension = place or (member.name, "")
+            key, extension = parts or (member.name, "")
             if sample is None or key != sample.key:
                 if sample is not None:
                     yield _finished(sample)
                 sample = TarSample(key)
             _add(sample, extension, member)
     except DamagedTar as error:
-        # Whole is only a sample whose successor has begun.
+        # A sample is complete only if the next one has begun.
         if sample is not None and begun not in (None, sample.key):
             yield _finished(sample)
         yield Unreadable(tar, error.why)
@@ -103,8 +150,8 @@ def _finished(sample: TarSample) -> TarSample | Unreadable:
     return sample if sample.problem is None else Unreadable(sample.key, sample.problem)
 
 
-def _place(name: str) -> tuple[str, str] | None:
-    """Key and extension in a member's name; None for one that belongs to no sample.
+def _key_and_extension(name: str) -> tuple[str, str] | None:
+    """Key and extension in a member's name; None for a member that belongs to no sample.
 
     Those are names without an extension, hidden files, and webdataset's own files (`__name__`).
     """
@@ -114,3 +161,85 @@ def _place(name: str) -> tuple[str, str] | None:
     if not stem or not dot or (len(first) > 4 and first.startswith("__") and first.endswith("__")):
         return None
     return f"{folder}{slash}{stem}", extension.lower()
+
+
+def clips_of(sample: TarSample) -> Sequence[StreamedClip | WithoutVideo]:
+    """The clips of a sample.
+
+    Raises:
+        ValueError: it has no video, no caption, or members that cannot be read.
+    """
+    key, members = sample.key, sample.members
+    try:
+        description = json.loads(members.get("json") or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its json cannot be read: {error}") from error
+    if not isinstance(description, dict):
+        raise ValueError("its json is not an object")
+    content = next((members[extension] for extension in _VIDEO_EXTENSIONS if extension in members), None)
+    if content is None:
+        if str(description.get("status")).startswith(_FAILED_STATUS):
+            return [WithoutVideo(key)]
+        found = ", ".join(sorted(members)[:_MAX_SHOWN]) or "nothing"
+        raise ValueError(f"no video among its members: {found}")
+    if "span_fingerprint" in description:
+        return _clips_of_chunk(key, content, description)
+    # video2dataset writes an empty txt if there was no caption.
+    texts = members.get("txt", b"").decode("utf-8", "replace"), description.get("caption")
+    text = next((text for text in texts if isinstance(text, str) and text.strip()), None)
+    if text is None:
+        raise ValueError("it has no caption: no text in a txt member, and no caption in its json")
+    return [StreamedClip(key, content, NO_CAPTION_ID, text, 0, None)]
+
+
+def _clips_of_chunk(key: str, content: bytes, description: dict[str, Any]) -> list[StreamedClip]:
+    try:
+        begin_us, end_us = (Fraction(*description[name]) * US_PER_S for name in ("begin_s", "end_s"))
+        chunk = int(begin_us), int(end_us)
+        return [_clip_of_caption(key, content, caption, chunk=chunk) for caption in description["captions"]]
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(f"its json is not as prep writes it: {type(error).__name__}: {error}") from error
+
+
+def _clip_of_caption(key: str, content: bytes, caption: dict[str, Any], *, chunk: tuple[int, int]) -> StreamedClip:
+    begin_us, end_us = to_us(caption["begin_s"]), chunk[1]
+    # An open end is stored as null.
+    if caption["end_s"] is not None and math.isfinite(caption["end_s"]):
+        end_us = to_us(caption["end_s"])
+    first, last = max(begin_us, chunk[0]), min(end_us, chunk[1])
+    return StreamedClip(
+        key=key,
+        content=content,
+        caption_id=int(caption["caption_id"]),
+        text=str(caption["text"]),
+        begin_us=first - chunk[0],
+        end_us=last - chunk[0],
+        is_shortened=(first, last) != (begin_us, end_us),
+    )
+
+
+def frames_on_screen(
+    video: PlainVideo, clip: StreamedClip, sampling: Sampling, *, rng: np.random.Generator | None
+) -> list[int]:
+    """Numbers of the frames of `video` on screen at the clip's moments; its frame rate need not be constant.
+
+    Moments are random with `rng`, as in training (train.data.frame_sampling).
+
+    Raises:
+        SampleFailed: no moment of the clip lies in the file.
+    """
+    tick_us = video.time_base * US_PER_S
+    length_us = (video.end_pts - video.pts[0]) * tick_us
+    # Rounded up: a stride of whole frames would not fit into a span that is shorter than the file's frames.
+    end_of_file_us = math.ceil(length_us)
+    end_us = end_of_file_us if clip.end_us is None else min(clip.end_us, end_of_file_us)
+    if end_us <= clip.begin_us:
+        detail = f"its span from {clip.begin_us} us to {end_us} us is empty; the file ends at {end_of_file_us} us"
+        raise SampleFailed(clip.key, reason="empty_span", detail=detail)
+    fps = Fraction(len(video.pts) * US_PER_S) / length_us
+    moments = moments_of(clip.begin_us, end_us, sampling, fps_num=fps.numerator, fps_den=fps.denominator, rng=rng)
+    ticks = [
+        numerator * tick_us.denominator // (moments.denominator * tick_us.numerator) for numerator in moments.numerators
+    ]
+    found = np.searchsorted(np.array(video.pts) - video.pts[0], ticks, side="right") - 1
+    return [int(frame) for frame in found]

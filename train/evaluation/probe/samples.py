@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 
@@ -11,9 +10,9 @@ from manifests.store import read_captions
 from train.config.training import ClipSettings
 from train.data.classes import ClassList, label_names, read_classes
 from train.data.decoding.clip import Views
-from train.data.inputs import LatentSettings, clip_shape, loader_settings, open_labelled_folder, open_latents
+from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_latents
 from train.data.labelled_clips import LabelledClips
-from train.data.latents.sets import LabelledLatents
+from train.data.latents.loader import LabelledLatents
 from train.distributed.world import World
 
 Labelled = LabelledClips | LabelledLatents
@@ -51,8 +50,9 @@ def open_labelled(
     own, *also = classes
     if getattr(settings, "input", "pixels") == "latents":
         return open_latents(
-            partial(LabelledLatents, classes=own, also=also),
-            cast(LatentSettings, settings),
+            partial(LabelledLatents, classes=classes),
+            settings,
+            segment=getattr(settings, "segment", ""),  # of the tasks that can read latents
             split=split,
             world=world,
             batch=_batch(settings, world),

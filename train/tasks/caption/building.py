@@ -10,7 +10,6 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.model import kind_of
-from train.data.tokenizer import CaptionTokenizer, read_tokenizer, train_tokenizer
 from train.models.attention import Attend
 from train.models.captioner import Captioner
 from train.models.dual_encoder import size_of
@@ -20,6 +19,7 @@ from train.models.transformer import TransformerSize, checkpoint_blocks, drop_pa
 from train.models.video_vit import VideoViT, VideoViTSize
 from train.models.videomae import VideoMAEEncoder
 from train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, Frozen
+from train.tasks.caption.tokenizer import CaptionTokenizer, read_tokenizer, train_tokenizer
 from train.weights.hf_caption import read_caption_folder
 from train.weights.sources import Say
 

@@ -6,7 +6,6 @@ from typing import Any
 from manifests.errors import UserError
 from train.config.files import load_settings
 from train.config.model import kind_of
-from train.data.tokenizer import END, TOKENIZER_FILE
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.timesformer import TimeSformer
@@ -21,6 +20,7 @@ from train.tasks.caption.settings import (
     num_beams_of,
     temperature_of,
 )
+from train.tasks.caption.tokenizer import END, TOKENIZER_FILE
 from train.weights.conversion import Tensors
 from train.weights.exported import Exported, preprocessor_config, require_format, save_json, save_tensors
 from train.weights.hf_caption import to_hf_caption

@@ -13,11 +13,11 @@ from torch import nn
 from manifests.errors import FailedWork, UserError
 from train.data.batch import Batch, to_device
 from train.data.outcomes import FailedSample, LoadedBatch
-from train.data.tokenizer import NO_TOKEN, CaptionTokenizer
 from train.tasks.caption.decoding import write_captions
 from train.tasks.caption.metrics.scores import score_captions, without_words
 from train.tasks.caption.objective import shifted, summed_loss, without_padding
 from train.tasks.caption.settings import DecodingSettings
+from train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
 
 @dataclass

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from train.data.batch import Batch
-from train.data.tokenizer import NO_TOKEN
 from train.device.transfer import Scalar
 from train.distributed.pipeline import Pipeline, PipelineBatch
 from train.distributed.step import Step
 from train.losses.objective import Objective
+from train.tasks.caption.tokenizer import NO_TOKEN
 
 
 class CaptionLoss(Objective):

@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 from manifests.errors import UserError
-from train.data.tokenizer import read_tokenizer
 from train.models.gpt2 import Gpt2Size
 from train.models.transformer import NORM_EPS, TransformerSize
 from train.run.folder import RunFolder
 from train.tasks.caption.building import DecoderParts
+from train.tasks.caption.tokenizer import read_tokenizer
 from train.weights.fitting import Change
 
 

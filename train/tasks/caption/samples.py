@@ -16,10 +16,10 @@ from train.config.data import CaptionSettings
 from train.data.batch import Sample
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
-from train.data.loader import LoaderSettings, Visit
-from train.data.tokenizer import NO_TOKEN, CaptionTokenizer
+from train.data.loader import LoaderSettings, SampleRequest
 from train.data.video_captions import ALL_CAPTIONS, VideoCaptions
 from train.device.random import uniform
+from train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
 
 class CaptionedClips(VideoCaptions):
@@ -82,32 +82,32 @@ class CaptionedClips(VideoCaptions):
 
     def references(self, sample: int) -> list[str]:
         """All captions of a clip."""
-        return [self.text_at(place) for place in self.captions.choice.places(sample)]
+        return [self.text_at(entry) for entry in self.captions.choice.entries(sample)]
 
-    def sample(self, visit: Visit, clip: Clip) -> Sample:
+    def sample(self, request: SampleRequest, clip: Clip) -> Sample:
         """The clip with the targets of its captions, int64 [K, L], and its names."""
-        places = self._drawn(visit)
+        entries = self._drawn(request)
         targets_KL = np.full((self._per_visit, self._max_tokens), NO_TOKEN, np.int64)
-        for row, place in enumerate(places):
-            targets_KL[row] = self.tokenizer.targets(self.text_at(place), max_tokens=self._max_tokens)
+        for row, entry in enumerate(entries):
+            targets_KL[row] = self.tokenizer.targets(self.text_at(entry), max_tokens=self._max_tokens)
         return Sample(
-            position=visit.position,
-            key=self.key(visit.sample),
-            clip_id=visit.sample,
-            caption_id=self.caption_id(places[0]),
+            position=request.position,
+            key=self.key(request.sample),
+            clip_id=request.sample,
+            caption_id=self.caption_id(entries[0]),
             targets=targets_KL,
             video=clip.video,
             colour=clip.colour,
         )
 
-    def _drawn(self, visit: Visit) -> list[int]:
+    def _drawn(self, request: SampleRequest) -> list[int]:
         """Places of the captions that a visit has, in their order."""
         choice = self.captions.choice
-        places = choice.places(visit.sample)
-        if visit.seed is None or len(places) <= self._per_visit:
-            return list(places[: self._per_visit])
+        entries = choice.entries(request.sample)
+        if request.seed is None or len(entries) <= self._per_visit:
+            return list(entries[: self._per_visit])
         # Weighted drawing without repeats: the smallest of exponential waiting times (Efraimidis and Spirakis 2006).
-        position = np.array([visit.position])
-        shares: NDArray[np.float64] = uniform(position, len(places), seed=visit.seed, purpose="captions")[0]
-        waits = -np.log1p(-shares) / choice.weights(visit.sample)
-        return sorted(places[int(one)] for one in np.argsort(waits, kind="stable")[: self._per_visit])
+        position = np.array([request.position])
+        shares: NDArray[np.float64] = uniform(position, len(entries), seed=request.seed, purpose="captions")[0]
+        waits = -np.log1p(-shares) / choice.weights(request.sample)
+        return sorted(entries[int(one)] for one in np.argsort(waits, kind="stable")[: self._per_visit])

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from train.data.tokenizer import one_line
 from train.evaluation.examples import ShownSet, from_end_to_end, from_middles, jpeg_uri
 from train.tasks.caption.metrics.scores import CaptionScores
 from train.tasks.caption.page import CaptionedVideo, sheet_uri
+from train.tasks.caption.tokenizer import one_line
 
 _NUM_SHOWN = 12
 _MAX_PICTURES = 4

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.data.tokenizer import has_tokenizer, read_tokenizer
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2Size
 from train.models.timesformer import TimeSformer, nearest_places, nearest_times
@@ -19,6 +18,7 @@ from train.run.folder import RunFolder
 from train.tasks.caption.building import DecoderParts
 from train.tasks.caption.runs import decoder_size_of
 from train.tasks.caption.settings import CaptionerSettings, DecoderSettings, has_captioner
+from train.tasks.caption.tokenizer import has_tokenizer, read_tokenizer
 from train.weights.config_files import read_config
 from train.weights.effective import effective_clip_settings
 from train.weights.hf_caption_config import caption_config_of

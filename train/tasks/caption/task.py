@@ -17,7 +17,6 @@ from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.data.prefetch import batches_on_all_stages
-from train.data.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.distributed.stages import LayerCost
 from train.distributed.world import World
 from train.evaluation.runner import every_for
@@ -33,6 +32,7 @@ from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from train.tasks.caption.stages import layers_of, part_of, whole_captioner
 from train.tasks.caption.start import decoder_of_start, start_of_captioner
+from train.tasks.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.weights.conversion import MEANS, STDS
 from train.weights.loading import Loaded, copy_into
 from train.weights.sources import Say, Source

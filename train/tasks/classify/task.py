@@ -18,19 +18,17 @@ from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.classes import ClassList, read_classes
 from train.data.decoding.clip import Views
+from train.data.frame_sampling import spread_frames, window_frames
 from train.data.inputs import (
     clip_shape,
     loader_settings,
     open_labelled_folder,
     open_latents,
     size_on_latents,
-    spread,
-    window,
 )
 from train.data.labelled_clips import LabelledClips
-from train.data.latents.sets import LabelledLatents
-from train.data.order import Positions
-from train.device.random import uniform
+from train.data.latents.loader import LabelledLatents
+from train.device.random import Positions, uniform
 from train.distributed.world import World
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
@@ -144,7 +142,13 @@ class ClassifyTask:
                 f"{views.num_clips} clips x {views.num_crops} crops are looks at pictures, and latents are none",
                 hint="leave --clips and --crops out with --input latents",
             )
-        return open_latents(partial(LabelledLatents, classes=self.classes), settings, split=split, world=world)
+        return open_latents(
+            partial(LabelledLatents, classes=(self.classes,)),
+            settings,
+            segment=settings.segment,
+            split=split,
+            world=world,
+        )
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
         """Has `build_model` give towers these weights, once they fit; the last layer is always new.
@@ -197,9 +201,9 @@ class ClassifyTask:
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
             within = None if positions is None else uniform(positions, 1, seed=seed, purpose="window")[:, 0]
-            return window(latents_BFCHW, num_frames=count, within_B=within)
+            return window_frames(latents_BFCHW, num_frames=count, offset_B=within)
         within = None if positions is None else uniform(positions, count, seed=seed, purpose="frames")
-        return spread(latents_BFCHW, num_frames=count, within_BK=within)
+        return spread_frames(latents_BFCHW, num_frames=count, offset_BK=within)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Accuracies on the split that the settings name, as `<split>/<name>`."""

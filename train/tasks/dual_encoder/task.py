@@ -20,8 +20,9 @@ from train.config.data import CaptionSettings
 from train.config.model import Towers
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
-from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents, spread
-from train.data.latents.sets import CaptionedLatents
+from train.data.frame_sampling import spread_frames
+from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents
+from train.data.latents.loader import CaptionedLatents
 from train.data.remote.files import is_remote
 from train.data.remote.folder import open_data_folder
 from train.data.streams.stream import VideoStream
@@ -121,7 +122,7 @@ class DualEncoderTask:
     def _latents(self, split: str, world: World, *, tokenize: Tokenize | None) -> CaptionedLatents:
         settings = self._settings
         make = partial(CaptionedLatents, tokenize=tokenize, sources=settings.captions.sources)
-        return open_latents(make, settings, split=split, world=world)
+        return open_latents(make, settings, segment=settings.segment, split=split, world=world)
 
     def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
         """Has `build_model` give models these weights, once they fit.
@@ -187,7 +188,7 @@ class DualEncoderTask:
             if is_training:
                 positions, count = batch["position"].numpy(), settings.num_frames
                 within_BK = uniform(positions, count, seed=settings.seed, purpose="frames")
-            latents_BTCHW = spread(batch["latents"], num_frames=settings.num_frames, within_BK=within_BK)
+            latents_BTCHW = spread_frames(batch["latents"], num_frames=settings.num_frames, offset_BK=within_BK)
             return latents_BTCHW.float().transpose(1, 2)
         return to_model_input(
             batch["video"],

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from train.data.latents.loader import LatentLoader
+from train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
 from train.data.latents.segments import times_us
-from train.data.latents.sets import SPREAD
-from train.data.loader import Visit
+from train.data.loader import SampleRequest
 from train.evaluation.examples import from_end_to_end, from_middles, jpeg_uri, png_uri
 from train.tasks.mae.reconstruction import Look, Pictures, ShownClip
 from train.tasks.mae.samples import ChunkClips
@@ -33,7 +32,7 @@ def chosen_pictures(settings: MaeSettings, num_samples: int, *, every: int) -> P
 def _look(settings: MaeSettings) -> Look:
     """From what the model takes to values from 0 to 1: the pixels; latents as false colours."""
     if settings.input == "latents":
-        return lambda latents: latents / (2 * SPREAD) + 0.5
+        return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
     mean_C111, std_C111 = (
         torch.tensor(values)[:, None, None, None]
         for values in (settings.init.pixel_mean or IMAGENET_MEAN, settings.init.pixel_std or IMAGENET_STD)
@@ -61,7 +60,7 @@ def has_few_pixels(clips: Sequence[ShownClip]) -> bool:
 def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, float]:
     """From when to when in its video the frames of an evaluated clip are on screen, seconds."""
     if isinstance(samples, ChunkClips):
-        places = samples.clips.plan(Visit(sample, sample, None)).places
+        places = samples.clips.plan(SampleRequest(sample, sample, None)).frames
         times = [(samples.clips.chunks.table.times(chunk), frame) for chunk, frame in (places[0], places[-1])]
         (first, first_frame), (last, last_frame) = times
         return (

@@ -17,6 +17,7 @@ from train.config.evaluation import ProbeEvaluation
 from train.data.batch import Batch
 from train.data.chunks import videos_of_split
 from train.data.decoding.clip import Views
+from train.data.frame_sampling import window_frames
 from train.data.inputs import (
     LATENT_PATCH,
     clip_shape,
@@ -24,7 +25,6 @@ from train.data.inputs import (
     open_folder,
     open_latents,
     size_on_latents,
-    window,
 )
 from train.data.latents.loader import LatentLoader
 from train.data.remote.folder import open_data_folder
@@ -109,7 +109,9 @@ class MaeTask:
 
     def _latents(self, split: str, world: World) -> LatentLoader:
         settings = self._settings
-        latents = open_latents(partial(LatentLoader, text=False), settings, split=split, world=world)
+        latents = open_latents(
+            partial(LatentLoader, text=False), settings, segment=settings.segment, split=split, world=world
+        )
         check_mask(settings.mask_ratio, num_places=(latents.frame_shape.height // LATENT_PATCH) ** 2)
         return latents
 
@@ -166,7 +168,7 @@ class MaeTask:
             within_B = None
             if is_training:
                 within_B = uniform(positions, 1, seed=settings.seed, purpose="window")[:, 0]
-            latents_BTCHW = window(batch["latents"][rows], num_frames=settings.num_frames, within_B=within_B)
+            latents_BTCHW = window_frames(batch["latents"][rows], num_frames=settings.num_frames, offset_B=within_B)
             return latents_BTCHW.float().transpose(1, 2)
         return to_model_input(
             batch["video"][rows],

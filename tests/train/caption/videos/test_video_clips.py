@@ -14,12 +14,12 @@ from prep.synthetic.frame_code import read_frame_number
 from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
-from train.data.decoding.chunks import ChunkDecoder
-from train.data.decoding.clip import ClipShape, frame_places, make_clip
+from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.crop import Rectangle, centre_square
+from train.data.decoding.decoders import ChunkDecoder
 from train.data.decoding.pictures import rgb_pictures
 from train.data.decoding.reading import read_chunk
-from train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, moments_of
+from train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
 from train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips
 from train.tasks.caption.videos.source import read_facts
 
@@ -191,7 +191,7 @@ def test_a_file_and_its_shard_show_nearly_the_same(tmp_path: Path) -> None:
         times = ChunkTimes(start_ms=2000 * row, num_frames=20, fps_num=10, fps_den=1)
         assert shard.index["start_ms"][row].as_py() == times.start_ms
         window = clip.window
-        places = frame_places(window.begin_us, window.end_us, UNIFORM, [times], rng=None)
+        places = frame_indices(window.begin_us, window.end_us, UNIFORM, [times], rng=None)
         content = read_chunk(shard, row, {place.frame for place in places}, rule="packets", key="v")
         frames = ChunkDecoder().decode(content)
         stored = make_clip([frames[place.frame] for place in places], shape, rng=None, in_graph=False, key="v")

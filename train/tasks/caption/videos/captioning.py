@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from train.data.frame_sampling import US_PER_S, Sampling
-from train.data.tokenizer import one_line
+from train.tasks.caption.tokenizer import one_line
 from train.tasks.caption.videos.clips import WindowClip, window_clips
 from train.tasks.caption.videos.files import shown_name
 from train.tasks.caption.videos.source import VideoFailed

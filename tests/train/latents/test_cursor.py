@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from tests.train.latents.written import Written
-from train.data.cursor import Cursor, together
+from train.data.cursor import Cursor, merge_cursors
 from train.data.latents.loader import LatentLoader
 
 SEED = 11
@@ -98,16 +98,16 @@ def test_a_resumed_run_shows_exactly_the_rest(
 
 
 def test_a_position_is_enough_to_go_on_from(written: Written) -> None:
-    whole = [(shown(loaded), loaded.next_position) for loaded in islice(loader(written, batch=4), 9)]
+    whole = [(shown(loaded), loaded.cursor.position) for loaded in islice(loader(written, batch=4), 9)]
     for stop in (1, 4, 8):
         rest = islice(loader(written, batch=4).batches(position=whole[stop - 1][1]), 9 - stop)
-        assert [(shown(loaded), loaded.next_position) for loaded in rest] == whole[stop:]
+        assert [(shown(loaded), loaded.cursor.position) for loaded in rest] == whole[stop:]
 
 
 def test_a_state_of_other_samples_or_another_order_is_refused(written: Written) -> None:
     state = loader(written).state_dict()
     for other in ({"text": False}, {"segment": "2.5s"}, {"tails": "pad"}, {"seed": SEED + 1}):
-        with pytest.raises(UserError, match="state is of other"):
+        with pytest.raises(UserError, match="state belongs to other"):
             loader(written, **other).load_state_dict(state)
     loader(written, batch=3, num_ranks=2, depth=1, copy=False).load_state_dict(state)
 
@@ -117,7 +117,7 @@ def test_states_of_different_steps_do_not_belong_together(written: Written) -> N
     states = [running.state_dict()]
     next(iter(running))
     states.append(running.state_dict())
-    with pytest.raises(UserError, match="do not belong together"):
+    with pytest.raises(UserError, match="are of different steps"):
         loader(written).load_state_dict(*states)
 
 
@@ -140,7 +140,7 @@ def test_ranks_that_took_more_than_others_leave_exactly_the_rest(
         num_own = num_batches * batch + failed
         taken.update(place.positions(0, num_own, rank=rank, num_ranks=num_ranks).tolist())
         places.append(place.after(num_batches * batch, num_own, rank=rank, num_ranks=num_ranks))
-    rest = together(places)
+    rest = merge_cursors(places)
     taken.update(rest.positions(0, 100, rank=0, num_ranks=1).tolist())
     assert set(taken.values()) == {1}
     assert sorted(taken) == list(range(begin, max(taken) + 1))

@@ -1,0 +1,243 @@
+"""Decoders: from packets alone, through the container of a file in memory, and of a chunk by either way.
+
+A requested frame that the decoder does not output is an error; no other frame takes its place.
+"""
+
+import io
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from shards.containers import CONTAINERS, NO_PROTOCOLS
+from train.data.decoding.reading import ChunkBytes
+from train.data.outcomes import SampleFailed
+
+if TYPE_CHECKING:
+    import av
+    from av import VideoCodecContext
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+ChunkFrames = dict[int, "av.VideoFrame"]  # frames of one chunk, by presentation index
+
+_MAX_CONTEXTS = 8
+# For AV1, libav's own decoder needs hardware; dav1d is the software decoder in PyAV's wheels.
+_DECODERS = {"av1": "libdav1d"}
+# A file is opened only as one of these containers, and cannot make libav open anything else.
+_OPTIONS = {"format_whitelist": CONTAINERS, "protocol_whitelist": NO_PROTOCOLS}
+# Twice the pixels of 8K video. A file of a few bytes can claim frames of any size, which a decoder would allocate.
+_MAX_PIXELS = 1 << 26
+
+
+class PacketDecoder:
+    """Decodes packets of closed GOPs without opening a container. Each thread needs its own.
+
+    The contexts of the last few codecs and extradata are kept: what they decode depends on the packets alone.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: OrderedDict[tuple[str, bytes], VideoCodecContext] = OrderedDict()
+
+    def decode_each(
+        self,
+        *,
+        codec: str,
+        extradata: bytes,
+        packets: Iterable[tuple[int, bytes | memoryview]],
+        use: "Callable[[int, av.VideoFrame], None]",
+    ) -> None:
+        """Pass each intact frame in `packets` to `use` as soon as the decoder outputs it.
+
+        The frame is then still in the processor's cache. If `use` keeps no frame, the decoder reuses few buffers.
+
+        Args:
+            codec: libav's name: h264, hevc, av1, vp9, mjpeg.
+            packets: (presentation index, bytes) in decode order, from a key packet on, with all references.
+            use: takes the presentation index and the frame.
+
+        Raises:
+            av.FFmpegError: the decoder rejects a packet.
+            ValueError: libav has no such decoder, or frames are not output in the order of their indices.
+        """
+        import av
+
+        context = self._context(codec, extradata)
+        last = -1
+
+        def hand_over(frames: "list[av.VideoFrame]") -> None:
+            nonlocal last
+            for frame in frames:
+                number = frame.pts or 0
+                # Decoders output frames in presentation order, which they know from the packets themselves.
+                if number <= last:
+                    raise ValueError(f"the packet table numbers frames {last}, {number} that are shown in this order")
+                last = number
+                if not frame.is_corrupt:
+                    use(number, frame)
+
+        try:
+            for frame_number, content in packets:
+                packet = av.Packet(content)  # type: ignore[arg-type]  # takes any buffer
+                packet.pts = frame_number
+                hand_over(context.decode(packet))
+            hand_over(context.decode(None))
+            context.flush_buffers()
+        except BaseException:
+            # The state that a broken packet leaves behind must not affect the next chunk.
+            del self._contexts[codec, extradata]
+            raise
+
+    def _context(self, codec: str, extradata: bytes) -> "VideoCodecContext":
+        import av
+
+        context = self._contexts.pop((codec, extradata), None)
+        if context is None:
+            new = av.CodecContext.create(_DECODERS.get(codec, codec), "r")
+            if not isinstance(new, av.VideoCodecContext):
+                raise ValueError(f"{codec} is not a video codec")
+            context = new
+            context.thread_count = 1  # the loader's threads are the parallel part
+            context.options = {"err_detect": "explode"}  # an error, not a concealed one
+            context.extradata = extradata or None
+            if len(self._contexts) == _MAX_CONTEXTS:
+                self._contexts.popitem(last=False)
+        self._contexts[codec, extradata] = context
+        return context
+
+
+class PlainVideo:
+    """The first video stream of a file in memory, decoded through its container; frames count in presentation order.
+
+    Args:
+        content: the whole file.
+
+    Attributes:
+        pts: of every frame, ascending, in units of `time_base` seconds.
+        time_base: seconds, exact.
+        end_pts: end of the last frame, which lasts as long as the median frame.
+        width, height: in pixels.
+
+    Raises:
+        av.FFmpegError: it cannot be opened or read.
+        ValueError: it has no video stream, its frames are too large, or a packet has no timestamp.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        with self._open() as (container, stream):
+            self.time_base = stream.time_base or Fraction(1)
+            self.width, self.height = stream.width, stream.height
+            times: list[int] = []
+            key_times: list[int] = []
+            for packet in container.demux(stream):
+                if not packet.size or packet.is_discard:
+                    continue
+                if packet.pts is None:
+                    raise ValueError("a packet has no timestamp")
+                times.append(packet.pts)
+                if packet.is_keyframe:
+                    key_times.append(packet.pts)
+        if not times:
+            raise ValueError("it has no frames")
+        self.pts = sorted(times)
+        self._key_pts = sorted(key_times)
+        gaps = sorted(after - before for before, after in pairwise(self.pts))
+        self.end_pts = self.pts[-1] + (gaps[len(gaps) // 2] if gaps else 1)
+
+    def decode(self, frames: Collection[int]) -> "dict[int, av.VideoFrame]":
+        """Those of `frames` that the decoder outputs intact, by number; av.FFmpegError if it rejects the file."""
+        found: dict[int, av.VideoFrame] = {}
+        with self._open() as (container, stream):
+            decoder = container.decode(stream)
+            now: int | None = None  # time of the last frame that was output
+            for number in sorted(set(frames)):
+                if not 0 <= number < len(self.pts):
+                    continue
+                target = self.pts[number]
+                before = bisect_right(self._key_pts, target) - 1
+                # Seeking helps only if it skips to a key frame that has not been reached yet.
+                if before > 0 and (now is None or self._key_pts[before] > now):
+                    container.seek(self._key_pts[before], stream=stream)
+                    decoder = container.decode(stream)
+                for frame in decoder:
+                    if frame.pts is None:
+                        continue
+                    now = frame.pts
+                    if now == target and not frame.is_corrupt:
+                        found[number] = frame
+                    if now >= target:
+                        break
+        return found
+
+    @contextmanager
+    def _open(self) -> "Iterator[tuple[InputContainer, VideoStream]]":
+        import av
+
+        content = io.BytesIO(self._content)
+        with av.open(content, mode="r", options=_OPTIONS, metadata_errors="ignore") as container:
+            if not container.streams.video:
+                raise ValueError("it has no video stream")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise ValueError("there is no decoder for its codec")
+            if stream.width * stream.height > _MAX_PIXELS:
+                raise ValueError(f"frames of {stream.width} x {stream.height} are larger than {_MAX_PIXELS:,} pixels")
+            stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}  # the packets may say otherwise
+            stream.codec_context.thread_count = 1  # the loader's threads are the parallel part
+            yield container, stream
+
+
+class ChunkDecoder:
+    """Decodes chunks, from packets or through the container; each thread has its own contexts."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def decode(self, content: ChunkBytes) -> ChunkFrames:
+        """The frames for which `content` was read; see `decode_each`."""
+        found: ChunkFrames = {}
+        self.decode_each(content, found.__setitem__)
+        return found
+
+    def decode_each(self, content: ChunkBytes, use: "Callable[[int, av.VideoFrame], None]") -> None:
+        """Pass each frame for which `content` was read to `use`, with its index, as the decoder outputs it.
+
+        Raises:
+            SampleFailed: the chunk cannot be decoded, or the decoder does not output a frame.
+        """
+        import av
+
+        missing = set(content.frames)
+
+        def use_wanted(number: int, frame: av.VideoFrame) -> None:
+            if number in missing:
+                use(number, frame)
+                missing.discard(number)
+
+        try:
+            if content.packets is None:
+                for number, frame in PlainVideo(content.whole).decode(content.frames).items():
+                    use_wanted(number, frame)
+            else:
+                if not hasattr(self._local, "decoder"):
+                    self._local.decoder = PacketDecoder()
+                decoder: PacketDecoder = self._local.decoder
+                decoder.decode_each(
+                    codec=content.codec, extradata=content.extradata, packets=content.packets, use=use_wanted
+                )
+        except (av.FFmpegError, ValueError) as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise SampleFailed(content.key, reason="undecodable", detail=detail) from error
+        require_frames(missing, key=content.key)
+
+
+def require_frames(missing: Collection[int], *, key: str) -> None:
+    """Raise SampleFailed if the decoder did not output the frames `missing`."""
+    if missing:
+        detail = f"the decoder does not output frames {sorted(missing)}"
+        raise SampleFailed(key, reason="frame_missing", detail=detail)
