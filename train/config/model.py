@@ -43,8 +43,8 @@ class Towers(Checked):
     activation: Activation | None = None
     """Activation of the MLPs. Default: that of --init.weights, else gelu (OpenAI's CLIP: quick_gelu)."""
     video_norm_eps: Annotated[float | None, Range(above=0, below=1)] = None
-    """Epsilon of the video tower's layer norms. Default: that of --init.weights, else 1e-12 for videomae and
-    1e-5 for others (AVION: 1e-6)."""
+    """Epsilon of the video tower's layer norms. Default: that of --init.weights, else 1e-5 for clip (AVION:
+    1e-6), 1e-12 for videomae, 1e-6 for timesformer."""
     packed_text: bool = True
     """Pack captions without padding. Otherwise each is padded to the context length of 77 tokens."""
     patch_dropout: Annotated[float, SHARE] = 0.0
