@@ -21,7 +21,7 @@ class InfoNCE(ContrastiveObjective):
 
     Two equal captions of a batch stay each other's negatives, as in CLIP: the least loss is then to give both the
     same share, which moves its value up and leaves the ranking of different captions alone. Retrieval is scored with
-    equal captions as one (train.evaluation.retrieval).
+    equal captions as one (train.tasks.dual_encoder.retrieval).
 
     Attributes:
         logit_scale: log of 1 / temperature.

@@ -10,7 +10,7 @@ from typing import Any
 from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
-from train.evaluation.tables import percent
+from train.evaluation.pages import load_template
 from train.registry import DEFAULT, evaluations_of, task_named, task_names
 from train.report.curves import evaluation_curves, training_curves
 from train.run.folder import RunFolder, read_lines, read_object
@@ -59,7 +59,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
         shown = {
             "table": evaluation.table(result),
             "other_data": other,
-            "section": section and rendered(section, result={**result, "other_data": other}),
+            "section": section and load_template(section).render(result={**result, "other_data": other}),
             "strips": evaluation.strips(result) if section and evaluation.strips else [],
         }
         results.append({**result, **shown})
@@ -134,29 +134,6 @@ def _shape(change: dict[str, Any], side: str) -> str:
     return "" if shape is None else " x ".join(map(str, shape)) or "one number"
 
 
-# Pages: one file each, nothing to load, and nothing from outside becomes markup.
-
-
-_TEMPLATES = Path(__file__).parent
-
-
 def publish_page(template: str, path: Path, **values: Any) -> None:
-    """Fills a template of this folder and publishes the page."""
-    publish_bytes(path, rendered(_TEMPLATES / template, **values).encode())
-
-
-def rendered(template: Path, **values: Any) -> str:
-    """A template with values, which are escaped; what it includes lies in this folder."""
-    # Markup from jinja2 itself: what the charts and the sections return is markup, all else is escaped.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=FileSystemLoader([template.parent, _TEMPLATES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "markup": Markup}
-    return environment.get_template(template.name).render(**values)
+    """Publish a page from a template of this folder."""
+    publish_bytes(path, load_template(Path(__file__).with_name(template)).render(**values).encode())

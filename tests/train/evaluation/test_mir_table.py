@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.store import write_manifest
-from train.evaluation.mir_table import MirTable, open_mir_table
+from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 
 # Text, verb, nouns: of the test split in the order of the annotation file; the fourth shares a span with the third.
 ROWS: list[tuple[str, float, str, int | None, list[int] | None]] = [

@@ -6,13 +6,12 @@ from torch import nn
 from manifests.errors import UserError
 from train.config.evaluation import ProbeEvaluation
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
 from train.evaluation.probe.features import tower_of
 from train.evaluation.probe.probing import probe
 from train.evaluation.probe.samples import labels_there
 from train.evaluation.probe.sets import open_sets
 from train.evaluation.probe.spec import ProbeFlags
-from train.evaluation.runner import OpenedRun, Score
+from train.evaluation.runner import OpenedRun, Score, describe_clip
 
 
 def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
@@ -42,7 +41,7 @@ def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
     return Score(
         name=f"probe-{wanted.split}",
         samples=sets.asked,
-        clip=clip_in_words(settings, is_in_row=features.is_consecutive(settings)),
+        clip=describe_clip(settings, is_consecutive=features.is_consecutive(settings)),
         values={
             "bank": sets.bank.describe(),
             "features": f"{features.description}; random: the same tower with weights drawn from seed {settings.seed}",

@@ -9,8 +9,7 @@ import numpy as np
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
-from train.evaluation.runner import OpenedRun, Score, every_for
+from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
 from train.run.folder import COCO_SUFFIX
 from train.tasks.caption.constant import RULE, best_constant
 from train.tasks.caption.generation import captions_of, comparable, loss_of
@@ -116,7 +115,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         )
 
     return Score(
-        name=name, samples=samples, clip=clip_in_words(settings), values=values, failed=said.failed, beside=beside
+        name=name, samples=samples, clip=describe_clip(settings), values=values, failed=said.failed, beside=beside
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.publish import published
-from train.evaluation.examples import from_middles
+from train.evaluation.pages import evenly_within
 from train.tasks.caption.settings import METRIC_LABELS
 
 _FOLDER = Path(__file__).parent
@@ -105,7 +105,7 @@ def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
     """
     import cv2
 
-    chosen = from_middles(list(frames), at_most=_MAX_FRAMES)
+    chosen = evenly_within(list(frames), at_most=_MAX_FRAMES)
     if not chosen:
         return ""
     height, width = chosen[0].shape[:2]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from train.data.tokenizer import one_line
-from train.evaluation.examples import ShownSet, from_end_to_end, from_middles, jpeg_uri
+from train.evaluation.pages import PicturedSamples, evenly_spaced, evenly_within, jpeg_uri
 from train.tasks.caption.metrics.scores import CaptionScores
 from train.tasks.caption.page import CaptionedVideo, sheet_uri
 
@@ -15,7 +15,7 @@ _MAX_WITH_PICTURES = 2000
 
 
 def shown_json(
-    samples: ShownSet,
+    samples: PicturedSamples,
     names: Mapping[int, str],
     captions: Mapping[str, str],
     references: Mapping[str, Sequence[str]],
@@ -30,7 +30,7 @@ def shown_json(
         num_frames: pictures of a clip.
     """
     shown = []
-    for number in from_end_to_end(list(names), at_most=_NUM_SHOWN):
+    for number in evenly_spaced(list(names), at_most=_NUM_SHOWN):
         name = names[number]
         begin_s, end_s = samples.span_s(number)
         pictures = samples.pictures(number, num_frames=num_frames)
@@ -39,7 +39,7 @@ def shown_json(
                 "key": samples.key(number),
                 "begin_s": begin_s,
                 "end_s": end_s,
-                "frames": [jpeg_uri(frame) for frame in from_middles(pictures, at_most=_MAX_PICTURES)],
+                "frames": [jpeg_uri(frame) for frame in evenly_within(pictures, at_most=_MAX_PICTURES)],
                 "caption": captions[name],
                 "references": [one_line(reference) for reference in references[name]],
                 "cider_d": scores.per_video[name]["cider_d"],
@@ -50,7 +50,7 @@ def shown_json(
 
 
 def all_shown(
-    samples: ShownSet,
+    samples: PicturedSamples,
     names: Mapping[int, str],
     captions: Mapping[str, str],
     references: Mapping[str, Sequence[str]],

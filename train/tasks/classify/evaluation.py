@@ -4,8 +4,7 @@ from manifests.errors import UserError
 from train.data.classes import ClassList
 from train.data.decoding.clip import Views
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
-from train.evaluation.runner import OpenedRun, Score
+from train.evaluation.runner import OpenedRun, Score, describe_clip
 from train.run.folder import RunFolder
 from train.tasks.classify.settings import ClassEvaluation
 
@@ -32,7 +31,9 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
     return Score(
         name=f"classification-{wanted.split}{suffix}",
         samples=samples,
-        clip=clip_in_words(settings, views=views, mean_of="probabilities", is_in_row=settings.sampling == "stride"),
+        clip=describe_clip(
+            settings, views=views, mean_of="probabilities", is_consecutive=settings.sampling == "stride"
+        ),
         values={
             "label": classes.label,
             "num_classes": {**num_classes, classes.label: len(classes)},

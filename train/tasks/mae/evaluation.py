@@ -5,8 +5,7 @@ from functools import partial
 
 from manifests.errors import FailedWork, UserError
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
-from train.evaluation.runner import OpenedRun, Score, evaluate, every_for
+from train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
 from train.models.videomae import CubeGrid
 from train.run.folder import RunFolder
 from train.spec import EvaluationSpec, TaskSpec
@@ -60,7 +59,7 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
     return Score(
         name=f"reconstruction-{wanted.split}",
         samples=samples,
-        clip=clip_in_words(settings, is_in_row=True),
+        clip=describe_clip(settings, is_consecutive=True),
         values={
             "split_chosen": chosen,
             "mask": describe_mask(settings, masking.grid),

@@ -11,7 +11,7 @@ from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import times_us
 from train.data.latents.sets import SPREAD
 from train.data.loader import Visit
-from train.evaluation.examples import from_end_to_end, from_middles, jpeg_uri, png_uri
+from train.evaluation.pages import evenly_spaced, evenly_within, jpeg_uri, png_uri
 from train.tasks.mae.reconstruction import Look, Pictures, ShownClip
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings
@@ -25,8 +25,8 @@ Samples = ChunkClips | LatentLoader
 
 def chosen_pictures(settings: MaeSettings, num_samples: int, *, every: int) -> Pictures:
     """Clips spread evenly over every `every`-th of `num_samples`, and frames from the middles of equal parts."""
-    chosen = from_end_to_end(range(0, num_samples, every), at_most=_NUM_SHOWN)
-    frames = from_middles(range(settings.num_frames), at_most=_MAX_FRAMES)
+    chosen = evenly_spaced(range(0, num_samples, every), at_most=_NUM_SHOWN)
+    frames = evenly_within(range(settings.num_frames), at_most=_MAX_FRAMES)
     return Pictures(frozenset(chosen), frames, _look(settings))
 
 

@@ -18,7 +18,7 @@ from manifests.errors import UserError
 from manifests.store import read_captions
 from train.data.chunks import rows_of, videos_of_split
 from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
-from train.evaluation.array_pickle import load_array_pickle
+from train.tasks.dual_encoder.array_pickle import load_array_pickle
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
 # Narrations of one text may have different classes, so not every clip need have full relevancy for its own sentence.

@@ -1,7 +1,7 @@
 """Text-video retrieval: R@1, R@5, R@10 and median rank, in both directions.
 
 Several clips may have the same caption ("a red circle moves to the left"), and then any of them is right. Captions
-whose tokens, or whose stored embeddings, are equal are one text (train.evaluation.embeddings). The protocol:
+whose tokens, or whose stored embeddings, are equal are one text (train.tasks.dual_encoder.embeddings). The protocol:
 
     text to video   query: each distinct text; gallery: all clips; right: every clip that has this text
     video to text   query: each clip; gallery: the distinct texts; right: the clip's own text
