@@ -16,8 +16,8 @@ from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.doctor.commands import doctor_facts
 from train.engine.attention_choice import choose_attention, kernels_fact
-from train.engine.common_start import SAME_START, open_alike, start_of
 from train.engine.loop import check_batch, train
+from train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from train.engine.task import check_stages
 from train.report.results import write_page
 from train.run.checkpoint import latest_checkpoint
@@ -35,8 +35,8 @@ def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
     """Trains a task's model on all ranks that torchrun launched, and writes the run's results page."""
     check_tracking(settings.track)
     device = choose_device(settings.device)
-    start = start_of(settings, resume=resume)
-    with open_world(device_type=device.type, start=start, hint=SAME_START) as world, ExitStack() as held:
+    start = launch_facts(settings, resume=resume)
+    with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as held:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
         # The first rank decides for all, which may see the folder of the run at other moments.
         old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
@@ -98,7 +98,7 @@ def _train(
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
     task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
-    samples = open_alike(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
+    samples = open_consistent(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=progress.say)

@@ -32,11 +32,11 @@ from train.models.video_vit import VideoViTSize
 from train.models.videomae import CubeGrid
 from train.report.results import write_page
 from train.run.folder import RunFolder
+from train.tasks.mae.evaluation import picture_uri
 from train.tasks.mae.masks import Masking
 from train.tasks.mae.objective import normalised_cubes
 from train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
 from train.tasks.mae.settings import MaeSettings
-from train.tasks.mae.shown import picture_uri
 
 __all__ = ["train"]
 
@@ -91,17 +91,17 @@ def test_the_loss_is_the_mean_over_all_samples_beside_that_of_flat_cubes() -> No
 
 def test_masks_of_an_evaluation_are_those_of_the_samples_whatever_their_batch() -> None:
     def masks(clips: ReconstructionResult) -> list[Any]:
-        return [(clip.masked == round(0.5 * 255)).all(-1) for clip in clips.shown]
+        return [(clip.masked == round(0.5 * 255)).all(-1) for clip in clips.clips]
 
     first, second = evaluated(Known(1.0)), evaluated(Known(1.0), num_clips=52)
-    assert [clip.sample for clip in first.shown] == [3, 39] and first.shown[0].key == "clip 3"
+    assert [clip.sample for clip in first.clips] == [3, 39] and first.clips[0].key == "clip 3"
     for ours, theirs in zip(masks(first), masks(second), strict=True):
         assert np.array_equal(ours, theirs) and ours.mean() == pytest.approx(0.75, abs=0.02)
     assert not np.array_equal(*masks(first))
 
 
 def test_visible_pixels_are_shown_as_they_are_and_hidden_ones_change() -> None:
-    clip = evaluated(Known(1.0)).shown[0]
+    clip = evaluated(Known(1.0)).clips[0]
     is_hidden = (clip.masked != clip.original).any(-1)
     assert clip.filled.shape == (2, 16, 16, 3) and clip.filled.dtype == np.uint8
     assert np.array_equal(clip.filled[~is_hidden], clip.original[~is_hidden])
@@ -142,8 +142,8 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     assert original.shape == (64, 64, 3)
     assert np.mean((masked == 128).all(-1)) == pytest.approx(0.75, abs=0.05)
     page = run.page.read_text()
-    assert page.count("What the model fills in") == 1 and page.count('alt="filled in"') == 12
-    assert "Data wait" not in page and "waiting for data" in page and "What a text finds" not in page
+    assert page.count("<h2>Reconstructions</h2>") == 1 and page.count('alt="reconstruction"') == 12
+    assert "Data wait" not in page and "waiting for data" in page and "retrieval examples" not in page
 
     path.unlink()
     capsys.readouterr()
@@ -166,8 +166,8 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     assert path.read_bytes() == own
     page, marked = run.page.read_text(), "of other data: " + html.escape(str(other))
     assert page.count(marked) == 2  # beside its numbers and its pictures
-    assert 0 < page.index("What the model fills in") < page.index("elsewhere_000000000")
-    assert page.rindex("3 clips, 75.0 % hidden") < page.index(marked) < page.rindex("1 clips, 75.0 % hidden")
+    assert 0 < page.index("<h2>Reconstructions</h2>") < page.index("elsewhere_000000000")
+    assert page.rindex("3 clips, 75.0 % masked") < page.index(marked) < page.rindex("1 clips, 75.0 % masked")
 
     overview = tmp_path / "index.html"
     assert train("overview", run.path, "--out", overview) == 0

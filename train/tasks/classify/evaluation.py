@@ -1,4 +1,4 @@
-"""Accuracies of a run's latest checkpoint on a split."""
+"""Score a trained classifier on a split; the classes of a run."""
 
 from manifests.errors import UserError
 from train.data.classes import ClassList
@@ -9,11 +9,11 @@ from train.run.folder import RunFolder
 from train.tasks.classify.settings import ClassEvaluation
 
 _PROTOCOL = "probabilities are means over views"
-_OF_PARTS = "; those of verbs and nouns are sums over their actions"
+_PARTS = "; those of verbs and nouns are sums over their actions"
 
 
 def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
-    """Scores a run's latest checkpoint on all clips of a split.
+    """Score a run's latest checkpoint on all clips of a split.
 
     Raises:
         UserError: there are no such clips.
@@ -37,9 +37,9 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
         values={
             "label": classes.label,
             "num_classes": {**num_classes, classes.label: len(classes)},
-            "protocol": _PROTOCOL + (_OF_PARTS if classes.parts else ""),
+            "protocol": _PROTOCOL + (_PARTS if classes.parts else ""),
             "num_samples": found.num_samples,
-            "numbers": found.numbers,
+            "numbers": found.metrics,
         },
         failed=found.failed,
     )
