@@ -102,7 +102,7 @@ def test_retrieval_prints_recalls_chance_and_protocol(
 ) -> None:
     assert train("eval", "retrieval", finished_run, "--shards", data_dir) == 0
     printed = capsys.readouterr().out
-    for word in ("R@1", "R@5", "R@10", "median rank", "by chance", "protocol: 3 distinct texts, 3 clips"):
+    for word in ("R@1", "R@5", "R@10", "median rank", "  chance", "protocol: 3 distinct texts, 3 clips"):
         assert word in printed
     assert train("eval", "retrieval", finished_run, "--split", "train", "--json") == 0
     result = json.loads(capsys.readouterr().out)

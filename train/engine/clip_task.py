@@ -3,7 +3,8 @@
 A task outside of clipmill may derive from `ClipTask` too; the loop asks only for `train.engine.task.StartableTask`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,9 +16,18 @@ from train.config.training import ClipSettings
 from train.data.batch import Batch
 from train.models.attention import AttentionBackend
 from train.models.transformer import blocks_of, compile_blocks
+from train.weights.converted import LOGIT_SCALE
 from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 
+# Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
+UNUSED_PARTS = {
+    "text.": "the text tower",
+    "head.": "a classifier's last layer (head)",
+    "video.proj": "the projection (video.proj)",
+    LOGIT_SCALE: "the temperature (logit_scale)",
+    "decoder.": "the decoder and its mask token (decoder)",
+}
 Settings = TypeVar("Settings", bound=ClipSettings)
 Samples = TypeVar("Samples")
 Model = TypeVar("Model", bound=nn.Module)
@@ -88,3 +98,19 @@ class ClipTask(Generic[Settings, Samples, Model]):
             std=init.pixel_std or std,
             draw=None if positions is None else draw(positions, settings.augment, seed=settings.seed),
         )
+
+
+def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
+    """Weights without the parts that a model has no place for; it is printed which these are.
+
+    Args:
+        parts: prefix of tensor names -> description.
+        model: such as "a classifier", for the message.
+    """
+    tensors = source.converted.tensors
+    unused = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
+    if unused:
+        which = ", ".join(description for prefix, description in parts.items() if prefix in unused.values())
+        say(f"weights: not used, because {model} has no such parts: {which}")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in unused}
+    return replace(source, converted=replace(source.converted, tensors=kept))

@@ -118,7 +118,7 @@ def test_a_sentence_file_gives_the_order_of_the_columns(kitchen: Path, tmp_path:
 
 def test_columns_in_another_order_are_noticed(kitchen: Path, tmp_path: Path) -> None:
     path = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, [3, 2, 4, 0, 1]])
-    with pytest.raises(UserError, match="in another order") as caught:
+    with pytest.raises(UserError, match="in a different order") as caught:
         opened(kitchen, relevancy=path)
     assert "--sentences" in str(caught.value.hint)
 

@@ -9,8 +9,8 @@ from train.config.model import kind_of
 from train.data.tokenizer import END, TOKENIZER_FILE
 from train.models.attention import attend_with_sdpa
 from train.run.folder import RunFolder
-from train.tasks.caption.building import build_captioner
-from train.tasks.caption.runs import read_decoder_parts
+from train.tasks.caption.decoder import read_decoder_parts
+from train.tasks.caption.model import build_captioner
 from train.tasks.caption.settings import CaptionerSettings
 from train.weights.converted import MEANS, STDS, Tensors
 from train.weights.exported import Exported, require_format, save_json

@@ -1,6 +1,6 @@
-"""The set of (clip, captions) samples of one split for a captioner: it says captions, and is not shown one of them.
+"""Samples of a captioner: the clips of one split, with captions as token targets.
 
-Shape suffixes: K captions of a visit, L tokens.
+Shape suffixes: K captions of a sample, L tokens.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from train.device.random import uniform
 class CaptionedClips(VideoCaptions):
     """Samples of one split; sample i is clip i, a span of a video. Batches have `targets`.
 
-    A visit in training has `per_visit` of the clip's captions, drawn without repeats, all where there are no more; an
-    evaluation has the first ones. Places of captions that a clip lacks hold no tokens.
+    In training, a sample has `per_visit` of the clip's captions, drawn without replacement; an evaluation has the first
+    ones. If a clip has fewer captions, the remaining rows of its targets are padding.
 
     Args:
-        make_tokenizer: gives the tokenizer, and may look at the captions for it.
-        max_tokens: L, the end of a caption included; longer ones are cut, and counted.
-        captions: which captions there are, and how likely a visit shows each.
+        make_tokenizer: returns the tokenizer, given all captions.
+        max_tokens: L, including the end token; longer captions are truncated and counted.
+        captions: which captions are used, and with which probabilities.
 
     Attributes:
         tokenizer: of the targets.
 
     Raises:
-        UserError: there is no such data, or nothing that can be shown.
+        UserError: there is no such data, or no usable clip.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class CaptionedClips(VideoCaptions):
 
     @cached_property
     def _order_sha256(self) -> str:
-        """Of what decides which sample stands where, and what a word is in tokens."""
+        """Hash of the order of samples and of the tokenizer."""
         return hashlib.sha256(super()._order_sha256.encode() + self.tokenizer.as_json()).hexdigest()
 
     def describe(self) -> str:
-        """One line: captions that are used, and those that are not, by reason; and those that are cut."""
+        """One line: number of captions in use, of unusable ones by reason, and of truncated ones."""
         described = super().describe()
-        # The set describes itself before it is whole, where nothing can be shown.
+        # The base class may call this in its error message, before the attribute exists.
         num_cut = getattr(self, "_num_cut", 0)
         return f"{described}; {num_cut:,} cut to {self._max_tokens} tokens" if num_cut else described
 
@@ -85,7 +85,7 @@ class CaptionedClips(VideoCaptions):
         return [self.text_at(place) for place in self.captions.choice.places(sample)]
 
     def sample(self, visit: Visit, clip: Clip) -> Sample:
-        """The clip with the targets of its captions, int64 [K, L], and its names."""
+        """The clip with its targets, int64 [K, L]."""
         places = self._drawn(visit)
         targets_KL = np.full((self._per_visit, self._max_tokens), NO_TOKEN, np.int64)
         for row, place in enumerate(places):
@@ -101,12 +101,12 @@ class CaptionedClips(VideoCaptions):
         )
 
     def _drawn(self, visit: Visit) -> list[int]:
-        """Places of the captions that a visit has, in their order."""
+        """Indices of the captions of a sample, ascending."""
         choice = self.captions.choice
         places = choice.places(visit.sample)
         if visit.seed is None or len(places) <= self._per_visit:
             return list(places[: self._per_visit])
-        # Weighted drawing without repeats: the smallest of exponential waiting times (Efraimidis and Spirakis 2006).
+        # Weighted sampling without replacement: the smallest exponential variates (Efraimidis and Spirakis 2006).
         position = np.array([visit.position])
         shares: NDArray[np.float64] = uniform(position, len(places), seed=visit.seed, purpose="captions")[0]
         waits = -np.log1p(-shares) / choice.weights(visit.sample)

@@ -7,7 +7,7 @@ import pytest
 
 from manifests.errors import FailedWork, UserError
 from train.tasks.caption.videos.captioning import CaptionedWindow
-from train.tasks.caption.videos.files import Format
+from train.tasks.caption.videos.flags import Format
 from train.tasks.caption.videos.outputs import WRITERS, format_of, open_sink, srt_time, subtitle_names
 
 CAPTIONS = [
@@ -103,7 +103,7 @@ def test_formats_are_named_by_suffix() -> None:
     with pytest.raises(UserError, match="does not say"):
         format_of(Path("captions.txt"), None)
     assert format_of(Path("captions.txt"), "json") == format_of(Path("c.JSON"), "json") == "json"
-    with pytest.raises(UserError, match="is called json, and --format says srt"):
+    with pytest.raises(UserError, match=r"ends in \.json, and --format is srt"):
         format_of(Path("c.json"), "srt")
 
 
