@@ -30,6 +30,7 @@ UNUSED_PARTS = {
 }
 Settings = TypeVar("Settings", bound=ClipSettings)
 Samples = TypeVar("Samples")
+Rgb = tuple[float, float, float]
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -80,9 +81,7 @@ class ClipTask(Generic[Settings, Samples, Model]):
         """Files that the run keeps; none by default."""
         return {}
 
-    def pixels(
-        self, batch: Batch, rows: slice, *, mean: Sequence[float], std: Sequence[float], is_training: bool
-    ) -> torch.Tensor:
+    def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
         """Normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
 
         Args:
