@@ -175,7 +175,7 @@ def test_every_parameter_has_its_stage_and_counts_there(tmp_path: Path) -> None:
     tied = whole.decoder.token_embedding.weight.numel()
     assert numbers[Layer("head")] == tied + 2 * 24
     assert sum(numbers.values()) == tied + sum(parameter.numel() for parameter in whole.parameters())
-    with pytest.raises(ValueError, match="no stage"):
+    with pytest.raises(ValueError, match="no layer"):
         owners_of("decoder.else")
 
 
@@ -196,7 +196,7 @@ def test_parts_are_made_without_memory_for_the_rest() -> None:
         name for name in names if set(owners_of(name)) & {Layer("text_block", 1), Layer("head")}
     ]
     assert len(blocks_of(part)) == 1
-    with pytest.raises(ValueError, match="stages"):
+    with pytest.raises(ValueError, match="layers"):
         CaptionerPart(captioner, begin=3, end=3)
 
 
