@@ -1,7 +1,7 @@
-"""The set of samples of one split that are whole chunks: pictures alone, no captions needed.
+"""Samples of a masked autoencoder: whole chunks of one split, without captions.
 
-An epoch shows every chunk `samples_per_chunk` times: sample i is of chunk i // samples_per_chunk, and the samples of a
-chunk stand in one row, so that it is read and decoded once for all of them.
+An epoch has `samples_per_chunk` samples of every chunk: sample i is of chunk i // samples_per_chunk. The samples of a
+chunk are consecutive, so that it is read and decoded once for all of them.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ class ChunkClips(ClipSamples):
 
     Args:
         loading: its `group` is the number of samples of a chunk.
-        same_frames: samples of a chunk show the same moments, each cut out in its own way; else each draws its own.
-        decode: how frames come out of chunks.
-        tars: how bytes of tars are read, where they do not lie in `data_dir`.
+        same_frames: samples of a chunk show the same frames, with different crops; otherwise each draws its own.
+        decode: how chunks are decoded.
+        tars: reads tars that are not in `data_dir`.
 
     Raises:
         UserError: there is no such data, or no chunk of the split.
@@ -58,17 +58,17 @@ class ChunkClips(ClipSamples):
 
     @property
     def num_clips(self) -> int:
-        """Chunks."""
+        """Number of chunks."""
         return len(self.clips)
 
     @property
     def variant_name(self) -> str:
-        """The variant of the pictures."""
+        """The variant of the video column."""
         return self.clips.chunks.variant_name
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what decides which sample stands where."""
+        """Hash of everything that determines the order of samples."""
         table, video_ids = self.clips.chunks.table, self.clips.chunks.video_ids
         digest = hashlib.sha256(f"{self.variant_name} {self._per_chunk} {self._same_frames}".encode())
         digest.update("\n".join(video_ids.to_pylist()).encode())
@@ -77,7 +77,7 @@ class ChunkClips(ClipSamples):
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """One line: the chunks, how often each is shown, and what is not as it was asked for."""
+        """One line: number of chunks, of samples of each, and of unusable or short ones."""
         chunks = self.clips.chunks
         num_videos = len(np.unique(chunks.table.video_row))
         videos = "1 video" if num_videos == 1 else f"{num_videos:,} videos"
@@ -93,11 +93,11 @@ class ChunkClips(ClipSamples):
         return "; ".join(parts + self.clips.describe())
 
     def load(self, visits: Sequence[Visit]) -> list[Sample | FailedSample]:
-        """Reads, decodes and crops samples; a chunk that several of them show is decoded once."""
+        """Read, decode and crop samples; a chunk of several samples is decoded once."""
         return super().load([Visit(self._chunk(visit.sample), visit.position, visit.seed) for visit in visits])
 
     def sample(self, visit: Visit, clip: Clip) -> Sample:
-        """The clip with its name."""
+        """The clip with its key."""
         return Sample(
             position=visit.position,
             key=self.clips.key(visit.sample),
@@ -111,11 +111,11 @@ class ChunkClips(ClipSamples):
         return super().key(self._chunk(sample))
 
     def span_s(self, sample: int) -> tuple[float, float]:
-        """Begin and end of the chunk in its video, seconds."""
+        """Begin and end of the chunk in its video, in seconds."""
         return super().span_s(self._chunk(sample))
 
     def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
-        """Frames as the model gets them in an evaluation, RGB [H, W, 3]; none where they cannot be had."""
+        """Frames as in an evaluation, uint8 RGB [H, W, 3]; an empty list if they cannot be decoded."""
         return super().pictures(self._chunk(sample), num_frames=num_frames)
 
     def _chunk(self, sample: int) -> int:
