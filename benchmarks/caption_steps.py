@@ -14,7 +14,7 @@ from train.models.gpt2_block import TextCache
 from train.models.timesformer import NORM_EPS, TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import DecodingSettings, max_tokens_of
 from train.weights.hf_caption import to_hf_caption
 from train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
@@ -94,7 +94,7 @@ def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> 
     """Tokens by our decoding, as many as may be."""
     settings = replace(settings, min_tokens=max_tokens_of(settings) - 1)
     samples = range(len(states))
-    return write_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
+    return generate_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
 
 
 @torch.no_grad()

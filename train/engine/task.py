@@ -1,7 +1,7 @@
-"""The jobs that the one loop trains, and what it needs of each.
+"""The interface between the training loop and a task.
 
-A task owns everything that is particular to a job: which samples, which model, which objective, which evaluation. The
-loop owns everything that is not: steps, optimizer, ranks, logging, checkpoints, resuming.
+A task owns what is particular to it: samples, model, objective and evaluation. The loop owns the rest: steps,
+optimizer, ranks, logging, checkpoints, resuming.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from train.data.loader import TrainingSet
 from train.distributed.pipeline import check_microbatches
 from train.distributed.stages import LayerCost, partition
 from train.distributed.world import World
-from train.engine.common_start import NamedSamples
+from train.engine.rank_consistency import NamedSamples
 from train.losses.objective import Objective
 from train.weights.loading import Loaded
 from train.weights.sources import Say, Source
 
 
 class Task(Protocol):
-    """A training job.
+    """A training task as the loop sees it.
 
     Attributes:
         name: as on the command line.
@@ -35,59 +35,56 @@ class Task(Protocol):
     columns: tuple[str, ...]
 
     def training_set(self, world: World) -> TrainingSet:
-        """This rank's part of the samples to train on: `batch / world.size` of each batch."""
+        """This rank's part of the training samples: `batch / world.size` of each batch."""
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
-        """A new model for samples as in `samples`, one of its own sets; weights drawn from torch's generator."""
+        """A new model for `samples`, one of the task's own sets; torch's generator initialises the weights."""
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """What the model is trained towards; per-sample state covers all of `samples`, spread over the ranks."""
+        """The loss. State per sample covers all of `samples`, sharded over the ranks."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The parts of `model` that are gathered and checkpointed one by one: the blocks of its Transformers."""
+        """The modules that FSDP shards one by one: the blocks of the transformers."""
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Numbers of the evaluation in the loop, equal on all ranks, {} if there is none.
+        """Metrics of the evaluation in the loop, equal on all ranks; {} if there is none.
 
-        All ranks call it at the same step, with the model in evaluation mode and no gradients; forward passes exchange
-        nothing, so ranks may make different numbers of them.
+        All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
+        must not communicate, as ranks may make different numbers of them.
         """
         ...
 
 
 class StartableTask(Task, Protocol):
-    """A task whose model can start from weights."""
+    """A task that the commands can start: its model can be initialised from weights, and its run describes it."""
 
     def training_set(self, world: World) -> NamedSamples:
-        """This rank's part of the samples to train on."""
+        """This rank's part of the training samples."""
         ...
 
     def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
-        """Has `build_model` give models these weights, once they fit; UserError where they do not."""
+        """Make `build_model` initialise models from these weights; raise a UserError if they do not fit."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What run.json says of this task, once its training set is open."""
+        """Entries of run.json about this task, once its training set is open."""
         ...
 
     def files(self) -> dict[str, bytes]:
-        """What a run keeps beside run.json, by name, so that its weights can be used without the data."""
+        """Files by name that a run keeps beside run.json, so that its weights can be used without the data."""
         ...
 
 
-# Tasks whose models can be cut into the stages of a pipeline.
-
-
 @runtime_checkable
-class CutTask(Protocol):
-    """A task whose model is a flat list of layers. Its objective can run a train.distributed.pipeline.Pipeline."""
+class PipelineTask(Protocol):
+    """A task whose model is a flat list of layers and whose objective can run a train.distributed.pipeline.Pipeline."""
 
     def build_model(self, samples: Any) -> nn.Module:
-        """As `Task`'s."""
+        """See `Task`."""
         ...
 
     def layers(self, model: Any) -> Sequence[LayerCost]:
@@ -95,22 +92,22 @@ class CutTask(Protocol):
         ...
 
     def part(self, model: Any, layers: range) -> nn.Module:
-        """Some layers of a model, which it takes over: under the names that their parameters have in the whole."""
+        """A module of some layers, which takes them out of the model; parameters keep their names."""
         ...
 
 
-def check_stages(task: object, samples: Any, settings: TrainingSettings, *, world: World) -> None:
-    """Cuts a model without weights, to see that it can be done.
+def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world: World) -> None:
+    """Check that the task's model can be cut into --parallel.stages, on a model without memory.
 
     Raises:
-        UserError: the task's models cannot be cut, not into as many stages, or the microbatches do not suit them.
+        UserError: the task's models cannot be cut, not into as many stages, or the microbatches do not fit them.
     """
     parallel = settings.parallel
     if parallel.stages == 1:
         return
-    if not isinstance(task, CutTask):
+    if not isinstance(task, PipelineTask):
         raise UserError(
-            f"--parallel.stages is {parallel.stages}, and only models of train caption can be cut into stages",
+            f"--parallel.stages is {parallel.stages}, and the models of train {task.name} cannot be cut into stages",
             hint="use --parallel.strategy fsdp for models that are larger than a GPU",
         )
     share = world.replicas.share(settings.batch)
@@ -121,13 +118,13 @@ def check_stages(task: object, samples: Any, settings: TrainingSettings, *, worl
 
 
 def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
-    """This rank's layers of a model; the model itself where there is one stage.
+    """This rank's layers of a model; the model itself if there is a single stage.
 
     Raises:
         UserError: it cannot be cut into as many stages.
     """
     if stages.size == 1:
         return model
-    assert isinstance(task, CutTask)
+    assert isinstance(task, PipelineTask)
     cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
     return task.part(model, cut[stages.rank])

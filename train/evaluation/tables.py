@@ -6,12 +6,12 @@ from typing import Any
 from train.run.folder import other_data
 
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
-FEW_CLASSES = 5  # top-5 of so many classes cannot be wrong
+FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number as text, and what chance reaches; shares in [0, 1] where it is one."""
+    """A value as text, with chance level; also as fractions in [0, 1] if they are."""
 
     text: str
     chance: str = ""
@@ -21,7 +21,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One direction of a protocol; `detail` says how many were asked among how many."""
+    """One row of a result; `detail` has numbers of queries, items or classes."""
 
     label: str
     detail: str
@@ -30,38 +30,38 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers, and everything that must be known to compare them with others."""
+    """Metrics with their protocol: everything that is needed to compare them with others."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     protocol: dict[str, str]
-    headline: int = 0  # the row that stands for all of them
+    headline: int = 0  # the row that represents the table in overviews
 
 
 def describe(table: Table) -> str:
-    """The table as text, chance under each row and the protocol under all."""
+    """The table as text, with chance levels below each row, and the protocol below all rows."""
     width = max(_LABEL_WIDTH, *(len(row.label) for row in table.rows))
     lines = [_line("", table.columns, width=width)]
     for row in table.rows:
         lines.append(_line(row.label, [cell.text for cell in row.cells], width=width))
         if any(cell.chance for cell in row.cells):
-            lines.append(_line("  by chance", [cell.chance for cell in row.cells], width=width))
+            lines.append(_line("  chance", [cell.chance for cell in row.cells], width=width))
     return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
 
 
 def percent(share: float | None) -> str:
-    """A share in percent, or a dash where there is none."""
+    """A fraction in percent; a dash for None."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def share_cell(value: float | None, chance: float | None = None) -> Cell:
-    """A share in [0, 1], or a dash for None, beside what chance reaches."""
+    """A fraction in [0, 1] in percent, or a dash for None, with its chance level."""
     return Cell(percent(value), "" if chance is None else percent(chance), value, chance)
 
 
 def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
-    """What must be known to compare a result with others: data, protocol, clips, checkpoint."""
+    """Data, protocol, clips and checkpoint of a result, which are needed to compare it with others."""
     data = f"{result['data']}; {result['variant']}"
     if address := other_data(result):
         data += f"; of {address}, which is not the run's own data"

@@ -1,11 +1,11 @@
-"""A line chart as SVG: no scripts, no fonts, nothing to load."""
+"""A line chart as SVG, without scripts or fonts."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-# About as many units as it has pixels on a page, so that the words in it have the size of the page's small ones.
+# About as many units as pixels on the page, so that text has the page's small font size.
 _WIDTH, _HEIGHT = 400, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 8, 34
 _MAX_POINTS = 800
@@ -15,7 +15,7 @@ _NUM_TICKS = 4
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart; `style` is a class of the page's style sheet; `label` stands beside marked points."""
+    """One line of a chart; `style` is a CSS class of the page; `label` is part of the tooltip of points."""
 
     points: Sequence[tuple[float, float]]
     style: str
@@ -25,17 +25,17 @@ class Line:
 def line_chart(
     lines: Sequence[Line], *, x_label: str, y_label: str, y_from_zero: bool = False, has_marks: bool = False
 ) -> str:
-    """Draws lines into one frame; nothing where there are no points. The result is markup, its words are escaped.
+    """Draw lines in one chart; empty without points. The result is markup with escaped text.
 
     Args:
-        has_marks: few points that stand for themselves, each with its value as a tooltip.
+        has_marks: mark points, if there are few, with their values as tooltips.
     """
     everything = [point for line in lines for point in line.points]
     if not everything:
         return ""
     x_ticks = ticks(*_range([x for x, _ in everything]), whole=True)
     ys = [y for _, y in everything]
-    # Where all are 0, the axis still begins there.
+    # If all values are 0, the axis still starts at 0.
     reached = [*ys, 0.0 if any(ys) else 1.0] if y_from_zero else ys
     y_ticks = ticks(*_range(reached))
     x_low, x_high = _range([x for x, _ in everything])
@@ -70,7 +70,7 @@ def line_chart(
 
 
 def smoothed(points: Sequence[tuple[float, float]], *, weight: float = 0.9) -> list[tuple[float, float]]:
-    """Exponential moving average of the second values, without the pull of its start."""
+    """Bias-corrected exponential moving average of the y values."""
     result = []
     total = norm = 0.0
     for x, y in points:
@@ -80,7 +80,7 @@ def smoothed(points: Sequence[tuple[float, float]], *, weight: float = 0.9) -> l
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """About four or five round values (1, 2 or 5 times a power of ten apart) that reach from `low` to `high`."""
+    """Four or five round values, 1, 2 or 5 times a power of ten apart, that cover `low` to `high`."""
     rough = (high - low) / _NUM_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -91,7 +91,7 @@ def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most some hundred points: of each part the lowest and the highest, so that no peak is lost."""
+    """At most some hundred points: the minimum and maximum of each part, so that no peak is lost."""
     if len(points) <= _MAX_POINTS:
         return points
     every = -(-2 * len(points) // _MAX_POINTS)

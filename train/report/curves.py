@@ -1,4 +1,4 @@
-"""Which curves a results page has: those of training, and those of evaluations made while the model was trained."""
+"""The curves of a results page: of training, and of evaluations during training."""
 
 import math
 import re
@@ -10,9 +10,9 @@ from train.report.chart import Line, line_chart, smoothed
 from train.spec import CurveGroup
 
 _NUM_STYLES = 4
-# Products of many small numbers, as BLEU's, are not exactly 0 where they mean it.
+# Products of many small numbers, such as BLEU's, are not exactly 0 where they should be.
 _ROUNDING = 1e-12
-# Numbers of captions, as tables have them.
+# Suffix of the titles of charts whose values are shown times 100, as in tables.
 _TIMES_100 = ", times 100"
 
 Value = Callable[[dict[str, Any]], float | None]
@@ -23,8 +23,8 @@ class Curve:
     """A chart; `svg` is markup.
 
     Attributes:
-        last: the last value, as text.
-        legend: (style, label, last value) of each line, where there are several.
+        last: the last value as text.
+        legend: (style, label, last value) of each line, if there are several.
     """
 
     title: str
@@ -35,13 +35,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A number of the lines of metrics.jsonl."""
+    """A metric of the lines of metrics.jsonl."""
 
     title: str
     value: Value
     is_noisy: bool = True
     from_zero: bool = False
-    has_first: bool = True  # the first step warms caches and fills the loader's queue
+    has_first: bool = True  # the first step includes warm-up of caches and of the loader's queue
 
 
 def _key(name: str, *, scale: float = 1.0) -> Value:
@@ -54,11 +54,11 @@ def _key(name: str, *, scale: float = 1.0) -> Value:
 
 _TRAINING = (
     _Kind("Loss", _key("loss")),
-    _Kind("Right in the batch, %", _key("batch_accuracy", scale=100), from_zero=True),
+    _Kind("Batch accuracy, %", _key("batch_accuracy", scale=100), from_zero=True),
     _Kind("Learning rate", _key("lr"), is_noisy=False, from_zero=True),
     _Kind("Temperature", _key("temperature"), is_noisy=False),
     _Kind("Gradient norm", _key("grad_norm"), from_zero=True),
-    _Kind("Samples a second", _key("samples_per_s"), from_zero=True, has_first=False),
+    _Kind("Samples per second", _key("samples_per_s"), from_zero=True, has_first=False),
     _Kind(
         "Waiting for data, % of a step",
         lambda line: 100 * line["data_wait_s"] / line["step_s"] if line.get("step_s") else None,
@@ -71,7 +71,7 @@ _TRAINING = (
 
 
 def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
-    """The curves of those numbers that the lines have."""
+    """Curves of the training metrics that the lines have."""
     curves = []
     for kind in _TRAINING:
         points = _points(lines if kind.has_first else lines[1:], kind.value)
@@ -84,20 +84,20 @@ def training_curves(lines: Sequence[dict[str, Any]]) -> list[Curve]:
     return curves
 
 
-def evaluation_curves(lines: Sequence[dict[str, Any]], together: Sequence[CurveGroup]) -> list[Curve]:
-    """A curve for each kind of number of each split; an evaluation's numbers are named `<split>/<name>`."""
+def evaluation_curves(lines: Sequence[dict[str, Any]], known: Sequence[CurveGroup]) -> list[Curve]:
+    """A chart for each group of evaluation metrics of each split; metrics are named `<split>/<name>`."""
     names = dict.fromkeys(name for line in lines for name in line if "/" in name)
     groups: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
         split, _, short = name.partition("/")
-        title, label = _place(short, together)
+        title, label = _chart_of(short, known)
         groups.setdefault((split, title), {})[name] = label
-    order = [group.title for group in together]
+    order = [group.title for group in known]
     curves = []
     for (split, title), its in sorted(groups.items(), key=lambda group: _rank(group[0][1], order)):
         scale = 100.0 if title.endswith(("%", _TIMES_100)) else 1.0
         drawn = [
-            Line(_points(lines, _key(name, scale=scale), dust=_ROUNDING), f"line{number % _NUM_STYLES}", label)
+            Line(_points(lines, _key(name, scale=scale), rounding=_ROUNDING), f"line{number % _NUM_STYLES}", label)
             for number, (name, label) in enumerate(its.items())
         ]
         drawn = [line for line in drawn if line.points]
@@ -112,17 +112,17 @@ def _rank(title: str, order: Sequence[str]) -> int:
     return order.index(title) if title in order else len(order)
 
 
-def _place(name: str, together: Sequence[CurveGroup]) -> tuple[str, str]:
-    """The chart that a number stands in, and what it is called there."""
-    for group in together:
+def _chart_of(name: str, known: Sequence[CurveGroup]) -> tuple[str, str]:
+    """The title of a metric's chart, and its label there."""
+    for group in known:
         if match := re.fullmatch(group.pattern, name):
             return group.title, group.label(match[1])
     words = name.replace("_", " ")
     return words[:1].upper() + words[1:], words
 
 
-def _points(lines: Sequence[dict[str, Any]], value: Value, *, dust: float = 0.0) -> list[tuple[float, float]]:
-    """The finite values by step; those nearer to 0 than `dust` are 0."""
+def _points(lines: Sequence[dict[str, Any]], value: Value, *, rounding: float = 0.0) -> list[tuple[float, float]]:
+    """The finite values by step; values closer to 0 than `rounding` become 0."""
     found = ((float(line["step"]), value(line)) for line in lines)
     finite = ((step, number) for step, number in found if number is not None and math.isfinite(number))
-    return [(step, 0.0 if abs(number) < dust else number) for step, number in finite]
+    return [(step, 0.0 if abs(number) < rounding else number) for step, number in finite]

@@ -1,4 +1,4 @@
-"""`train overview`: several runs on one page, each with its numbers, its loss and a few pictures."""
+"""`train overview`: several runs on one page, each with its metrics, its loss and a few pictures."""
 
 import os
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 from train.report.results import page_of, publish_page
 from train.run.folder import open_run
 
-_NUM_SHOWN = 3
+_NUM_STRIPS = 3
 
 
 def write_overview(runs: Sequence[Path], out: Path) -> None:
-    """Writes a page about runs, which links to theirs.
+    """Write an overview of runs that links to their pages.
 
     Raises:
-        UserError: one of them is no run.
+        UserError: one of them is not a run.
     """
     cards = []
     for path in runs:
@@ -28,13 +28,13 @@ def write_overview(runs: Sequence[Path], out: Path) -> None:
 
 
 def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Pictures with words, of the first result that has some, and its data where it is not the run's own."""
+    """Pictures with captions of the first result that has some, and its data if it is not the run's own."""
     for result in page["results"]:
         if result["strips"]:
-            return result["strips"][:_NUM_SHOWN], result["other_data"]
+            return result["strips"][:_NUM_STRIPS], result["other_data"]
     return [], ""
 
 
 def _relative(page: Path, folder: Path) -> str:
-    """A link to a page that holds wherever both are moved together."""
+    """A relative link, which stays valid if both pages are moved together."""
     return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()

@@ -35,7 +35,7 @@ from train.models.transformer import TransformerSize, blocks_of
 from train.models.video_vit import VideoViTSize
 from train.run.folder import RunFolder, create_run
 from train.run.progress import Progress
-from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.objective import CaptionLoss
 from train.tasks.caption.settings import DecodingSettings
 from train.tasks.caption.stages import TIED, CaptionerPart, layers_of, part_of, whole_captioner
@@ -182,7 +182,7 @@ def captions_by(model: nn.Module, *, sees: bool = True) -> dict[str, Any]:
     with torch.no_grad():
         found: dict[str, Any] = {"logits": model(seen, tokens).sum(dim=-1).tolist()}
     for name, decoding in DECODINGS.items():
-        written = write_captions(model, seen, decoding, end_id=END, samples=[4, 7, 9])  # type: ignore[arg-type]
+        written = generate_captions(model, seen, decoding, end_id=END, samples=[4, 7, 9])  # type: ignore[arg-type]
         found[name] = written.tokens_VL.tolist()
     return found
 

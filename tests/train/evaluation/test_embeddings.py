@@ -14,7 +14,7 @@ from train.data.batch import Batch
 from train.data.cursor import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
-from train.evaluation.embeddings import Embeddings, embed_all, gathered, text_keys
+from train.tasks.dual_encoder.embeddings import Embeddings, embed_all, gathered, text_keys
 
 CPU = torch.device("cpu")
 

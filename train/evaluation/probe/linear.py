@@ -1,14 +1,14 @@
-"""A linear layer on frozen features: multinomial logistic regression, solved to its one optimum.
+"""Linear probe: multinomial logistic regression on frozen features, solved to its optimum.
 
-Features are standardised by mean and standard deviation of the training clips. With weights W and biases b the
+Features are standardised by mean and standard deviation of the training clips. With weights W and biases b, the
 objective is
 
     sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
 
-in float64 (scikit-learn's C is 1 / l2); biases are free. It is convex, so neither a seed nor a learning rate nor a
-number of epochs decides what comes out. `choose_l2` says which l2 is taken.
+in float64 (scikit-learn's C is 1 / l2); biases are not regularised. It is convex, so the result depends on no seed,
+learning rate or number of epochs. `choose_l2` chooses l2.
 
-Shape suffixes: M training clips, N clips, D width, K classes, C classes that training clips are of.
+Shape suffixes: M training clips, N clips, D width, K classes, C classes that occur among the training clips.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from train.device.random import uniform
 
 GRID = (1.0, 10.0, 1e2, 1e3, 1e4)
 FALLBACK = 10.0
-_HELD_OUT = 5  # one in so many
+_HELD_OUT = 5  # one video in five
 _MAX_STEPS = 2000
 _SMALL_GRADIENT = 1e-7
 
@@ -33,10 +33,10 @@ class LinearProbe:
     """A trained layer.
 
     Attributes:
-        mean_D, scale_D: float64, by which features are standardised.
+        mean_D, scale_D: float64, standardise the features.
         weight_CD, bias_C: float64, on standardised features.
-        classes_C: int64, the classes that the training clips are of.
-        gradient: the largest entry of the objective's gradient where it was solved, divided by the number of clips.
+        classes_C: int64, the classes that occur among the training clips.
+        gradient: largest absolute entry of the objective's gradient at the solution, divided by the number of clips.
     """
 
     mean_D: torch.Tensor
@@ -48,7 +48,7 @@ class LinearProbe:
     gradient: float
 
     def scores(self, features_ND: torch.Tensor, *, num_classes: int) -> torch.Tensor:
-        """Logits float64 [N, K]; -inf for classes that no training clip is of."""
+        """Logits float64 [N, K]; -inf for classes without training clips."""
         logits_NC = (features_ND.double() - self.mean_D) / self.scale_D @ self.weight_CD.T + self.bias_C
         scores_NK = logits_NC.new_full((len(features_ND), num_classes), -torch.inf)
         scores_NK[:, self.classes_C] = logits_NC
@@ -56,11 +56,11 @@ class LinearProbe:
 
 
 def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -> LinearProbe:
-    """Trains a layer on clips of at least two classes; `label_M` is int64."""
+    """Train a layer on clips of at least two classes; `label_M` is int64."""
     x_MD = features_MD.double()
     mean_D = x_MD.mean(dim=0)
     scale_D = x_MD.std(dim=0, correction=0)
-    # A feature that never changes says nothing: it becomes 0, not 0 / 0.
+    # A constant feature becomes 0, not 0 / 0.
     scale_D = torch.where(scale_D > 1e-12 * x_MD.abs().amax(dim=0), scale_D, torch.ones_like(scale_D))
     x_MD = (x_MD - mean_D) / scale_D
     classes_C, target_M = label_M.unique(return_inverse=True)
@@ -73,31 +73,31 @@ def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -
 def choose_l2(
     features_MD: torch.Tensor, label_M: torch.Tensor, video_M: NDArray[np.int64], *, grid: Sequence[float] = GRID
 ) -> float:
-    """The l2 of `grid` with which a layer trained without a fifth of the videos has the lowest cross-entropy on these.
+    """Choose the l2 of `grid` with the lowest cross-entropy on a held-out fifth of the videos.
 
-    Clips whose class the others lack are passed over there. Where nothing can be compared (no clip is left, or the
-    others are of one class) it is 10.
+    Held-out clips whose class does not occur among the others are ignored. If nothing can be compared (no clip is left,
+    or the others are of a single class), l2 is 10.
     """
     held_out_M = torch.from_numpy(held_out(video_M)).to(label_M.device)
     seen = torch.isin(label_M, label_M[~held_out_M])
-    asked_M = held_out_M & seen
-    if not asked_M.any() or len(label_M[~held_out_M].unique()) < 2:
+    scored_M = held_out_M & seen
+    if not scored_M.any() or len(label_M[~held_out_M].unique()) < 2:
         return FALLBACK
     num_classes = int(label_M.max()) + 1
 
     def cross_entropy(l2: float) -> float:
         layer = fit_linear(features_MD[~held_out_M], label_M[~held_out_M], l2=l2)
-        scores = layer.scores(features_MD[asked_M], num_classes=num_classes)
-        return torch.nn.functional.cross_entropy(scores, label_M[asked_M]).item()
+        scores = layer.scores(features_MD[scored_M], num_classes=num_classes)
+        return torch.nn.functional.cross_entropy(scores, label_M[scored_M]).item()
 
-    # Of equal ones the strongest.
+    # Of equal ones, the strongest regularisation.
     return min(sorted(grid, reverse=True), key=cross_entropy)
 
 
 def held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which clips are held out: those of a fifth of the videos (rounded up), drawn once; of a single video every fifth.
+    """Which clips are held out: those of a fifth of the videos (rounded up), at random; every fifth of a single video.
 
-    Whole videos, because two clips of one are more alike than a clip is to one of another video.
+    Whole videos, because clips of one video are more similar than clips of two.
     """
     videos = np.unique(video_M)
     if len(videos) < 2:
@@ -110,15 +110,15 @@ def held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _solve(
     x_MD: torch.Tensor, target_M: torch.Tensor, *, num_classes: int, decay: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """L-BFGS on the mean over clips, in coordinates in which it is about as curved in every direction.
+    """L-BFGS on the mean over clips, preconditioned.
 
-    At W = 0 the curvature is (covariance / classes + decay) for each class, and features that are nearly alike would
-    make the search crawl.
+    At W = 0 the Hessian is (covariance / classes + decay) for each class. In coordinates in which it is the identity,
+    nearly collinear features do not slow down the convergence.
     """
     variance_D, axes_DD = torch.linalg.eigh(x_MD.T @ x_MD / len(x_MD))
     stretch_D = (variance_D.clamp(min=0) / num_classes + decay).rsqrt()
     z_MD = x_MD @ axes_DD * stretch_D
-    # No weights, and the biases that are best without any.
+    # Zero weights, and the biases that are optimal with them.
     u_CD = x_MD.new_zeros(num_classes, x_MD.shape[1], requires_grad=True)
     v_C = (torch.bincount(target_M, minlength=num_classes).double() / len(target_M)).log() / num_classes**0.5
     v_C.requires_grad_()

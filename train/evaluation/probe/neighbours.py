@@ -1,9 +1,12 @@
-"""Classes by the vote of the nearest neighbours (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric
-Instance Discrimination", section 3.4).
+"""Weighted k-NN classification (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance
+Discrimination", section 3.4), and the accuracy of class scores.
 
-A class's score is the sum of exp(cosine / temperature) over those of the k nearest clips of the bank that are of it.
-Of clips that are as near, those that come first in the bank are taken. The paper has k = 200 and a temperature of 0.07;
-Caron et al. 2021 (DINO, section 3.2) find k = 20 best.
+The score of a class is the sum of exp(cosine / temperature) over those of the k nearest clips of the bank that belong
+to it. Of equally near clips, those that come first in the bank are taken. The paper uses k = 200 and a temperature of
+0.07; Caron et al. 2021 (DINO, section 3.2) find k = 20 best.
+
+The rank of a clip's class is 1 + the number of other classes that score at least as high: ties count as wrong, so that
+features that are all equal get no credit.
 
 Shape suffixes: N clips, M clips of the bank, D width, K classes, k neighbours, C candidates.
 """
@@ -25,23 +28,23 @@ def vote(
     neighbours: int,
     temperature: float,
 ) -> torch.Tensor:
-    """Scores of the classes, float64 [N, K], up to a factor for each clip; 0 for a class that no neighbour is of.
+    """Class scores, float64 [N, K], up to a factor per clip; 0 for classes without a neighbour.
 
     Args:
         label_M: int64, classes of the bank's clips.
-        neighbours: k; all of a bank that has fewer.
+        neighbours: k, or the size of the bank if that is smaller.
     """
     cosine_Nk, place_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
-    # The nearest one's vote is 1: exp() of large numbers would overflow.
+    # The nearest neighbour's weight is 1: exp() of large numbers would overflow.
     weight_Nk = ((cosine_Nk - cosine_Nk.amax(dim=1, keepdim=True)).double() / temperature).exp()
     votes_NK = weight_Nk.new_zeros(len(features_ND), num_classes)
     return votes_NK.scatter_add_(1, label_M[place_Nk], weight_Nk)
 
 
 def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cosines [N, k], places in the bank int64 [N, k]) of the nearest, in the order of the bank.
+    """(cosines [N, k], indices into the bank int64 [N, k]) of the nearest neighbours, in the order of the bank.
 
-    Similarities are worked out block by block: what is in memory at once does not grow with N times M.
+    Similarities are computed in blocks, so that memory does not grow with N * M.
     """
     blocks = [
         _nearest_of_block(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
@@ -68,21 +71,13 @@ def _nearest_of_block(
 
 
 def _largest(values_NC: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the largest values of each row, int64 [N, k] ascending; of equal ones the first."""
+    """Indices of the largest values of each row, int64 [N, k] ascending; of equal ones the first."""
     least_N1 = values_NC.topk(count, dim=1).values[:, -1:]
     # topk takes any of equal values.
     is_more, is_equal = values_NC > least_N1, values_NC == least_N1
     num_missing_N1 = count - is_more.sum(dim=1, keepdim=True)
     is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_missing_N1))
     return is_chosen.nonzero()[:, 1].view(-1, count)
-
-
-# How often the right class comes first, and how often it would by always naming the most frequent classes.
-#
-# The rank of a clip's class is 1 + the number of other classes that score at least as high: ties count against what
-# is probed, and features that are all alike are right nowhere.
-#
-# Shape suffixes: N clips, M clips of the bank, K classes.
 
 
 @dataclass(frozen=True)
@@ -104,9 +99,9 @@ class Accuracy:
 
 
 def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
-    """Of N >= 1 clips whose classes have these scores, which are not NaN."""
+    """Accuracy of N >= 1 clips from scores of their classes, which are not NaN."""
     right_N1 = scores_NK.gather(1, label_N[:, None])
-    # The right class itself is not below itself: it counts as the 1.
+    # The right class scores at least as high as itself: it is the 1.
     rank_N = (scores_NK >= right_N1).sum(dim=1)
     is_first = (rank_N == 1).double()
     num_classes = scores_NK.shape[1]
@@ -121,7 +116,7 @@ def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
 
 
 def chance(bank_M: torch.Tensor, label_N: torch.Tensor, *, num_classes: int) -> Accuracy:
-    """Of always naming the most frequent classes of the bank, the lower one where two are as frequent."""
+    """Accuracy of always predicting the most frequent classes of the bank; of equally frequent ones, the lower."""
     count_K = torch.bincount(bank_M, minlength=num_classes)
     order_K = count_K.sort(descending=True, stable=True).indices
     scores_K = torch.empty(num_classes, dtype=torch.float64, device=bank_M.device)

@@ -1,20 +1,19 @@
-"""Accuracies of a run's latest checkpoint on a split."""
+"""Score a trained classifier on a split; the classes of a run."""
 
 from manifests.errors import UserError
 from train.data.classes import ClassList
 from train.data.decoding.clip import Views
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
-from train.evaluation.runner import OpenedRun, Score
+from train.evaluation.runner import OpenedRun, Score, describe_clip
 from train.run.folder import RunFolder
 from train.tasks.classify.settings import ClassEvaluation
 
 _PROTOCOL = "probabilities are means over views"
-_OF_PARTS = "; those of verbs and nouns are sums over their actions"
+_PARTS = "; those of verbs and nouns are sums over their actions"
 
 
 def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
-    """Scores a run's latest checkpoint on all clips of a split.
+    """Score a run's latest checkpoint on all clips of a split.
 
     Raises:
         UserError: there are no such clips.
@@ -32,13 +31,15 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
     return Score(
         name=f"classification-{wanted.split}{suffix}",
         samples=samples,
-        clip=clip_in_words(settings, views=views, mean_of="probabilities", is_in_row=settings.sampling == "stride"),
+        clip=describe_clip(
+            settings, views=views, mean_of="probabilities", is_consecutive=settings.sampling == "stride"
+        ),
         values={
             "label": classes.label,
             "num_classes": {**num_classes, classes.label: len(classes)},
-            "protocol": _PROTOCOL + (_OF_PARTS if classes.parts else ""),
+            "protocol": _PROTOCOL + (_PARTS if classes.parts else ""),
             "num_samples": found.num_samples,
-            "numbers": found.numbers,
+            "numbers": found.metrics,
         },
         failed=found.failed,
     )

@@ -1,8 +1,7 @@
-"""How often the right class is among the first: top-1, top-5 and the mean over classes.
+"""Accuracy of a classifier: top-1, top-5 and mean class accuracy.
 
-A probability is the mean over a clip's views of the softmax of logits. The probability of a verb, or of a noun, of
-EPIC-KITCHENS-100 is the sum of those of all actions that have it; one that no action has gets 0. Logits are never
-summed.
+The probability of a class is the mean over a clip's views of the softmax of the logits. The probability of a verb or
+noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none has. Logits are never summed.
 
 Shape suffixes: N samples, B batch, K classes, M marginal classes (verbs or nouns).
 """
@@ -30,10 +29,10 @@ def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
 
 
 def marginal(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
-    """Probabilities [B, M] of what the classes are made of.
+    """Marginal probabilities [B, M] of the parts of classes.
 
     Args:
-        part_K: int64, which part each class has; M is the highest + 1.
+        part_K: int64, the part of each class; M is the highest + 1.
     """
     num_parts = int(part_K.max()) + 1
     sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
@@ -41,9 +40,9 @@ def marginal(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tens
 
 
 def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-    """Whether the right class is among the first 1 and the first 5: bool [B, 2].
+    """Whether the right class is the first, and among the first five: bool [B, 2].
 
-    Where classes have equal probabilities, the lowest comes first.
+    Of classes with equal probabilities, the lowest comes first.
     """
     own_B1 = probabilities_BK.gather(1, label_B[:, None])
     before_BK = probabilities_BK > own_B1
@@ -54,10 +53,10 @@ def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Tally:
-    """Right answers, class by class.
+    """Counts of correct predictions per class.
 
     Attributes:
-        num_right: int64 [K, 2], by class, among the first 1 and 5.
+        num_right: int64 [K, 2], per class, top-1 and top-5.
         num_all: int64 [K].
     """
 
@@ -66,7 +65,7 @@ class Tally:
 
     @staticmethod
     def of(num_classes: int, device: torch.device) -> "Tally":
-        """Nothing yet."""
+        """Zero counts."""
         return Tally(
             torch.zeros(num_classes, len(_TOP), dtype=torch.int64, device=device),
             torch.zeros(num_classes, dtype=torch.int64, device=device),
@@ -78,11 +77,11 @@ class Tally:
         self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
 
     def summed(self, world: World) -> "Tally":
-        """Of all ranks."""
+        """The counts of all ranks; collective."""
         return Tally(world.sum(self.num_right), world.sum(self.num_all))
 
-    def numbers(self) -> dict[str, float]:
-        """top1, top5 over samples, and mean_class: top-1 of each class that occurs, averaged over these classes."""
+    def metrics(self) -> dict[str, float]:
+        """top1 and top5 over samples; mean_class: top-1 of each class that occurs, averaged over these classes."""
         num_samples = int(self.num_all.sum())
         top1, top5 = (self.num_right.sum(dim=0).double() / max(num_samples, 1)).tolist()
         there = self.num_all > 0
@@ -91,8 +90,8 @@ class Tally:
 
 
 @dataclass
-class Scores:
-    """The tallies of a classifier: of its classes, and of verbs and nouns where its classes are actions."""
+class ClassTallies:
+    """The tallies of a classifier: of its classes, and of verbs and nouns if its classes are actions."""
 
     classes: ClassList
     device: torch.device
@@ -112,34 +111,31 @@ class Scores:
         for name, part_K in self.parts.items():
             self.tallies[name].add(marginal(probabilities_BK, part_K), part_K[label_B])
 
-    def numbers(self, world: World) -> dict[str, float]:
+    def metrics(self, world: World) -> dict[str, float]:
         """`<label>_top1` and so on, of all ranks; collective."""
-        numbers: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, tally in self.tallies.items():
-            numbers |= {f"{name}_{key}": value for key, value in tally.summed(world).numbers().items()}
-        return numbers
-
-
-# A classifier over all clips of a split.
+            metrics |= {f"{name}_{key}": value for key, value in tally.summed(world).metrics().items()}
+        return metrics
 
 
 @dataclass(frozen=True)
 class ClassResult:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
-        numbers: see `Scores.numbers`; of all ranks.
+        metrics: see `ClassTallies.metrics`; of all ranks.
         num_samples, num_failed: of all ranks.
         failed: of this rank.
     """
 
-    numbers: dict[str, float]
+    metrics: dict[str, float]
     num_samples: int
     num_failed: int
     failed: tuple[FailedSample, ...]
 
 
-@torch.no_grad()  # not inference_mode: what a model keeps of a pass must serve training too
+@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
 def score_classifier(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
@@ -150,15 +146,15 @@ def score_classifier(
     world: World,
     device: torch.device,
 ) -> ClassResult:
-    """Runs a model, which is in evaluation mode, over this rank's part; all ranks call it.
+    """Score a model in evaluation mode on this rank's part of a split; all ranks call it.
 
     Args:
-        inputs: clips [B, C, T, H, W] of a batch, the frames of all views one after another.
+        inputs: clips [B, C, T, H, W] of a batch, the with the frames of all views one after another.
 
     Raises:
-        FailedWork: nothing could be decoded, or logits are no numbers.
+        FailedWork: nothing could be decoded, or logits are not finite.
     """
-    scores = Scores(classes, device)
+    tallies = ClassTallies(classes, device)
     failed: list[FailedSample] = []
     is_finite = True
     for loaded in batches:
@@ -169,12 +165,12 @@ def score_classifier(
         views = inputs(batch).unflatten(2, (num_views, -1)).unbind(2)
         logits_BVK = torch.stack([model(view_BCTHW) for view_BCTHW in views], dim=1)
         is_finite &= bool(logits_BVK.isfinite().all())
-        scores.add(view_mean(logits_BVK), batch["label"])
-    num_samples = int(world.sum(scores.tallies[classes.label].num_all).sum())
+        tallies.add(view_mean(logits_BVK), batch["label"])
+    num_samples = int(world.sum(tallies.tallies[classes.label].num_all).sum())
     counts = world.sum(torch.tensor([len(failed), not is_finite], device=device)).tolist()
-    numbers = scores.numbers(world)
+    metrics = tallies.metrics(world)
     if counts[1]:
         raise FailedWork("logits are not finite: the weights have diverged")
     if not num_samples:
         raise FailedWork(f"none of the {counts[0]} clips could be decoded")
-    return ClassResult(numbers, num_samples, counts[0], tuple(failed))
+    return ClassResult(metrics, num_samples, counts[0], tuple(failed))

@@ -1,4 +1,4 @@
-"""Classification of clips as every command knows it."""
+"""`TaskSpec` of the classifier, and its evaluation."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""The dual encoder as every command knows it."""
+"""`TaskSpec` of the dual encoder, and its evaluations."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +183,7 @@ RETRIEVAL = EvaluationSpec(
     score=_score,
     table=retrieval_table,
     pictures="examples",
-    section=Path(__file__).with_name("examples.html.j2"),
+    section=Path(__file__).with_name("retrievals.html.j2"),
     strips=_strips,
     curves=(
         CurveGroup(r"text_to_video_r(\d+)", "Recall, text → video, %", lambda group: f"R@{group}"),

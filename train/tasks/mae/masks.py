@@ -1,6 +1,7 @@
-"""Which cubes of a clip are hidden, and which of those are predicted: functions of seed and position, on the device.
+"""Which cubes of a clip are masked, and which of those are predicted.
 
-What is drawn for a clip depends on nothing else, so ranks, resumed runs and microbatches hide the same of it.
+Masks are drawn on the device from seed and position of the sample alone, so they do not depend on ranks, resuming or
+microbatches.
 
 Shape suffixes: B batch, S steps of time, P patches of a step, R and C rows and columns of patches, N cubes of a clip
 (S * P, in the order of time, row, column).
@@ -17,14 +18,14 @@ from train.device.transfer import constant, sent
 from train.models.video_vit import CubeGrid
 from train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
 
-# Places of a cell of 2 x 2 patches, numbered round the cell, so that what is kept moves to a neighbour.
+# The patches of a 2 x 2 cell, numbered around the cell, so that consecutive numbers are neighbours.
 _CELL = ((0, 1), (3, 2))
 _CELL_PLACES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskCounts:
-    """Cubes of a clip, the same in all clips: how many are masked, and how many of those are predicted."""
+    """Number of masked cubes of a clip, and of predicted ones among them; the same for all clips."""
 
     num_masked: int
     num_predicted: int
@@ -40,10 +41,10 @@ def mask_counts(
 
 
 def tube_masks(positions_B: torch.Tensor, grid: CubeGrid, *, ratio: float, seed: int) -> torch.Tensor:
-    """Masked cubes of clips, bool [B, N]: int(ratio * P) patches, the same at every step (VideoMAE, section 3.2).
+    """Tube masks of clips, bool [B, N]: int(ratio * P) patches, the same at every step (VideoMAE, section 3.2).
 
     Args:
-        positions_B: int64, places of the samples in the order of a run, on the device where masks are drawn.
+        positions_B: int64, positions of the samples in the order of the run, on the device where masks are drawn.
     """
     drawn_BP = device_uniform(positions_B, grid.patches, seed=seed, purpose="tube mask")
     masked_BP = _lowest(drawn_BP, num_masked_places(ratio, num_places=grid.patches))
@@ -59,16 +60,15 @@ def decoded_cubes(
     ratio: float,
     seed: int,
 ) -> torch.Tensor:
-    """Cubes that are predicted, bool [B, N]: of the M masked ones of each clip exactly M - int(ratio * M).
+    """Predicted cubes, bool [B, N]: exactly M - int(ratio * M) of the M masked cubes of each clip.
 
-    random: any of them. running-cell: in each cell of 2 x 2 patches a share of 1 - ratio of the places is kept, which
-    moves on by one place round the cell with each step (Qing et al. 2022, "MAR"), from a start that is drawn for each
-    clip. If the number of steps is a multiple of 4, every patch is kept in equally many of them, and those masked and
-    kept are as many as are wanted, whatever the tubes; else chance leaves out some that are kept, or adds some that
-    are not.
+    random: any of them. running-cell: each cell of 2 x 2 patches keeps a fraction 1 - ratio of its patches, and the
+        kept ones move on by one around the cell with each step (Qing et al. 2022, "MAR"), from a random start per clip.
+        If the number of steps is a multiple of 4, every patch is kept in equally many steps, so that the number of
+        masked and kept cubes is right whatever the tubes; otherwise random ones are dropped or added.
 
-    VideoMAE V2 (section 3.2) draws decoder masks over all cubes and takes the loss where both masks say so. What two
-    such masks share is another number in each clip; drawn among the masked cubes it is the same, and a batch is dense.
+    VideoMAE V2 (section 3.2) draws decoder masks over all cubes and takes the loss on the intersection of both masks,
+    whose size differs between clips. Drawn among the masked cubes, it is the same for all, and a batch is dense.
     """
     device = masked_BN.device
     last_BN = device_uniform(positions_B, grid.cubes, seed=seed, purpose="decoder mask", device=device)
@@ -81,11 +81,11 @@ def decoded_cubes(
 
 
 def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> torch.Tensor:
-    """What running cells keep of all cubes, bool [B, N].
+    """Cubes that running cells keep, bool [B, N].
 
     Args:
-        starts_B: int64, place of a cell (0 to 3, round the cell) at which what is kept begins in the first step.
-        ratio: share of a cell's places that is not kept at a step: 0.25, 0.5 or 0.75.
+        starts_B: int64, the first patch of a cell (0 to 3, around the cell) that is kept in the first step.
+        ratio: fraction of a cell's patches that is not kept at a step: 0.25, 0.5 or 0.75.
     """
     device = starts_B.device
     cell = constant(_CELL, device, torch.int64)
@@ -97,19 +97,14 @@ def running_cells(starts_B: torch.Tensor, grid: CubeGrid, *, ratio: float) -> to
 
 
 def _lowest(values_BN: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
-    """Where the lowest values of each row are, bool [B, N]; `count` of them, an int or int64 [B, 1]."""
+    """Whether each value is among the `count` lowest of its row, bool [B, N]; `count` is an int or int64 [B, 1]."""
     ranks_BN = values_BN.argsort(dim=1).argsort(dim=1)
     return ranks_BN < count
 
 
-# The masks of a run: those of its settings, for clips of one grid.
-#
-# Shape suffixes: B clips, N cubes of a clip.
-
-
 @dataclass(frozen=True)
 class Masks:
-    """What is hidden of clips, bool [B, N], and what of it is predicted: all where `decoded_BN` is None."""
+    """Masked cubes of clips, bool [B, N], and predicted ones among them; None for all."""
 
     masked_BN: torch.Tensor
     decoded_BN: torch.Tensor | None
@@ -117,14 +112,14 @@ class Masks:
 
 @dataclass(frozen=True)
 class Masking:
-    """Draws masks as `settings` say, for clips of `grid`."""
+    """Draws the masks of a run, for clips with a grid of cubes."""
 
     settings: MaeSettings
     grid: CubeGrid
 
     @cached_property
     def counts(self) -> MaskCounts:
-        """How many cubes of a clip are hidden, and how many of those predicted."""
+        """Number of masked and of predicted cubes of a clip."""
         settings = self.settings
         return mask_counts(
             self.grid,
@@ -134,7 +129,7 @@ class Masking:
         )
 
     def draw(self, positions_B: torch.Tensor, *, device: torch.device, is_training: bool = True) -> Masks:
-        """The masks of the samples at some positions; outside of training everything hidden is predicted."""
+        """Masks of the samples at some positions; all masked cubes are predicted except in training."""
         settings, grid, positions_B = self.settings, self.grid, sent(positions_B, device)
         masked_BN = tube_masks(positions_B, grid, ratio=settings.mask_ratio, seed=settings.seed)
         if settings.decoder_mask == "none" or not is_training:

@@ -1,7 +1,7 @@
-"""Reconstruction of what a mask hides.
+"""Reconstruction of masked cubes: targets and loss (VideoMAE, Tong et al. 2022).
 
-Shape suffixes: B batch of a rank, R a part of it, C channels, T frames, H and W pixels, M predicted cubes of a clip, V
-values of a cube.
+Shape suffixes: B batch of a rank, R rows of a microbatch, C channels, T frames, H and W pixels, M predicted cubes of a
+clip, t frames and p side of a cube, V values of a cube (t * p * p * C, in this order).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,22 +13,24 @@ from torch.nn import functional
 from train.data.batch import Batch
 from train.device.transfer import Scalar, constant
 from train.distributed.step import Step
-from train.losses.objective import Objective
+from train.losses.objective import Objective, backward_microbatches
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.video_vit import VideoViTSize, cubes_of, picked
 from train.tasks.mae.masks import Masking
+
+_EPS = 1e-6
 
 
 class MaskedReconstruction(Objective):
     """Mean squared error over the predicted cubes of all clips of a batch (VideoMAE, section 3).
 
-    Every clip has as many of them, so means over parts of a batch, and over ranks, give the mean over the batch.
+    Every clip has equally many of them, so the mean over microbatches and ranks is the mean over the batch.
 
     Args:
         inputs: normalised clips [R, C, T, H, W] of some rows of a batch.
-        masking: draws what is hidden.
+        masking: draws the masks.
         size: of the encoder, whose cubes are predicted.
-        std: by which the clips' channels were divided; None where they were not.
+        std: divisor of the clips' channels; None if they were not divided.
     """
 
     def __init__(
@@ -43,17 +45,13 @@ class MaskedReconstruction(Objective):
         self._inputs, self._masking, self._size, self._std = inputs, masking, size, std
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
-        positions_B = batch["position"]
-        num_samples = len(positions_B)
-        size = min(step.microbatch or num_samples, num_samples)
-        losses = []
-        for part, begin in enumerate(range(0, num_samples, size)):
-            rows = slice(begin, min(begin + size, num_samples))
-            with step.synced(rows.stop == num_samples), step.random(part):
-                loss = self._loss(model, batch, rows, step=step) * ((rows.stop - rows.start) / num_samples)
-                step.scale(loss).backward()
-            losses.append(loss.detach())
+        """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
+        num_samples = len(batch["position"])
+
+        def loss_of(rows: slice) -> torch.Tensor:
+            return self._loss(model, batch, rows, step=step) * ((rows.stop - rows.start) / num_samples)
+
+        losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
         return {"loss": step.world.sum(torch.stack(losses).sum()).double() / step.world.size}
 
     def _loss(self, model: nn.Module, batch: Batch, rows: slice, *, step: Step) -> torch.Tensor:
@@ -78,15 +76,6 @@ class MaskedReconstruction(Objective):
         return reconstruction_loss(values_RMV, targets_RMV)
 
 
-# What a masked autoencoder is to predict: the values of cubes, normalised within each cube and channel.
-#
-# Shape suffixes: B batch, C channels, T frames, H and W pixels, M predicted cubes, t frames and p side of a cube, V
-# values of a cube (t * p * p * C, in this order).
-
-
-_EPS = 1e-6
-
-
 @torch.no_grad()
 def normalised_cubes(
     video_BCTHW: torch.Tensor,
@@ -96,21 +85,21 @@ def normalised_cubes(
     patch_px: int,
     std: Sequence[float] | None = None,
 ) -> torch.Tensor:
-    """Targets of the predicted cubes, [B, M, V], float32 at least: (x - mean) / (sqrt(unbiased variance) + 1e-6).
+    """Targets of the predicted cubes, [B, M, V], at least float32: (x - mean) / (sqrt(unbiased variance) + 1e-6).
 
-    Mean and variance are of the t * p * p values of a cube in one channel (VideoMAE, section 3.3 and its code's
-    constants, which transformers has too).
+    Mean and variance are over the t * p * p values of a cube in one channel (VideoMAE, section 3.3; the constants are
+    those of its code and of transformers).
 
     Args:
         video_BCTHW: clips as the model takes them.
-        predicted_BM: int64, numbers of the cubes.
-        std: by which the clips' channels were divided. A target is of pixels before that, and is the same but for the
-            1e-6, so nothing needs to be undone; latents have none.
+        predicted_BM: int64, indices of the cubes.
+        std: divisor of the clips' channels. VideoMAE defines targets on pixels before the division, which changes only
+            the effect of 1e-6; so 1e-6 is divided instead. None for latents.
     """
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     targets_BMtppC = picked(cubes.permute(0, 1, 2, 3, 5, 6, 7, 4), predicted_BM)
     x = targets_BMtppC.flatten(2, 4).to(torch.promote_types(video_BCTHW.dtype, torch.float32))
-    # In place: this is most of a batch.
+    # In place: this is the largest part of a batch.
     x.sub_(x.mean(2, keepdim=True))
     deviation = torch.linalg.vector_norm(x, dim=2, keepdim=True).div_((x.shape[2] - 1) ** 0.5)
     eps = _EPS / constant(tuple(std or (1.0,)), x.device, x.dtype)

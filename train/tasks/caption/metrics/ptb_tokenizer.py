@@ -1,26 +1,32 @@
-"""Captions to tokens as all published caption metrics do it, without Java.
+"""Tokenize captions as all published caption metrics do, without Java.
 
 The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines
--lowerCase`), then without punctuation. `docs/captions.md` says what was compared and where the two differ.
+-lowerCase`), then without punctuation. docs/captions.md describes the comparison and the differences.
 """
 
 import re
 from functools import lru_cache
 
-from train.tasks.caption.metrics import ptb_rules as ptb_words
-from train.tasks.caption.metrics.ptb_rules import Rule, rules
+from train.tasks.caption.metrics.ptb_rules import (
+    ABBREVIATIONS_AT_ENDS,
+    ABBREVIATIONS_BEFORE_NAMES,
+    ABBREVIATIONS_WITH_CAPITALS,
+    DOUBLE_WORDS,
+    Rule,
+    rules,
+)
 
-# Brackets come out of the tokenizer in small letters ("-lrb-") and so are never dropped, which the list did not mean.
+# The original lower-cases brackets ("-lrb-") before it drops punctuation, so that brackets are never dropped.
 PUNCTUATION = frozenset(["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", *".?!,:;-", "--", "..."])
 
-# Where the original begins a new line, and its caller counts wrong from there on.
+# Characters at which the original starts a new line, which makes its caller lose count of the captions.
 _LINE_ENDS = re.compile("[\n\r\x0b\x0c\u2028\u2029]")
 _SOFT_HYPHEN = "\u00ad"
-# Most captions are letters and spaces, and perhaps a full stop.
+# Fast path: most captions are letters and spaces, perhaps with a full stop.
 _PLAIN_CAPTION = re.compile(r"[A-Za-z ]*[a-z]{2}\.?")
-# Most words need no rule: letters between spaces.
+# Fast path: most words are letters between spaces.
 _PLAIN = re.compile(r"([A-Za-z]+)(?=[ \n])")
-_DOUBLE = frozenset(first + second for first, second in ptb_words.DOUBLE_WORDS)
+_DOUBLE = frozenset(first + second for first, second in DOUBLE_WORDS)
 _SKIPPED = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
 
 
@@ -30,14 +36,12 @@ def _rules() -> tuple[Rule, ...]:
 
 
 def tokenize(caption: str) -> str:
-    """The caption's tokens without punctuation, in small letters, one space between two; perhaps none."""
+    """The caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
     if _PLAIN_CAPTION.fullmatch(caption):
         words = caption.lower().removesuffix(".").split()
         if words[-1] not in _special() and _DOUBLE.isdisjoint(words):
             return " ".join(words)
-    line = " ".join(
-        tokens_of(caption)
-    ).rstrip()  # as the original does, which matters for an address before a wide space
+    line = " ".join(tokens_of(caption)).rstrip()  # like the original; it matters for an address before a wide space
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
 
 
@@ -45,16 +49,16 @@ def tokenize(caption: str) -> str:
 def _special() -> frozenset[str]:
     """Words that are two tokens, or that keep their full stop."""
     lists = (
-        ptb_words.ABBREVIATIONS_AT_ENDS,
-        ptb_words.ABBREVIATIONS_BEFORE_NAMES,
-        ptb_words.ABBREVIATIONS_WITH_CAPITALS,
+        ABBREVIATIONS_AT_ENDS,
+        ABBREVIATIONS_BEFORE_NAMES,
+        ABBREVIATIONS_WITH_CAPITALS,
         "pte ptes pty ptys ppte ppty mfg mtg",
     )
     return _DOUBLE.union(*(words.split() for words in lists))
 
 
 def tokens_of(caption: str) -> list[str]:
-    """All tokens of a caption, punctuation too."""
+    """All tokens of a caption, including punctuation."""
     text = _LINE_ENDS.sub(" ", caption).replace(_SOFT_HYPHEN, "") + "\n\n"
     end = len(text) - 2
     tokens: list[str] = []
@@ -76,7 +80,7 @@ def tokens_of(caption: str) -> list[str]:
 
 
 def _next_token(text: str, place: int) -> tuple[str, int]:
-    """The token at a place, empty for a character that leaves no trace, and the place after it."""
+    """The token at a position, empty for a dropped character, and the position after it."""
     best: re.Match[str] | None = None
     best_rule: Rule | None = None
     for rule in _rules():

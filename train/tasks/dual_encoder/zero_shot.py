@@ -1,13 +1,18 @@
-"""Classes of a zero-shot classification: their names, the templates that the names are put into, and who has which.
+"""Zero-shot classification (CLIP, section 3.1.4): classes, prompts and accuracy.
 
-A class file has one class a line, several names of it set apart by `|`; a template file has one template a line, with
-{} for the name. Without a class file, classes and names come from a label column of the captions:
+The predicted class of a clip is the one whose prompts are nearest. A class has one embedding: the normalised mean of
+the unit-length embeddings of its prompts (each of its names in each template). The rank of a clip's class is 1 + the
+number of other classes that score at least as high: ties count against the model, so that constant scores are always
+wrong.
+
+A class file has one class per line, its names separated by `|`; a template file has one template per line, with {} for
+the name. Without a class file, classes and names come from a label column of the captions:
 
     text (Kinetics' `class`)       the label is the name
-    number (EK-100's `verb`)       the names are all captions that have it, each once
+    number (EK-100's `verb`)       the names are the distinct texts of all captions that have it
 
-With a class file a label that is a number is the line, from 0, and one that is text must be a name in the file.
-Without a label column, a caption's own text must be.
+With a class file, a numeric label is the line number, from 0, and a text label must be a name in the file. Without a
+label column, the text of a caption must be.
 """
 
 from collections.abc import Sequence
@@ -27,6 +32,10 @@ from train.data.chunks import rows_of, videos_of_split
 
 _PREFIX = "label_"
 PLAIN_TEMPLATE = "{}"
+PROTOCOL = (
+    "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
+    "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean"
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,8 @@ class ClassPrompts:
         templates: with {} for a name.
         caption_ids: int64 [N], ascending: the captions that have a class.
         class_of_N: int64.
-        source: where the classes come from, in words.
-        num_without: captions of the split that have no class.
+        source: description of where the classes come from.
+        num_without: number of captions of the split without a class.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -50,7 +59,7 @@ class ClassPrompts:
     num_without: int
 
     def prompts(self) -> tuple[list[str], NDArray[np.int64]]:
-        """Every name of every class in every template, and the class of each."""
+        """Every name of every class in every template, and the class of each prompt."""
         texts, classes = [], []
         for number, names in enumerate(self.names):
             for name in names:
@@ -62,7 +71,7 @@ class ClassPrompts:
 def open_class_prompts(
     data_dir: Path, *, split: str, classes: Path | None, templates: Path | None, label: str | None
 ) -> ClassPrompts:
-    """Reads class names, templates and the classes of a split's captions.
+    """Read class names, templates and the classes of a split's captions.
 
     Raises:
         UserError: a file cannot be read, or no caption has a class.
@@ -103,7 +112,7 @@ def read_classes(path: Path) -> tuple[tuple[str, ...], ...]:
     lines = [tuple(name.strip() for name in line.split("|") if name.strip()) for line in _lines(path)]
     names = [name for line in lines for name in line]
     if not all(lines) or not names:
-        raise UserError(f"{path} has a line without a name", hint="one class a line, its names set apart by |")
+        raise UserError(f"{path} has a line without a name", hint="one class per line, its names separated by |")
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{path} has {twice!r} twice", hint="a name belongs to one class")
@@ -121,7 +130,7 @@ def read_templates(path: Path) -> tuple[str, ...]:
         if "{}" not in line:
             raise UserError(f"{path} has the template {line!r}", hint="write {} where the name of the class goes")
     if not lines:
-        raise UserError(f"{path} has no template", hint="one template a line, such as: a video of {}")
+        raise UserError(f"{path} has no template", hint="one template per line, such as: a video of {}")
     return tuple(lines)
 
 
@@ -130,7 +139,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _label_column(captions: pa.Table, label: str | None, *, needed: bool) -> str | None:
-    """The column of the label that is asked for, or of the only one."""
+    """The column of the requested label, or of the only one."""
     names = [
         field.name.removeprefix(_PREFIX)
         for field in captions.schema
@@ -139,7 +148,7 @@ def _label_column(captions: pa.Table, label: str | None, *, needed: bool) -> str
     there = ", ".join(names) or "none"
     if label is not None:
         if label not in names:
-            raise UserError(f"captions have no label {label!r}, which was asked for", hint=f"labels there: {there}")
+            raise UserError(f"captions have no label {label!r}", hint=f"labels there: {there}")
         return _PREFIX + label
     if len(names) > 1:
         raise UserError(
@@ -166,7 +175,7 @@ def _classes_of_labels(labels: pa.Array, texts: pa.Array) -> tuple[tuple[tuple[s
 
 
 def _classes_of_lines(labels: pa.Array, names: Sequence[Sequence[str]]) -> NDArray[np.int64]:
-    """The class of each label, -1 where it has none."""
+    """The class of each label; -1 for none."""
     if pa.types.is_integer(labels.type):
         numbers = labels.to_numpy().astype(np.int64)
         return np.where((numbers >= 0) & (numbers < len(names)), numbers, -1)
@@ -174,27 +183,14 @@ def _classes_of_lines(labels: pa.Array, names: Sequence[Sequence[str]]) -> NDArr
     return np.array([line_of.get(value, -1) for value in labels.to_pylist()], np.int64)
 
 
-# Zero-shot classification (CLIP, section 3.1.4): the class of a clip is the one whose prompts are nearest.
-#
-# A class has one embedding: the mean of the unit-length embeddings of its prompts (each of its names in each
-# template), of unit length again. The rank of a clip's class is 1 + the number of other classes that score at least
-# as high, so that a model that scores everything alike is wrong everywhere.
-
-
-PROTOCOL = (
-    "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
-    "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean"
-)
-
-
 @dataclass(frozen=True)
 class ZeroShot:
-    """Shares in [0, 1].
+    """Accuracies, fractions in [0, 1].
 
     Attributes:
-        num_classes: to choose from.
-        num_classes_seen: those that have clips.
-        top: share of clips whose class is among the first k, by k.
+        num_classes: number of classes to choose from.
+        num_classes_seen: number of classes that have clips.
+        top: fraction of clips whose class is among the first k, by k.
     """
 
     num_clips: int
@@ -223,10 +219,10 @@ def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[
 
 
 def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> ZeroShot:
-    """Scores similarities of N >= 1 clips with C classes."""
+    """Score similarities of N >= 1 clips and C classes."""
     num_clips, num_classes = similarity_NC.shape
     right_N = similarity_NC[np.arange(num_clips), class_of_clip_N]
-    # The right class itself is not below itself: it counts as the 1.
+    # The correct class scores at least as high as itself: it is the 1.
     rank_N = (similarity_NC >= right_N[:, None]).sum(axis=1)
     is_first = (rank_N == 1).astype(np.float64)
     num_of_class = np.bincount(class_of_clip_N, minlength=num_classes)

@@ -1,8 +1,8 @@
-"""Reading one plain numpy array out of a pickle, without running anything that the pickle asks for.
+"""Read a numpy array from a pickle without running any code of the pickle.
 
-Relevancy files are published as pickles, and a pickle is a program. Its few calls that rebuild an array are answered
-here by stand-ins that only keep what they are given; any other name in it is refused. The array is made from what they
-kept, after it was checked.
+Relevancy files are published as pickles, and a pickle is a program. The few calls that rebuild an array are replaced by
+stand-ins that only record their arguments; any other name is refused. The array is built from the recorded arguments
+after they were checked.
 """
 
 import pickle
@@ -23,7 +23,7 @@ def load_array_pickle(path: Path) -> NDArray[Any]:
     """The array of numbers in a pickle, of any protocol and of Python 2 or 3.
 
     Raises:
-        UserError: the file cannot be read, is no pickle, or holds anything but one array of numbers.
+        UserError: the file cannot be read, is not a pickle, or contains anything but one array of numbers.
     """
     try:
         with path.open("rb") as file:
@@ -52,11 +52,11 @@ _HINT = "save it as .npy: numpy.save(FILE, array)"
 
 
 class _Refused(Exception):
-    """The pickle names something that an array of numbers does not need."""
+    """The pickle refers to something that an array of numbers does not need."""
 
 
 class _Dtype:
-    """Stands in for numpy.dtype: its code, then its byte order."""
+    """Stand-in for numpy.dtype: its code, then its byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         if not isinstance(code, str) or not _NUMBER_TYPES.fullmatch(code):
@@ -71,7 +71,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for numpy.ndarray."""
+    """Stand-in for numpy.ndarray."""
 
     def __init__(self, *_: Any) -> None:
         self._state: tuple[Any, ...] = ()
@@ -80,36 +80,36 @@ class _Array:
         self._state = state
 
     def array(self) -> NDArray[Any]:
-        """The array, over the pickle's own bytes.
+        """The array, which shares the pickle's bytes.
 
         Raises:
-            ValueError: the parts do not make one.
+            ValueError: the parts are inconsistent.
         """
         _, shape, dtype, is_fortran, content = self._state
         if not isinstance(dtype, _Dtype):
             raise ValueError("it has no type")
-        # Python 2 knew no bytes: they come as text.
+        # Python 2 pickles store bytes as text.
         raw = content.encode("latin1") if isinstance(content, str) else bytes(content)
         flat = np.frombuffer(raw, np.dtype(dtype.byte_order + dtype.code))
         return flat.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _from_buffer(content: bytes, dtype: Any, shape: Any, order: str, *_: Any) -> _Array:
-    """As protocol 5 spells an array."""
+    """How protocol 5 stores an array."""
     array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", content))
     return array
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """As protocols before 3 spell bytes."""
+    """How protocols before 3 store bytes."""
     if encoding != "latin1":
         raise _Refused(f"the encoding {encoding!r:.20}")
     return text.encode("latin1")
 
 
 def _no_bytes() -> bytes:
-    """As protocols before 3 spell no bytes."""
+    """How protocols before 3 store empty bytes."""
     return b""
 
 

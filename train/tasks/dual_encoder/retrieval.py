@@ -1,13 +1,13 @@
 """Text-video retrieval: R@1, R@5, R@10 and median rank, in both directions.
 
-Several clips may have the same caption ("a red circle moves to the left"), and then any of them is right. Captions
-whose tokens, or whose stored embeddings, are equal are one text (train.evaluation.embeddings). The protocol:
+If several clips have the same caption ("a red circle moves to the left"), any of them is correct. Captions with equal
+tokens, or equal stored embeddings, are one text (train.tasks.dual_encoder.embeddings). The protocol:
 
-    text to video   query: each distinct text; gallery: all clips; right: every clip that has this text
-    video to text   query: each clip; gallery: the distinct texts; right: the clip's own text
+    text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
+    video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
 
-The rank of a query is 1 + the number of wrong items that score at least as high as its best right item, so a model
-that scores everything alike gets the worst ranks and not the best.
+The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item: ties
+count against the model, so that constant scores get the worst ranks.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class Direction:
-    """Result of one direction; recalls and chances are shares in [0, 1], by k."""
+    """Result of one direction; recall and chance are fractions in [0, 1], by k."""
 
     num_queries: int
     gallery_size: int
@@ -39,7 +39,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Result of both directions, with the ranks of single queries for the results page."""
+    """Result of both directions."""
 
     text_to_video: Direction
     video_to_text: Direction
@@ -50,10 +50,10 @@ class Retrieval:
 
 
 def score_retrieval(similarity_NM: NDArray[np.float32], text_of_clip_N: NDArray[np.int64]) -> Retrieval:
-    """Scores similarities of N clips with M distinct texts.
+    """Score similarities of N clips and M distinct texts.
 
     Args:
-        text_of_clip_N: for each clip its text, a column of the similarities.
+        text_of_clip_N: the text of each clip, a column of the similarities.
     """
     is_right_NM = text_of_clip_N[:, None] == np.arange(similarity_NM.shape[1])
     return Retrieval(
@@ -63,9 +63,9 @@ def score_retrieval(similarity_NM: NDArray[np.float32], text_of_clip_N: NDArray[
 
 
 def ranks(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Rank (1 is best) of the best right item of each query, among that item and all wrong ones; int64 [Q]."""
+    """Rank (1 is best) of the best correct item of each query among that item and all incorrect ones; int64 [Q]."""
     best_right_Q = np.where(is_right_QG, similarity_QG, -np.inf).max(axis=1)
-    # Negated, so that a NaN counts as ahead.
+    # Negated, so that NaN counts against the model.
     ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
     return 1 + ahead_QG.sum(axis=1)
 
@@ -85,7 +85,7 @@ def _direction(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_
 
 
 def chance(gallery_size: int, num_right: int, k: int) -> float:
-    """Probability that a random ranking has a right item among its first k: 1 - C(G - R, k) / C(G, k)."""
+    """Probability that a random ranking has a correct item among its first k: 1 - C(G - R, k) / C(G, k)."""
     if k + num_right > gallery_size:
         return 1.0
     missed = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
@@ -93,14 +93,14 @@ def chance(gallery_size: int, num_right: int, k: int) -> float:
 
 
 def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> float:
-    """Over queries; many of them have equally many right items."""
+    """Mean over queries, computed once per number of correct items."""
     counts, num_queries = np.unique(num_right_Q, return_counts=True)
     chances = [chance(gallery_size, int(count), k) for count in counts]
     return float(np.average(chances, weights=num_queries))
 
 
 def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> float:
-    """The smallest k that a random ranking reaches for half of the queries."""
+    """The smallest k at which a random ranking succeeds for half of the queries."""
     ranks = range(1, gallery_size + 1)
-    # The chance rises with k.
+    # The chance increases with k.
     return float(ranks[bisect_left(ranks, 0.5, key=lambda k: _mean_chance(gallery_size, num_right_Q, k))])

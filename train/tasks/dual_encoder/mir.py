@@ -1,17 +1,17 @@
-"""EPIC-KITCHENS-100's multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
+"""EPIC-KITCHENS-100 multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
 
-A clip has many relevant sentences, each to a degree in [0, 1] (train.data.relevancy). With rel_k the relevancy of
+A clip has many relevant sentences, each with a relevancy in [0, 1] (train.data.relevancy). With rel_k the relevancy of
 the item at rank k of a query's ranking:
 
     AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
     nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same of the best ranking; K = number of items with rel > 0
 
-AP counts partial relevancy in the precision and averages over full relevancy only, as the challenge's code does: the
-ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, and its binary AP would be .5. A query without an item of
-relevancy 1 has no AP, and one without any relevant item no nDCG: such queries are left out of the mean and counted.
+Partial relevancy counts in the precision, and the mean is over full relevancy only, as in the challenge's code: the
+ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, where its binary AP would be .5. A query without an item of
+relevancy 1 has no AP, and one without any relevant item no nDCG: such queries are excluded from the mean and counted.
 
-Items that score alike are ranked with the least relevant first, so that a model gains nothing by seeing no difference;
-the public code leaves their order to the sorting algorithm.
+Of items with equal scores, the least relevant is ranked first: ties count against the model. The public code leaves
+their order to the sorting algorithm.
 """
 
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ PROTOCOL = (
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Mean over queries; None where no query has one.
+class DirectionScores:
+    """Means over queries of one direction; None if no query has the metric.
 
     Attributes:
-        mean_ap, ndcg: shares in [0, 1].
-        chance_mean_ap, chance_ndcg: what random rankings reach on average.
-        num_without_ap: queries without an item of relevancy 1.
-        num_without_ndcg: queries without an item of relevancy above 0.
+        mean_ap, ndcg: fractions in [0, 1].
+        chance_mean_ap, chance_ndcg: expectation over random rankings.
+        num_without_ap: number of queries without an item of relevancy 1.
+        num_without_ndcg: number of queries without an item of relevancy above 0.
     """
 
     num_queries: int
@@ -55,10 +55,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class MultiInstance:
-    """Result of both directions, and their means as the challenge ranks by."""
+    """Result of both directions, and their means, by which the challenge ranks."""
 
-    video_to_text: Scores
-    text_to_video: Scores
+    video_to_text: DirectionScores
+    text_to_video: DirectionScores
 
     @property
     def mean_ap(self) -> float | None:
@@ -74,10 +74,10 @@ class MultiInstance:
 
 
 def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> MultiInstance:
-    """Scores similarities of N clips with M sentences.
+    """Score similarities of N clips and M sentences.
 
     Raises:
-        ValueError: the two are not of one shape.
+        ValueError: the shapes differ.
     """
     if similarity_NM.shape != relevancy.shape:
         raise ValueError(f"similarities {similarity_NM.shape} and relevancy {relevancy.shape} differ in shape")
@@ -108,12 +108,12 @@ def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     return gained
 
 
-def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Scores:
+def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> DirectionScores:
     num_queries, gallery_size = similarity_QG.shape
     columns: list[list[NDArray[np.float64]]] = [[], [], [], []]
     for queries in _blocks(num_queries, gallery_size):
         relevancy_QG = relevancy.rows(queries)
-        # By falling similarity, and where that is equal by rising relevancy.
+        # By descending similarity; equal ones by ascending relevancy.
         order_QG = np.lexsort((relevancy_QG, -similarity_QG[queries]), axis=1)
         ranked_QG = np.take_along_axis(relevancy_QG, order_QG, axis=1)
         for column, value in zip(
@@ -123,7 +123,7 @@ def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Scores
         ):
             column.append(value)
     ap, gain, ap_by_chance, gain_by_chance = (np.concatenate([*column, np.empty(0)]) for column in columns)
-    return Scores(
+    return DirectionScores(
         num_queries=num_queries,
         gallery_size=gallery_size,
         mean_ap=_mean(ap),
@@ -138,7 +138,7 @@ def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> Scores
 def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
     """Expected AP of each query under random rankings, [Q].
 
-    An item of relevancy 1 is at each rank k equally often, and those before it have the mean relevancy of all others.
+    An item of relevancy 1 is equally likely at each rank k, and those before it have the mean relevancy of all others.
     """
     size = relevancy_QG.shape[1]
     share_first = (1 / np.arange(1, size + 1)).sum() / size
@@ -155,7 +155,7 @@ def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
-    """Parts of the queries whose tables take some hundred megabytes at most."""
+    """Slices of the queries whose tables take at most some hundred megabytes."""
     step = max(1, _BLOCK_VALUES // max(gallery_size, 1))
     return (slice(begin, min(begin + step, num_queries)) for begin in range(0, num_queries, step))
 

@@ -1,4 +1,4 @@
-"""Out of memory: which batch would fit."""
+"""Out-of-memory errors that say which batch would fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ from manifests.errors import UserError
 from train.config.training import TrainingSettings
 from train.distributed.world import World
 
-# What is kept free for cuBLAS, NCCL and the gaps between blocks.
+# Reserved for cuBLAS, NCCL and fragmentation.
 _SPARE = 0.1
 
 
 @contextmanager
-def explained(settings: TrainingSettings, world: World, *, device: torch.device) -> Iterator[None]:
-    """Within a step: says which batch would probably fit where the GPU's memory does not suffice.
+def explain_out_of_memory(settings: TrainingSettings, world: World, *, device: torch.device) -> Iterator[None]:
+    """Turn out-of-memory errors within the block into a UserError that says which batch would probably fit.
 
     Raises:
-        UserError: in place of torch.OutOfMemoryError, and of what a CPU's allocator raises.
+        UserError: instead of torch.OutOfMemoryError, or the RuntimeError of the CPU allocator.
     """
     if device.type != "cuda":
         try:
@@ -47,7 +47,7 @@ def explained(settings: TrainingSettings, world: World, *, device: torch.device)
 
 
 def available_bytes(device: torch.device) -> int:
-    """What this process may have of a GPU's memory: all that nobody else has, or the share that is its limit."""
+    """GPU memory that this process can use: what other processes leave, at most its memory fraction."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return min(limit_bytes, free_bytes + torch.cuda.memory_reserved(device))
@@ -56,12 +56,12 @@ def available_bytes(device: torch.device) -> int:
 def too_large(
     *, batch: int, share: int, at_once: int, before_bytes: int, peak_bytes: int, total_bytes: int
 ) -> UserError:
-    """The error for a step that wanted more than `total_bytes`, what this process may have.
+    """The error for a step that needs more than `total_bytes`, the memory that this process can use.
 
     Args:
-        batch: samples of a step on all ranks; `share` of this one, `at_once` of them in memory together.
-        before_bytes: taken when the step began: weights, the optimizer's state, buffers.
-        peak_bytes: the most that was taken before memory ran out: no more is known of what the step needs.
+        batch: samples of a step on all ranks; `share` on this rank; `at_once` of them in a microbatch.
+        before_bytes: allocated when the step began: weights, optimizer state, buffers.
+        peak_bytes: allocated when memory ran out, a lower bound of what the step needs.
     """
     fits = fitting(at_once, before_bytes=before_bytes, peak_bytes=peak_bytes, total_bytes=total_bytes)
     message = (
@@ -81,10 +81,10 @@ def too_large(
 
 
 def fitting(at_once: int, *, before_bytes: int, peak_bytes: int, total_bytes: int) -> int | None:
-    """The largest power of two of samples that probably fits, given that `at_once` did not; None for not even one.
+    """The largest power of two of samples that probably fits, given that `at_once` did not; None if not even one does.
 
-    The step's share of memory grows with its samples: (peak - before) / at_once each at least, for the peak is where
-    memory ran out and not where the step would have ended. So it is never more than half of `at_once`.
+    A sample needs at least (peak - before) / at_once: the peak is where memory ran out, and not what the whole step
+    would have needed. The result is therefore never more than half of `at_once`.
     """
     if at_once < 2:
         return None

@@ -1,6 +1,6 @@
-"""What the ranks of a run must have in common: command, settings, versions, and the data that they read.
+"""Check that all ranks run the same command, settings and versions on the same data.
 
-Paths to data may differ, since machines do: what lies there is compared. So may the flags of OF_A_MACHINE.
+Paths to data may differ between machines: their content is compared. The flags in MACHINE_FLAGS may differ too.
 """
 
 import hashlib
@@ -21,49 +21,49 @@ from train.distributed.launch import COMMAND, Start, difference
 from train.distributed.world import World
 from train.run.environment import versions
 
-# Where the data lie, and how fast they are read: neither decides what is trained.
-OF_A_MACHINE = frozenset({"shards", "cache", "workers", "batches_ahead"})
-SAME_START = (
+# Location of the data and speed of reading; neither affects what is trained.
+MACHINE_FLAGS = frozenset({"shards", "cache", "workers", "batches_ahead"})
+SAME_LAUNCH = (
     "start every rank with the same command and flags, and the same versions of clipmill and torch; only "
-    f"{', '.join('--' + name.replace('_', '-') for name in sorted(OF_A_MACHINE))} may differ"
+    f"{', '.join('--' + name.replace('_', '-') for name in sorted(MACHINE_FLAGS))} may differ"
 )
 
 
 class NamedSamples(TrainingSet, Protocol):
-    """Samples of a data folder or of tars."""
+    """A training set that names the variant of its data."""
 
     @property
     def variant_name(self) -> str:
-        """What the samples are made of."""
+        """The variants that it is made of."""
         ...
 
 
 Samples = TypeVar("Samples", bound=NamedSamples)
 
 
-def start_of(settings: TrainingSettings, *, resume: object) -> Start:
-    """How this rank was started, as ranks compare it."""
-    values = flat({name: value for name, value in plain_values(asdict(settings)).items() if name not in OF_A_MACHINE})
+def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
+    """Command, versions and settings of this rank, as ranks compare them."""
+    values = flat({name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS})
     own = versions()
     return {
         COMMAND: f"train {settings.command}",
         "clipmill": own["clipmill"],
-        # What a patch release changes, ranks may differ in.
+        # Patch releases may differ.
         "torch": ".".join(own["torch"].split(".")[:2]),
         **{f"--{name.replace('_', '-')}": value for name, value in flat({**values, "resume": resume}).items()},
     }
 
 
-def open_alike(
+def open_consistent(
     open_samples: Callable[[], Samples], settings: TrainingSettings, *, columns: tuple[str, ...], world: World
 ) -> Samples:
-    """What `open_samples` gives on this rank, once every rank has opened its own and all have the same.
+    """Open the training set on every rank, and compare what they found.
 
     Args:
         columns: of the shard set that the samples are made of.
 
     Raises:
-        UserError: they differ, or a rank cannot open its own; every rank raises the same.
+        UserError: the data differ, or a rank cannot open its own; all ranks raise the same error.
     """
     samples = world.each(open_samples)
     if world.size == 1:
@@ -79,7 +79,7 @@ def open_alike(
 
 
 def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
-    """What decides which bytes a rank trains on, and on which they are evaluated."""
+    """What determines the bytes that a rank trains on and evaluates."""
     content: dict[str, object] = {}
     if not is_remote(settings.shards) and not names_tars(settings.shards):
         data_dir = Path(settings.shards)
@@ -90,7 +90,7 @@ def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tupl
 
 
 def _column(data_dir: Path, column: str) -> str:
-    """Hash of the shards of a column that count, by their commits."""
+    """Hash of the committed shards of a column."""
     variant = current_variant(data_dir, column)
     if variant is None:
         return "not there"

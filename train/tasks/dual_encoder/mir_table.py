@@ -1,4 +1,6 @@
-"""What multi-instance retrieval compares: captions of a split as clips, their distinct texts as sentences.
+"""Clips, sentences and relevancies of multi-instance retrieval, from the manifest and from files.
+
+Clips are the captions of a split, sentences their distinct texts.
 
 Rows of the relevancy are the captions of the split in the order of their ids, which is that of the rows of the
 annotation file. Columns are the distinct texts in the order in which they first appear, or those of a sentence file
@@ -18,10 +20,10 @@ from manifests.errors import UserError
 from manifests.store import read_captions
 from train.data.chunks import rows_of, videos_of_split
 from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
-from train.evaluation.array_pickle import load_array_pickle
+from train.tasks.dual_encoder.array_pickle import load_array_pickle
 
 _VERB, _NOUNS = "label_verb", "label_nouns"
-# Narrations of one text may have different classes, so not every clip need have full relevancy for its own sentence.
+# Narrations with the same text may have different classes, so not every clip has relevancy 1 for its own sentence.
 _LEAST_OWN_SHARE = 0.5
 
 
@@ -33,9 +35,9 @@ class MirTable:
         relevancy: [N, M].
         sentences: the texts [M].
         caption_ids: int64 [N], ascending.
-        span_of_N: int64, equal where captions are of one span of one video: the loader shows that as one clip.
-        sentence_of_N: int64, the clip's own sentence; -1 where it is not among the sentences.
-        source: where the relevancy comes from, in words.
+        span_of_N: int64, equal for captions of the same span of a video, which are one clip for the loader.
+        sentence_of_N: int64, the clip's own sentence; -1 if it is not among the sentences.
+        source: description of where the relevancy comes from.
     """
 
     relevancy: Relevancy
@@ -46,10 +48,10 @@ class MirTable:
     source: str
 
     def rows_shown(self, caption_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows whose clips are shown, ascending, and for each the place in `caption_ids` of one of its clip's.
+        """The rows whose clips were embedded, ascending, and for each an index into `caption_ids` of its clip.
 
         Args:
-            caption_ids: of clips that are shown, each with one of its captions; those of others are passed over.
+            caption_ids: one caption of each embedded clip; ids without a row are ignored.
         """
         place = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
         given = np.flatnonzero(self.caption_ids[place] == caption_ids)
@@ -60,7 +62,7 @@ class MirTable:
 
 
 def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, sentences: Path | None) -> MirTable:
-    """Reads the captions of a split, and their relevancies from a file or from their classes.
+    """Read the captions of a split, and their relevancies from a file or from their classes.
 
     Raises:
         UserError: a file cannot be read or is of another split, or there are no classes to compute relevancies from.
@@ -68,7 +70,7 @@ def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, senten
     captions = read_captions(data_dir)
     captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
     if _VERB in captions.column_names:
-        # Captions without classes are of another data set in the same folder.
+        # Captions without classes belong to another data set in the same folder.
         captions = captions.filter(pc.is_valid(captions[_VERB]))
     texts = captions["text"].combine_chunks()
     names = pc.unique(texts) if sentences is None else _sentences(sentences, texts, split=split)
@@ -160,6 +162,6 @@ def _require_fit(
     if own_share < _LEAST_OWN_SHARE:
         raise UserError(
             f"{path} has relevancy 1 for only {100 * own_share:.0f} % of the clips with their own sentences: its rows "
-            f"or columns stand in another order than those of split {split!r}",
+            f"or columns are in a different order from those of split {split!r}",
             hint="give --sentences, the sentence file that the relevancy was made with",
         )

@@ -1,8 +1,8 @@
-"""Embeddings of every clip and caption of a split, for evaluations that compare them.
+"""Embed all clips and captions of a split, for evaluations that compare them.
 
-Ranks embed a part each; `gathered` gives every rank the whole, in the order of the samples.
+Each rank embeds a part; `gathered` gives every rank all of them, in the order of the samples.
 
-Shape suffixes: B samples of a batch, L looks at them, C channels, F frames of all looks, H height, W width, E width of
+Shape suffixes: B samples of a batch, L their views, C channels, F frames of all views, H height, W width, E width of
 the embeddings, N all samples, M distinct texts.
 """
 
@@ -36,15 +36,15 @@ class TakesBatches(Protocol):
 
 @dataclass(frozen=True)
 class Embeddings:
-    """One row for each sample that could be had.
+    """One row for each sample that could be decoded.
 
     Attributes:
         video: float32 [N, E], unit length.
         text: float32 [N, E], unit length.
-        text_key: int64 [N], equal where the texts are equal to a text tower (or the stored embeddings are).
-        caption_id: int64 [N], of the manifest.
-        samples: int64 [N], numbers of the samples.
-        num_failed: samples of all ranks that could not be had.
+        text_key: int64 [N], equal for equal tokens, or equal stored embeddings.
+        caption_id: int64 [N], as in the manifest.
+        samples: int64 [N], indices of the samples.
+        num_failed: number of samples that could not be decoded, after `gathered` of all ranks.
         failed: those of this rank.
     """
 
@@ -60,18 +60,18 @@ class Embeddings:
         return len(self.samples)
 
 
-@torch.no_grad()  # not inference_mode: what a model keeps of a pass, as masks, must serve training too
+@torch.no_grad()  # not inference_mode: tensors that a model caches, such as masks, are used in training too
 def embed_all(
     task: TakesBatches, model: nn.Module, batches: Iterable[LoadedBatch], *, device: torch.device, num_clips: int = 1
 ) -> Embeddings:
-    """Runs the model, which is in evaluation mode, over all batches of this rank.
+    """Run a model in evaluation mode on all batches of this rank.
 
     Args:
-        num_clips: looks at each clip, one after another in the frames of a batch. A video embedding is then the mean
-            of its looks' unit-length embeddings, of unit length again.
+        num_clips: temporal views of each clip, one after another in the frames of a batch. The embedding of a clip is
+            the normalised mean of the unit-length embeddings of its views.
 
     Raises:
-        FailedWork: an embedding is no number.
+        FailedWork: an embedding is not finite.
     """
     parts: list[tuple[NDArray[np.generic], ...]] = []
     failed: list[FailedSample] = []
@@ -81,19 +81,19 @@ def embed_all(
             continue
         batch: Batch = to_device(loaded.batch, device)
         clips_BCFHW, captions = task.inputs(batch, is_training=False)
-        looks = clips_BCFHW.unflatten(2, (num_clips, -1)).transpose(1, 2).flatten(0, 1)
-        video_LE, text_BE = model(looks, captions)
+        views_LCTHW = clips_BCFHW.unflatten(2, (num_clips, -1)).transpose(1, 2).flatten(0, 1)
+        video_LE, text_BE = model(views_LCTHW, captions)
         video_BE = video_LE.float()
         if num_clips > 1:
             video_BE = nn.functional.normalize(video_BE.unflatten(0, (-1, num_clips)).mean(dim=1), dim=-1)
-        numbers = (batch["caption_id"], batch["position"])
+        ids = (batch["caption_id"], batch["position"])
         parts.append(
             (
                 video_BE.cpu().numpy(),
                 text_BE.float().cpu().numpy(),
                 text_keys(captions.cpu().numpy()),
-                # Copied: the buffers of a batch are used again for a later one.
-                *(number.cpu().clone().numpy() for number in numbers),
+                # Copied: later batches reuse the buffers.
+                *(one.cpu().clone().numpy() for one in ids),
             )
         )
     found = _joined(parts, failed)
@@ -104,9 +104,9 @@ def embed_all(
 
 
 def _joined(parts: list[tuple[NDArray[np.generic], ...]], failed: list[FailedSample]) -> Embeddings:
-    nothing, no_numbers = np.empty((0, 0), np.float32), np.empty(0, np.int64)
+    no_rows, no_ids = np.empty((0, 0), np.float32), np.empty(0, np.int64)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else []
-    video, text, text_key, caption_id, samples = columns or (nothing, nothing, no_numbers, no_numbers, no_numbers)
+    video, text, text_key, caption_id, samples = columns or (no_rows, no_rows, no_ids, no_ids, no_ids)
     return Embeddings(video, text, text_key, caption_id, samples, len(failed), tuple(failed))
 
 
@@ -114,7 +114,7 @@ def _joined(parts: list[tuple[NDArray[np.generic], ...]], failed: list[FailedSam
 def embed_texts(
     embed: Callable[[torch.Tensor], torch.Tensor], texts: Sequence[str], *, device: torch.device
 ) -> NDArray[np.float32]:
-    """Unit-length embeddings of texts by a trained text tower, float32 [N, E].
+    """Unit-length embeddings of texts by a text tower, float32 [N, E].
 
     Args:
         embed: token ids [B, L] to unit-length embeddings [B, E].
@@ -128,14 +128,14 @@ def embed_texts(
 
 
 def text_keys(text_NX: NDArray[np.generic]) -> NDArray[np.int64]:
-    """A number for each text, int64 [N], from what a text tower is given for it, or from its stored embedding."""
+    """A hash of each text, int64 [N], from its tokens or its stored embedding."""
     rows = np.ascontiguousarray(text_NX)
     digests = (hashlib.blake2b(row.tobytes(), digest_size=_KEY_BYTES).digest() for row in rows)
     return np.frombuffer(b"".join(digests), "<i8").astype(np.int64)
 
 
 def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(rows of the first caption of each distinct text [M], text of each caption [N]), texts in order of appearance."""
+    """(row of the first caption of each distinct text [M], text of each caption [N]), in order of appearance."""
     _, first, text_of = np.unique(text_key_N, return_index=True, return_inverse=True)
     order = np.argsort(first)
     new_number = np.empty_like(order)
@@ -144,9 +144,9 @@ def distinct_texts(text_key_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
 
 
 def gathered(found: Embeddings, world: World, *, device: torch.device) -> Embeddings:
-    """The embeddings of all ranks in the order of the samples, on every rank.
+    """The embeddings of all ranks in the order of the samples, on every rank; collective.
 
-    Ranks may have different numbers of them, or none.
+    Ranks may have different numbers of samples, or none.
 
     Raises:
         FailedWork: no rank has any.

@@ -1,4 +1,4 @@
-"""From embeddings to the result of a protocol: plain values for the result file, and the few numbers of a log line."""
+"""Scores embeddings by a protocol: plain values for the result file, and metrics for the training log."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,46 +10,52 @@ from numpy.typing import NDArray
 
 from manifests.errors import FailedWork, UserError
 from train.config.evaluation import DualEncoderEvaluation
-from train.evaluation.embeddings import Embeddings, distinct_texts
-from train.evaluation.mir import score_mir
-from train.evaluation.mir_table import MirTable, open_mir_table
-from train.evaluation.retrieval import score_retrieval
-from train.evaluation.zero_shot import PLAIN_TEMPLATE, ClassPrompts, class_embeddings, open_class_prompts, score_classes
+from train.tasks.dual_encoder.embeddings import Embeddings, distinct_texts
+from train.tasks.dual_encoder.mir import score_mir
+from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
+from train.tasks.dual_encoder.retrieval import score_retrieval
+from train.tasks.dual_encoder.zero_shot import (
+    PLAIN_TEMPLATE,
+    ClassPrompts,
+    class_embeddings,
+    open_class_prompts,
+    score_classes,
+)
 
 EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
 class Scorer(Protocol):
-    """A protocol with whatever it reads from files, ready to score embeddings."""
+    """A protocol with its files read, ready to score embeddings."""
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
-        """The result as plain values; `embed_texts` gives unit-length embeddings of texts that are no captions."""
+        """The result as plain values; `embed_texts` gives unit-length embeddings of texts that are not captions."""
         ...
 
-    def numbers(self, result: dict[str, Any]) -> dict[str, float]:
-        """What of a result is logged while a model is trained."""
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        """The metrics of a result that are logged during training."""
         ...
 
 
 class RetrievalScorer:
-    """Text-video retrieval (train.evaluation.retrieval)."""
+    """Text-video retrieval (train.tasks.dual_encoder.retrieval)."""
 
     def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
         first_rows, text_of_clip = distinct_texts(found.text_key)
         return score_retrieval(found.video @ found.text[first_rows].T, text_of_clip).as_json()
 
-    def numbers(self, result: dict[str, Any]) -> dict[str, float]:
-        numbers: dict[str, float] = {}
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
         for direction in ("text_to_video", "video_to_text"):
             scores = result[direction]
-            numbers |= {f"{direction}_r{k}": share for k, share in scores["recall"].items()}
-            numbers[f"{direction}_median_rank"] = scores["median_rank"]
-        return numbers
+            metrics |= {f"{direction}_r{k}": share for k, share in scores["recall"].items()}
+            metrics[f"{direction}_median_rank"] = scores["median_rank"]
+        return metrics
 
 
 @dataclass(frozen=True)
 class MirScorer:
-    """EK-100's multi-instance retrieval (train.evaluation.mir)."""
+    """EPIC-KITCHENS-100 multi-instance retrieval (train.tasks.dual_encoder.mir)."""
 
     table: MirTable
 
@@ -65,7 +71,7 @@ class MirScorer:
         coverage = f"{len(rows):,} of {num_clips:,} clips, {num_sentences:,} sentences"
         return {**scores, "relevancy": table.source, "coverage": coverage}
 
-    def numbers(self, result: dict[str, Any]) -> dict[str, float]:
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
         pairs = {
             f"{direction}_{name}": result[direction][name]
             for direction in ("average", "video_to_text", "text_to_video")
@@ -76,7 +82,7 @@ class MirScorer:
 
 @dataclass(frozen=True)
 class ZeroShotScorer:
-    """Zero-shot classification (train.evaluation.zero_shot)."""
+    """Zero-shot classification (train.tasks.dual_encoder.zero_shot)."""
 
     classes: ClassPrompts
 
@@ -99,7 +105,7 @@ class ZeroShotScorer:
             "num_without_class": int((~has_class).sum()),
         }
 
-    def numbers(self, result: dict[str, Any]) -> dict[str, float]:
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
         top = {f"top{k}": share for k, share in result["top"].items()}
         return {**top, "mean_class_accuracy": result["mean_class_accuracy"]}
 
@@ -109,10 +115,10 @@ def make_scorer(settings: DualEncoderEvaluation, *, data_dir: Path | None, has_t
 
     Args:
         data_dir: the data folder; None for tars, which have no manifest.
-        has_text_tower: whether there is one to embed prompts with.
+        has_text_tower: whether the run has a text tower, which embeds prompts.
 
     Raises:
-        UserError: a file cannot be read or does not fit, or the data has not what the protocol needs.
+        UserError: a file cannot be read or does not fit, or the data lacks what the protocol needs.
     """
     if settings.protocol == "retrieval":
         return RetrievalScorer()
