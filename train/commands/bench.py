@@ -28,9 +28,9 @@ def bench(
     Parameters
     ----------
     preset
-        Named settings, overridden by flags and --config files.
+        Named settings, listed below. Flags and --config files override them.
     config
-        YAML file of settings, with keys spelled as the flags. Later files override earlier ones.
+        YAML file of settings. Keys are spelled as the flags; later files override earlier ones.
     seconds
         Time to measure each stage for, in seconds.
     as_json

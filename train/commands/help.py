@@ -114,7 +114,8 @@ def _row(argument: "Argument", *, is_short: bool) -> tuple[str, str]:
     bounds = next((one for one in reversed(_said(argument)) if isinstance(one, Range)), None)
     if bounds is not None and not is_short and min(bounds.most, bounds.below) <= _MOST_SHOWN:
         least, most = max(bounds.least, bounds.above), min(bounds.most, bounds.below)
-        facts.append(f"{least:g} to {most:g}".translate(_TIED))
+        open_least, open_most = ">" * (bounds.above == least), "<" * (bounds.below == most)
+        facts.append(f"{open_least}{least:g} to {open_most}{most:g}".translate(_TIED))
     default = _default(argument.field_info.default)
     if argument.required:
         facts.append("required")

@@ -65,13 +65,13 @@ class Augment(Checked):
     flip: Annotated[float, PROBABILITY] = 0.0
     """Probability of a horizontal flip."""
     brightness: Annotated[float, _JITTER] = 0.0
-    """Brightness jitter x: factor drawn from max(0, 1 - x) to 1 + x."""
+    """Brightness jitter x: factor from max(0, 1 - x) to 1 + x."""
     contrast: Annotated[float, _JITTER] = 0.0
-    """Contrast jitter x: likewise, of the distance to the clip's mean grey."""
+    """Contrast jitter x: factor from max(0, 1 - x) to 1 + x, around the clip's mean grey."""
     saturation: Annotated[float, _JITTER] = 0.0
-    """Saturation jitter x: likewise, of the distance of each pixel to its grey."""
+    """Saturation jitter x: factor from max(0, 1 - x) to 1 + x, around the grey of each pixel."""
     hue: Annotated[float, Range(0, 0.5)] = 0.0
-    """Hue jitter x: shift drawn from -x to x, as a share of the colour circle."""
+    """Hue jitter x: shift from -x to x, as a share of the colour circle."""
     blur: Annotated[float, PROBABILITY] = 0.0
     """Probability of a Gaussian blur."""
     rand_ops: Annotated[int, Range(0, 15)] = 0
@@ -79,6 +79,6 @@ class Augment(Checked):
     rand_magnitude: Annotated[float, Range(0, MAX_MAGNITUDE), _RAND_OPS] = 7.0
     """Mean magnitude of the RandAugment operations."""
     rand_std: Annotated[float, _JITTER, _RAND_OPS] = 0.5
-    """Standard deviation of their magnitude."""
+    """Standard deviation of the RandAugment magnitude."""
     erase: Annotated[float, PROBABILITY] = 0.0
     """Probability of random erasing: a box through all frames becomes noise (VideoMAE: 0.25)."""

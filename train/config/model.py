@@ -119,12 +119,12 @@ class Init(Checked):
     pixel_mean: Annotated[
         tuple[float, float, float] | None, Range(0, 1, hint="three numbers from 0 to 1, for R, G and B")
     ] = None
-    """Mean of R, G and B for normalisation, 0 to 1. Default: that of --init.weights, else CLIP's (videomae:
+    """Mean of R, G and B for normalisation. Default: that of --init.weights, else CLIP's (videomae:
     ImageNet's)."""
     pixel_std: Annotated[
         tuple[float, float, float] | None, Range(1e-3, 1, hint="three numbers from 0.001 to 1, for R, G and B")
     ] = None
-    """Standard deviation of R, G and B for normalisation, likewise."""
+    """Standard deviation of R, G and B for normalisation. Default: see --init.pixel-mean."""
 
     def rules(self) -> Iterator[UserError]:
         """There are weights that the other flags are about."""

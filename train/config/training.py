@@ -72,8 +72,8 @@ class TrainingSettings(Checked):
     keep_checkpoints: Annotated[int, groups.CHECKPOINTS, COUNT] = 3
     """Number of most recent checkpoints to keep."""
     best: Annotated[str | None, groups.CHECKPOINTS] = None
-    """Metric of the evaluation whose best checkpoint is also kept. The best is the highest, except for losses and
-    ranks."""
+    """Metric of the evaluation, as SPLIT/NAME, whose best checkpoint is also kept. The best is the highest, except for
+    losses and ranks."""
     parallel: Annotated[ParallelSettings, groups.PARALLEL] = field(default_factory=ParallelSettings)
     """Distribution over processes."""
 

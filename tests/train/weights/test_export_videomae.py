@@ -208,6 +208,7 @@ def test_what_a_format_cannot_hold_is_refused(
     capsys.readouterr()
     for arguments, error, hint in (
         ((run, "--format", "open_clip"), "--format is open_clip, which has no place for a masked", "hf or videomae"),
+        ((run, "--format", "onnx"), "there is no format onnx (--format)", "train mae has hf, videomae"),
         ((run, "--format", "hf", "--frame-embedding", "zero"), "--frame-embedding is about the pictures", "leave"),
         ((out, "--format", "hf"), "is a classifier with CLIP's tower, which no format has a place for", "videomae"),
     ):
