@@ -25,10 +25,9 @@ class ReconstructionFlags:
             raise UserError(f"--max-samples is {self.max_samples}", hint="it must be 1 or more")
 
 
-def _make(settings: Any, **opened: Any) -> Any:
+def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
     from train.tasks.mae.task import MaeTask
 
-    opened.pop("run")
     return MaeTask(settings, **opened)
 
 
