@@ -129,16 +129,6 @@ class CaptionerPart(nn.Module):
         return any(layer.kind == kind for layer in self.layers)
 
     @property
-    def has_text(self) -> bool:
-        """Whether it has a layer of the decoder, and so takes part in generation."""
-        return any(not layer.kind.startswith("video_") for layer in self.layers)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether its input is clips."""
-        return self.has("video_embedding")
-
-    @property
     def is_last(self) -> bool:
         """Whether its output is logits."""
         return self.has("head")

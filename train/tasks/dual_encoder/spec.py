@@ -72,10 +72,9 @@ class ZeroShotFlags(RetrievalFlags):
         )
 
 
-def _make(settings: Any, **opened: Any) -> Any:
+def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
     from train.tasks.dual_encoder.task import DualEncoderTask
 
-    opened.pop("run")
     return DualEncoderTask(settings, **opened)
 
 

@@ -21,10 +21,9 @@ class ReconstructionFlags(Checked):
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
 
 
-def _make(settings: Any, **opened: Any) -> Any:
+def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
     from train.tasks.mae.task import MaeTask
 
-    opened.pop("run")
     return MaeTask(settings, **opened)
 
 

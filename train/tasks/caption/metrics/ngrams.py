@@ -10,10 +10,9 @@ of the V videos that have the n-gram in any reference (equation 1; a caption's l
 orders 1 to 4 and over references, times 10; words are not stemmed, as in all public code.
 
 - CIDEr (equations 2 and 3): the cosine of the vectors of candidate and reference.
-- CIDEr-D (equation 4): entries of the candidate are clipped to those of the reference, and the cosine is multiplied by
-a
-  Gaussian of the difference in length, sigma 6. It is what pycocoevalcap, and with it most papers, call "CIDEr". As
-  there, a length is the number of bigrams.
+- CIDEr-D (equation 4): entries of the candidate are clipped to those of the reference, and the cosine is multiplied
+  by a Gaussian of the difference in length, sigma 6. It is what pycocoevalcap, and with it most papers, call "CIDEr".
+  As there, a length is the number of bigrams.
 
 With a single video, every idf is log(1) = 0, and so are both scores.
 
