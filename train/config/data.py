@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from manifests.errors import UserError
-from train.config.fields import PROBABILITY, Checked, GoesWith, Range, caught
+from train.config.fields import PROBABILITY, SHARE, Checked, GoesWith, Range, caught
 
 _RAND_OPS = GoesWith("rand_ops", use="1 or more")
 _JITTER = Range(least=0)
@@ -22,7 +22,7 @@ class CaptionSettings(Checked):
     sources: str | None = None
     """Sampling weights of caption sources, such as `human=1,*rephraser*=2`; other sources are left out. Default: all
     sources alike."""
-    min_relevancy: Annotated[float | None, Range(least=0, below=1)] = None
+    min_relevancy: Annotated[float | None, SHARE] = None
     """Also show captions of other clips whose relevancy, by verb and nouns, exceeds this (0.1 for EK-100). Default:
     only the clip's own captions."""
 

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.config import groups
 from train.config.evaluation import ProbeEvaluation, number_names
-from train.config.fields import GoesWith, Range, caught
+from train.config.fields import SHARE, GoesWith, Range, caught
 from train.config.groups import FIRST_RUN, help_group
 from train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from train.config.optim import OptimizerSettings
@@ -36,7 +36,7 @@ _CELL_RATIOS = (0.25, 0.5, 0.75)
 class MaeOptimizer(OptimizerSettings):
     """VideoMAE's optimizer (Tong et al. 2022, table 8)."""
 
-    beta2: Annotated[float | None, Range(least=0, below=1)] = None
+    beta2: Annotated[float | None, SHARE] = None
     """Second beta. Default: 0.95 for adamw, 0.999 for lamb, 0.99 for lion."""
     lr_batch: Annotated[int | None, COUNT] = 256
     """Reference batch size: learning rates are multiplied by --batch / this (linear scaling)."""
