@@ -9,8 +9,7 @@ from torch import nn
 
 from train.models.attention import open_attention
 from train.models.captioner import Captioner
-from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name
-from train.models.gpt2_block import TextCache
+from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name, TextCache
 from train.models.timesformer import NORM_EPS, TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize

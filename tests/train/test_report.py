@@ -5,8 +5,7 @@ from pathlib import Path
 from manifests.publish import publish_json
 from train.config.files import save_settings
 from train.registry import evaluations
-from train.report.chart import Line, line_chart, smoothed, thinned, ticks
-from train.report.curves import evaluation_curves
+from train.report.curves import Line, evaluation_curves, line_chart, smoothed, thinned, ticks
 from train.report.results import write_page
 from train.run.folder import RunFolder, append_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings

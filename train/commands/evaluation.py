@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
-from train.commands.arguments import docstring
+from train.commands.training import docstring
 from train.registry import evaluations, task_named, task_names
 from train.run.folder import RunFolder, open_run
 from train.spec import EvaluationSpec, TaskSpec
@@ -58,7 +58,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
         else:
-            from train.evaluation.tables import describe
+            from train.evaluation.pages import describe
 
             print(describe(evaluation.table(result)))
         if failed := len(result["failed"]):

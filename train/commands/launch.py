@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from manifests.publish import publish_bytes, publish_json
-from train.config.machine import ParallelSettings
 from train.config.model import Init
-from train.config.training import ClipSettings
+from train.config.training import ClipSettings, ParallelSettings
 from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
@@ -22,10 +21,8 @@ from train.engine.task import check_stages
 from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
-from train.run.environment import machine, versions
-from train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
-from train.run.progress import Progress
-from train.run.tracking import check_tracking
+from train.run.folder import Resume, RunFolder, create_run, find_run, machine, read_lines, reopen_run, sweep, versions
+from train.run.tracking import Progress, check_tracking
 from train.spec import TaskSpec
 from train.weights.loading import Loaded
 from train.weights.sources import Say, Source, fetch_tag, open_weights

@@ -16,10 +16,9 @@ from manifests.errors import UserError
 from train.config.model import Kind, kind_of, tubelet_of
 from train.config.training import ClipSettings
 from train.distributed.world import World
-from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention
+from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention, pack
 from train.models.attention_kernels import Workload, fastest, kernels_of, measure
 from train.models.dual_encoder import size_of
-from train.models.packing import pack
 from train.models.video_vit import VideoViTSize
 
 Workloads = Callable[[Any, int], tuple[Workload, ...]]

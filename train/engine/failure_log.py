@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from manifests.errors import ClipmillError, FailedWork
-from train.data.cursor import Cursor
+from train.data.order import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch, TooManyFailures
 from train.data.prefetch import on_all_stages
 from train.distributed.world import World

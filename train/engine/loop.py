@@ -1,16 +1,13 @@
-"""The training loop of all tasks. Model, objective and evaluation come from the task (train.engine.task).
-
-All ranks run it in lockstep. Before each step they exchange whether everyone has a batch and nobody is to stop; an
-error or signal on one rank therefore ends all of them (train.engine.failure_log).
-
-The metrics of a step are read after the next step has been started (train.device.transfer), or at once for a checkpoint
-or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
-"""
+"""SIGTERM and Ctrl-C: how a run is stopped, and what it says then."""
 
 import shlex
-from contextlib import closing, nullcontext
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 
 import torch
 from torch import nn
@@ -23,22 +20,65 @@ from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 from train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
 from train.distributed.parallel import average_gradients, synced
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.engine.failure_log import FailureLog
-from train.engine.finite import BatchIds, require_finite_state
-from train.engine.metrics_log import MetricsLog, PendingStep
+from train.engine.metrics_log import BatchIds, MetricsLog, PendingStep, require_finite_state
 from train.engine.out_of_memory import explain_out_of_memory
 from train.engine.state import State, new_state
-from train.engine.stop_signals import StopSignal, resume_hint
 from train.engine.task import Task
 from train.engine.throughput import Throughput
 from train.optim.optimizer import clip_gradients, set_learning_rates, take_step
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import CheckpointWriter
 from train.run.folder import RunFolder
-from train.run.progress import Progress
-from train.run.tracking import Trackers, open_trackers
+from train.run.tracking import Progress, Trackers, open_trackers
+
+
+class StopSignal:
+    """SIGTERM, remembered until the loop has finished its step.
+
+    The ranks exchange it before each step (train.engine.failure_log): if one has received it, all save a checkpoint and
+    stop.
+    """
+
+    def __init__(self) -> None:
+        self.is_received = False
+
+    @contextmanager
+    def handled(self) -> Iterator["StopSignal"]:
+        """Handle SIGTERM within the block: it sets `is_received` instead of ending the process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # Python allows only the main thread to set a signal handler
+            return
+
+        def remember(_: int, __: FrameType | None) -> None:
+            self.is_received = True
+
+        before = signal.signal(signal.SIGTERM, remember)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def resume_hint(run: RunFolder) -> Iterator[None]:
+    """Add to a KeyboardInterrupt (Ctrl-C) how to resume the run."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "its begin: it has no checkpoint yet"
+        out = shlex.quote(str(run.path))
+        raise KeyboardInterrupt(f"--resume --out {out} goes on from {step}") from interrupt
+
+
+# The training loop of all tasks. Model, objective and evaluation come from the task (train.engine.task).
+#
+# All ranks run it in lockstep. Before each step they exchange whether everyone has a batch and nobody is to stop; an
+# error or signal on one rank therefore ends all of them (train.engine.failure_log).
+#
+# The metrics of a step are read after the next step has been started (train.device.transfer), or at once for a
+# checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
 
 
 def train(

@@ -15,11 +15,11 @@ from shards.commits import read_commits
 from shards.dataset import current_variant, variant_dir
 from train.config.training import TrainingSettings, flat, plain_values
 from train.data.loader import TrainingSet
-from train.data.remote.files import is_remote
+from train.data.remote import is_remote
 from train.data.streams.tars import names_tars
 from train.distributed.launch import COMMAND, Start, difference
 from train.distributed.world import World
-from train.run.environment import versions
+from train.run.folder import versions
 
 # Location of the data and speed of reading; neither affects what is trained.
 MACHINE_FLAGS = frozenset({"shards", "cache", "workers", "batches_ahead"})

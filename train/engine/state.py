@@ -11,19 +11,18 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.training import TrainingSettings, require_same, shaping
-from train.data.cursor import Cursor, LoaderState, merge_cursors
 from train.data.loader import TrainingSet
+from train.data.order import Cursor, LoaderState, merge_cursors
 from train.device.precision import Precision, open_precision
 from train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
 from train.distributed.pipeline import Pipeline
 from train.distributed.storage import dtype_of
 from train.distributed.world import World
-from train.engine.finite import not_finite
+from train.engine.metrics_log import not_finite
 from train.engine.task import Task, own_part
 from train.losses.objective import Objective
-from train.optim.ema import Ema
-from train.optim.groups import plain_name
 from train.optim.optimizer import make_optimizer
+from train.optim.parameters import Ema, plain_name
 from train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table
 
 Of = TypeVar("Of")

@@ -7,7 +7,7 @@ from torch import nn
 
 from train.data.batch import Batch
 from train.device.transfer import Scalar
-from train.distributed.step import Step
+from train.distributed.world import Step
 
 
 class Objective(nn.Module):

@@ -1,5 +1,6 @@
 """The results page of a run (index.html), rendered from the files of the run."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from train.config.training import TrainingSettings, flat, plain_values
 from train.evaluation.pages import load_template
 from train.registry import DEFAULT, evaluations_of, task_named, task_names
 from train.report.curves import evaluation_curves, training_curves
-from train.run.folder import RunFolder, other_data, read_lines, read_object
+from train.run.folder import RunFolder, open_run, other_data, read_lines, read_object
 from train.spec import EvaluationSpec
 
 _NUM_LAST = 20
@@ -141,3 +142,38 @@ def _shape(change: dict[str, Any], side: str) -> str:
 def publish_page(template: str, path: Path, **values: Any) -> None:
     """Publish a page from a template of this folder."""
     publish_bytes(path, load_template(Path(__file__).with_name(template)).render(**values).encode())
+
+
+# `train overview`: several runs on one page, each with its metrics, its loss and a few pictures.
+
+
+_NUM_STRIPS = 3
+
+
+def write_overview(runs: Sequence[Path], out: Path) -> None:
+    """Write an overview of runs that links to their pages.
+
+    Raises:
+        UserError: one of them is not a run.
+    """
+    cards = []
+    for path in runs:
+        run = open_run(path)
+        page = page_of(run)
+        shown, shown_data = _shown(page)
+        link = _relative(run.page, out.parent)
+        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
+    publish_page("overview.html.j2", out, cards=cards)
+
+
+def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Pictures with captions of the first result that has some, and its data if it is not the run's own."""
+    for result in page["results"]:
+        if result["strips"]:
+            return result["strips"][:_NUM_STRIPS], result["other_data"]
+    return [], ""
+
+
+def _relative(page: Path, folder: Path) -> str:
+    """A relative link, which stays valid if both pages are moved together."""
+    return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()

@@ -18,7 +18,7 @@ from train.config.model import Towers
 from train.losses.objective import Objective
 from train.models.attention import open_attention
 from train.models.dual_encoder import size_of
-from train.optim.groups import parameter_groups
+from train.optim.parameters import parameter_groups
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.classify.model import VideoClassifier

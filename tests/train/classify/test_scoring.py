@@ -4,7 +4,7 @@ import torch
 
 from train.data.classes import ClassList
 from train.distributed.world import World
-from train.tasks.classify.scoring import ClassTallies, Tally, hits, marginal, view_mean
+from train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal, view_mean
 
 CPU = torch.device("cpu")
 

@@ -28,8 +28,7 @@ from tests.train.distributed.stage_runs import (
 from tests.train.distributed.test_ranks import assert_same, losses
 from tests.train.plane import PlaneTask
 from train.config.evaluation import EvaluationSettings
-from train.config.machine import ParallelSettings
-from train.config.training import TrainingSettings
+from train.config.training import ParallelSettings, TrainingSettings
 from train.distributed.pipeline import check_microbatches
 from train.distributed.world import World
 from train.engine.task import check_stages, own_part

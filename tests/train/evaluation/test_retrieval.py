@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from train.tasks.dual_encoder.embeddings import distinct_texts, text_keys
-from train.tasks.dual_encoder.retrieval import chance, ranks, score_retrieval
+from train.tasks.dual_encoder.metrics import chance, ranks, score_retrieval
 
 
 def test_ranks_and_recalls_of_a_small_table() -> None:

@@ -24,7 +24,7 @@ from tests.train.test_report import HOSTILE, Tags
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.config.files import save_settings
 from train.data.batch import Batch
-from train.data.cursor import Cursor
+from train.data.order import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.transformer import TransformerSize
@@ -32,8 +32,7 @@ from train.models.video_vit import CubeGrid, VideoViTSize
 from train.report.results import write_page
 from train.run.folder import RunFolder
 from train.tasks.mae.evaluation import picture_uri
-from train.tasks.mae.masks import Masking
-from train.tasks.mae.objective import normalised_cubes
+from train.tasks.mae.objective import Masking, normalised_cubes
 from train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
 from train.tasks.mae.settings import MaeSettings
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from manifests.errors import FailedWork
 from train.config.evaluation import Method, ProbeEvaluation
 from train.data.classes import ClassList
-from train.evaluation.probe.linear import choose_l2, fit_linear
-from train.evaluation.probe.neighbours import Accuracy, accuracy, chance, vote
+from train.evaluation.probe.classifiers import Accuracy, accuracy, chance, choose_l2, fit_linear, vote
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class ProbeResult:
         num_classes: of both splits together.
         num_unseen: number of queries whose class does not occur in the bank; they always count as wrong.
         num_unseen_classes: number of these classes.
-        l2, gradient: of the linear layer (train.evaluation.probe.linear).
+        l2, gradient: of the linear layer (train.evaluation.probe.classifiers).
     """
 
     label: str

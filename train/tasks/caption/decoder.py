@@ -21,7 +21,7 @@ from train.models.transformer import NORM_EPS, TransformerSize
 from train.run.folder import RunFolder
 from train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, has_captioner
 from train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
-from train.weights.config_files import read_config
+from train.weights.files import read_config
 from train.weights.fitting import Change
 from train.weights.hf_caption import read_caption_folder
 from train.weights.hf_caption_config import caption_config_of

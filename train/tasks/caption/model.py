@@ -9,7 +9,7 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.model import kind_of
-from train.engine.clip_task import UNUSED_PARTS, without_parts
+from train.engine.task import UNUSED_PARTS, without_parts
 from train.models.attention import Attend
 from train.models.captioner import Captioner
 from train.models.dual_encoder import size_of

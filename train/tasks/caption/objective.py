@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from train.data.batch import Batch
 from train.device.transfer import Scalar
 from train.distributed.pipeline import Pipeline, PipelineBatch
-from train.distributed.step import Step
+from train.distributed.world import Step
 from train.losses.objective import Objective, backward_microbatches
 from train.tasks.caption.tokenizer import NO_TOKEN
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
-from train.evaluation.tables import Cell, Row, Table, protocol_of
+from train.evaluation.pages import Cell, Row, Table, protocol_of
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
 from train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 

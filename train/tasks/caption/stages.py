@@ -26,8 +26,7 @@ from torch import nn
 from train.distributed.stages import LayerCost, from_last, run_along
 from train.distributed.world import World
 from train.models.captioner import Captioner, tower_of
-from train.models.gpt2 import Gpt2
-from train.models.gpt2_block import TextCache
+from train.models.gpt2 import Gpt2, TextCache
 
 LayerKind = Literal["video_embedding", "video_block", "video_norm", "token_embedding", "text_block", "head"]
 

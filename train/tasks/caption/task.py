@@ -17,7 +17,7 @@ from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.data.prefetch import batches_on_all_stages
 from train.distributed.stages import LayerCost
 from train.distributed.world import World
-from train.engine.clip_task import ClipTask
+from train.engine.task import ClipTask
 from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend

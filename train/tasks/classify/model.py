@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from train.config.model import Towers, kind_of
-from train.engine.clip_task import UNUSED_PARTS, without_parts
+from train.engine.task import UNUSED_PARTS, without_parts
 from train.models.attention import Attend
 from train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViT, VideoViTSize

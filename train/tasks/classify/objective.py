@@ -15,7 +15,7 @@ from torch import nn
 
 from train.data.batch import Batch
 from train.device.transfer import Scalar
-from train.distributed.step import Step
+from train.distributed.world import Step
 from train.losses.objective import Objective, backward_microbatches
 from train.tasks.classify.settings import ClassifySettings
 

@@ -22,14 +22,14 @@ from train.data.labelled_clips import LabelledClips
 from train.data.latents.loader import LabelledLatents
 from train.device.random import Positions, uniform
 from train.distributed.world import World
-from train.engine.clip_task import ClipTask
+from train.engine.task import ClipTask
 from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
+from train.tasks.classify.evaluation import ClassResult, score_classifier
 from train.tasks.classify.model import VideoClassifier, start_of_classifier
 from train.tasks.classify.objective import SoftCrossEntropy
-from train.tasks.classify.scoring import ClassResult, score_classifier
 from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
 from train.weights.conversion import CLIP_MEAN, CLIP_STD
 from train.weights.loading import Loaded

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from train.config.evaluation import DualEncoderEvaluation
 from train.config.fields import Checked, Range
+from train.evaluation.pages import Cell, Row, Table, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
-from train.evaluation.tables import Cell, Row, Table, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 

@@ -19,15 +19,14 @@ from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames
 from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents
 from train.data.latents.loader import CaptionedLatents
-from train.data.remote.files import is_remote
-from train.data.remote.folder import open_data_folder
+from train.data.remote import is_remote, open_data_folder
 from train.data.streams.stream import VideoStream
 from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.device.random import uniform
 from train.distributed.world import World
 from train.engine.attention_choice import video_workloads
-from train.engine.clip_task import ClipTask
+from train.engine.task import ClipTask
 from train.losses.contrastive import DatasetSize
 from train.losses.objective import Objective
 from train.losses.registry import build_contrast

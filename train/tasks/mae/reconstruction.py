@@ -25,8 +25,7 @@ from train.data.batch import Batch, to_device
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
-from train.tasks.mae.masks import Masking
-from train.tasks.mae.objective import normalised_cubes
+from train.tasks.mae.objective import Masking, normalised_cubes
 
 _AT_ONCE = 32  # clips: batches of training may be larger than one GPU can hold
 _POWER = 4  # docs/mae.md compares it with others

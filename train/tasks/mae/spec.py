@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
+from train.evaluation.pages import Cell, Row, Table, percent, protocol_of
 from train.evaluation.probe.spec import PROBE
-from train.evaluation.tables import Cell, Row, Table, percent, protocol_of
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.mae.settings import MaeSettings, without_effect
 

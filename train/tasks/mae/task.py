@@ -17,18 +17,17 @@ from train.data.decoding.clip import Views
 from train.data.frame_sampling import window_frames
 from train.data.inputs import LATENT_PATCH, clip_shape, loader_settings, open_folder, open_latents, size_on_latents
 from train.data.latents.loader import LatentLoader
-from train.data.remote.folder import open_data_folder
+from train.data.remote import open_data_folder
 from train.device.random import uniform
 from train.distributed.world import World
-from train.engine.clip_task import ClipTask
+from train.engine.task import ClipTask
 from train.evaluation.probe.evaluation import LoopProbe
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.models.video_vit import CubeGrid, VideoViTSize
-from train.tasks.mae.masks import Masking
-from train.tasks.mae.objective import MaskedReconstruction
+from train.tasks.mae.objective import MaskedReconstruction, Masking
 from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, check_mask
 from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD

@@ -11,7 +11,7 @@ import torch
 
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
 from train.models.captioner import Captioner
-from train.models.gpt2_block import TextCache
+from train.models.gpt2 import TextCache
 from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import DecodingSettings
 from train.tasks.caption.stages import CaptionerPart, all_layers

@@ -15,9 +15,8 @@ from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
 from train.data.decoding.clip import ClipShape, make_clip
-from train.data.decoding.crop import Rectangle, centre_square
 from train.data.decoding.decoders import ChunkDecoder
-from train.data.decoding.pictures import rgb_pictures
+from train.data.decoding.pictures import Rectangle, centre_square, rgb_pictures
 from train.data.decoding.reading import read_chunk
 from train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
 from train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from train.augment.colour import colour_kind
-from train.data.decoding.crop import Rectangle
-from train.data.decoding.pictures import Planes, as_yuv420, crop_clip
+from train.data.decoding.pictures import Planes, Rectangle, as_yuv420, crop_clip
 from train.data.frame_sampling import US_PER_S, Moments, Sampling, moments_of
 from train.tasks.caption.videos.source import TimedFrame, VideoFailed, VideoTiming, frames_of, read_timing
 
