@@ -30,13 +30,12 @@ from torch import nn
 
 from benchmarks.environment import REPOSITORY
 from benchmarks.report import parser_for, print_report
-from train.config.machine import ParallelSettings, Schedule
+from train.config.training import ParallelSettings, Schedule
 from train.data.batch import Batch
 from train.distributed.launch import open_world
 from train.distributed.pipeline import Pipeline
 from train.distributed.stages import partition
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2, Gpt2Size

@@ -9,12 +9,11 @@ from torch import nn
 
 from train.models.attention import open_attention
 from train.models.captioner import Captioner
-from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name
-from train.models.gpt2_block import TextCache
+from train.models.gpt2 import GPT2_SIZES, Gpt2, Gpt2Name, TextCache
 from train.models.timesformer import NORM_EPS, TimeSformer
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import DecodingSettings, max_tokens_of
 from train.weights.hf_caption import to_hf_caption
 from train.weights.hf_caption_config import TimeSformerShape, hf_caption_config
@@ -94,7 +93,7 @@ def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> 
     """Tokens by our decoding, as many as may be."""
     settings = replace(settings, min_tokens=max_tokens_of(settings) - 1)
     samples = range(len(states))
-    return write_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
+    return generate_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> d
     """As many clips from each chunk, give or take one; half as many of 16 frames."""
     import av
 
-    from train.data.decoding.crop import rectangle_of
+    from train.data.decoding.pictures import rectangle_of
 
     sizes = []
     for chunk in range(num_chunks):

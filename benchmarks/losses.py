@@ -19,8 +19,7 @@ from torch import nn
 from benchmarks.report import parser_for, print_report
 from benchmarks.timing import seconds_of
 from train.data.batch import Batch
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.contrastive import DatasetSize
 from train.losses.registry import LOSSES, build_contrast
 from train.losses.settings import Loss

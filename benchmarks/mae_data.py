@@ -24,8 +24,7 @@ from train.data.batch import Batch, to_device
 from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 from train.device.precision import open_precision
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.models.attention import open_attention
 from train.optim.optimizer import make_optimizer
 from train.tasks.mae.settings import MaeSettings

@@ -11,8 +11,7 @@ from train.config.model import ModelName, Towers
 from train.models.attention import open_attention
 from train.models.dual_encoder import size_of
 from train.models.masked_autoencoder import MaskedAutoencoder, predicted_cubes
-from train.tasks.mae.masks import tube_masks
-from train.tasks.mae.objective import normalised_cubes, reconstruction_loss
+from train.tasks.mae.objective import normalised_cubes, reconstruction_loss, tube_masks
 from train.weights.conversion import IMAGENET_STD
 from train.weights.hf_videomae import to_hf_videomae
 

@@ -25,8 +25,7 @@ from benchmarks.report import parser_for, print_report
 from prep.synthetic.shapes import COMBINATIONS, HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 from train.config.model import Towers
 from train.data.batch import Batch
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.contrastive import DatasetSize
 from train.losses.registry import build_contrast
 from train.losses.settings import Convention, Loss

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from manifests.errors import UserError, run_command
-from train.commands.arguments import SOURCES, name_files, parse, wants_help
+from train.commands.training import SOURCES, name_files, parse, wants_help
 from train.registry import COMMANDS, task_names
 
 _FIRST_SPEAKS_S = 5.0
@@ -78,7 +78,7 @@ def overview(runs: Annotated[list[Path], Parameter(consume_multiple=True, negati
     out
         HTML file to write.
     """
-    from train.report.overview import write_overview
+    from train.report.results import write_overview
 
     write_overview(runs, out)
     print(out)

@@ -2,7 +2,6 @@
 
 A task from outside of clipmill is a row too: a program of its own registers the task's spec and then becomes `train`.
 
-    from train.registry import register
     from frame_order.task import TASK
 
     register(TASK)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from train.config.training import ClipSettings
     from train.data.batch import Batch
     from train.engine.task import StartableTask
+    from train.evaluation.pages import Table
     from train.evaluation.runner import OpenedRun, Score
-    from train.evaluation.tables import Table
     from train.models.attention import AttentionBackend
     from train.models.attention_kernels import Workload
     from train.run.folder import RunFolder

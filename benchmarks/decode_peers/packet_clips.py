@@ -14,9 +14,8 @@ from benchmarks.decode_peers.contestant import Reader, serve
 from benchmarks.decode_peers.frame_check import ChunkFrames, num_wrong_luma, num_wrong_rgb
 from shards.reader import CommittedShard, Variant
 from train.data.decoding.clip import ClipBuilder, ClipShape
-from train.data.decoding.crop import Rectangle
 from train.data.decoding.decoders import ChunkDecoder
-from train.data.decoding.pictures import as_yuv420, crop_clip, indices_of
+from train.data.decoding.pictures import Rectangle, as_yuv420, crop_clip, indices_of
 from train.data.decoding.reading import ChunkBytes, read_chunk
 from train.data.frame_sampling import Sampling
 

@@ -28,7 +28,7 @@ from benchmarks.gpu.feeding_threads import ratio
 from benchmarks.gpu.parts import Result, Setup, Target
 from train.augment.pictures import to_model_input
 from train.data.decoding.clip import ClipShape
-from train.data.decoding.crop import Rectangle, rectangle_of
+from train.data.decoding.pictures import Rectangle, rectangle_of
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.order import SampleOrder

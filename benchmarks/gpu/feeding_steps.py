@@ -27,8 +27,7 @@ from train.config.data import Augment
 from train.config.training import ClipSettings
 from train.data.batch import Batch, to_device
 from train.device.precision import open_precision
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.models.attention import open_attention
 from train.optim.optimizer import make_optimizer
 from train.registry import task_named

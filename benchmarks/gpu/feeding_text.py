@@ -17,8 +17,7 @@ import torch
 from benchmarks.gpu.feeding_steps import device_ms
 from benchmarks.gpu.parts import Result, Setup
 from train.device.precision import open_precision
-from train.models.attention import open_attention
-from train.models.packing import pack
+from train.models.attention import open_attention, pack
 from train.models.text import TextTower, TextTowerSize, load_tokenizer
 from train.models.transformer import TransformerSize
 

@@ -26,13 +26,12 @@ from benchmarks.gpu.ways import release
 from manifests.caption_table import LABEL_PREFIX
 from manifests.store import read_captions
 from train.config.training import ClipSettings
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.engine.loop import train
 from train.losses.objective import Objective
 from train.models.attention import open_attention
 from train.run.folder import create_run
-from train.run.progress import Progress
+from train.run.tracking import Progress
 from train.tasks.caption.settings import CaptionerSettings, DecoderSettings
 from train.tasks.caption.task import CaptionTask
 from train.tasks.classify.settings import ClassifySettings

@@ -11,10 +11,10 @@ from tests.gpu.runs import Runs
 from train.distributed.world import World
 from train.engine.trained_run import open_trained_run, read_settings
 from train.run.folder import open_run
-from train.tasks.caption.runs import read_decoder_parts
+from train.tasks.caption.decoder import read_decoder_parts
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.task import CaptionTask
-from train.tasks.caption.trained import TrainedCaptioner
+from train.tasks.caption.videos.run import TrainedCaptioner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

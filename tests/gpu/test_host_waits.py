@@ -16,7 +16,7 @@ from tests.train.plane import settings
 from tests.train.test_late_numbers import SAID, Fault, FaultyTask, steps, train_plane
 from train.config.optim import OptimizerSettings
 from train.device.transfer import DeviceEvent, LateMetrics
-from train.engine.agreement import AgreedBatch, FailureLog
+from train.engine.failure_log import FailureLog, SyncedBatch
 from train.run.checkpoint import all_checkpoints
 from train.run.folder import RunFolder, read_lines
 
@@ -34,12 +34,12 @@ MORE = {
 
 @contextmanager
 def waits(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
-    """Where the host waits, by the number of the step: as torch says, and where the journal reads a step's numbers."""
+    """Where the host waits, by the number of the step: as torch says, and where the metrics of a step are read."""
     found: list[tuple[int, str]] = []
     at = 0
     next_batch, read = FailureLog.next_batch, LateMetrics.read
 
-    def beginning(self: FailureLog, *args: Any, **kwargs: Any) -> AgreedBatch:
+    def beginning(self: FailureLog, *args: Any, **kwargs: Any) -> SyncedBatch:
         nonlocal at
         at += 1
         return next_batch(self, *args, **kwargs)

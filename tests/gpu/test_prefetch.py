@@ -10,8 +10,8 @@ import torch
 
 from train.data import prefetch as prefetch_module
 from train.data.batch import Batch, BatchRing, Sample, to_device
-from train.data.cursor import Cursor
 from train.data.latents.loader import LatentLoader
+from train.data.order import Cursor
 from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 

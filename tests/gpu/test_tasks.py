@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.gpu.runs import TASKS, Runs, deviation, losses, numbers, weights
 from train.device import precision
-from train.optim.ema import Ema
+from train.optim.parameters import Ema
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

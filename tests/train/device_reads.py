@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import train.engine.loop
 from train.data.batch import TENSORS
 from train.device.transfer import LateMetrics
-from train.engine.agreement import AgreedBatch, FailureLog
+from train.engine.failure_log import FailureLog, SyncedBatch
 from train.engine.state import State
 
 # They end in a number, or in a tensor whose size depends on values.
@@ -118,7 +118,7 @@ def _follow_runs(reads: DeviceReads, patch: pytest.MonkeyPatch) -> None:
         reads.take(list(state.objective.parameters()), list(state.objective.buffers()))
         return state
 
-    def next_batch(self: FailureLog, *args: Any, **kwargs: Any) -> AgreedBatch:
+    def next_batch(self: FailureLog, *args: Any, **kwargs: Any) -> SyncedBatch:
         reads.step += 1
         agreed = agree(self, *args, **kwargs)
         reads.take([value for name, value in agreed.loaded.batch.items() if name in TENSORS])

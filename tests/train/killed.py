@@ -18,7 +18,7 @@ from train.config.training import TrainingSettings
 from train.data.outcomes import LoadedBatch
 from train.engine.loop import train
 from train.run.folder import RunFolder, create_run
-from train.run.progress import Progress
+from train.run.tracking import Progress
 
 # What changes names on a disk; os.replace is os.rename here, and Path.unlink os.remove.
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")

@@ -11,12 +11,11 @@ from torch import nn
 
 from train.config.training import TrainingSettings
 from train.data.batch import Batch, Sample
-from train.data.cursor import LoaderState
 from train.data.loader import Loader, LoaderSettings, SampleRequest, TrainingSet
+from train.data.order import LoaderState
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.device.transfer import Scalar
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.objective import Objective
 
 ONE = World()

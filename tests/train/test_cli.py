@@ -92,7 +92,7 @@ def test_the_first_lines_say_which_attention_and_why_and_what_a_warm_up_leaves(
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
     assert lines[0] == "attention: sdpa (asked for by --attention sdpa); precision: fp32 (the device is a cpu)"
-    assert lines[1] == "--warmup-steps 2 leaves nothing of --steps 1: the learning rate rises to the end"
+    assert lines[1] == "--warmup-steps 2 is not less than --steps 1: the learning rate increases to the end"
     assert lines[2].startswith("data: 9 of 9 captions of split 'train'")
     assert lines[3].startswith("step 1/1  loss ")
 
@@ -102,7 +102,7 @@ def test_retrieval_prints_recalls_chance_and_protocol(
 ) -> None:
     assert train("eval", "retrieval", finished_run, "--shards", data_dir) == 0
     printed = capsys.readouterr().out
-    for word in ("R@1", "R@5", "R@10", "median rank", "by chance", "protocol: 3 distinct texts, 3 clips"):
+    for word in ("R@1", "R@5", "R@10", "median rank", "  chance", "protocol: 3 distinct texts, 3 clips"):
         assert word in printed
     assert train("eval", "retrieval", finished_run, "--split", "train", "--json") == 0
     result = json.loads(capsys.readouterr().out)

@@ -23,13 +23,12 @@ from train.data.batch import Batch, Sample
 from train.data.loader import SampleRequest, TrainingSet
 from train.data.outcomes import FailedSample
 from train.device.transfer import LateMetrics, Scalar, StepGuard
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.engine.state import State
 from train.losses.objective import Objective
 from train.run.checkpoint import all_checkpoints, latest_checkpoint, read_weights
 from train.run.folder import RunFolder, create_run, read_lines
-from train.run.progress import Progress
+from train.run.tracking import Progress
 
 CPU = torch.device("cpu")
 Fault = Literal["loss", "gradient", "order to stop", "bug"]

@@ -20,7 +20,7 @@ from train.config.training import TrainingSettings
 from train.engine.loop import train
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, append_lines, create_run, keep_lines, read_lines, reopen_run
-from train.run.progress import Progress
+from train.run.tracking import Progress
 
 CPU = torch.device("cpu")
 

@@ -14,10 +14,10 @@ from tests.train.plane import ONE, LoadedPoints, PlaneTask, Points, settings
 from train.config.evaluation import EvaluationSettings
 from train.config.training import TrainingSettings
 from train.distributed.world import World
-from train.engine.agreement import not_finite
+from train.engine.metrics_log import not_finite
 from train.run.checkpoint import all_checkpoints
 from train.run.folder import RunFolder, create_run
-from train.run.progress import Progress
+from train.run.tracking import Progress
 
 
 class PoisonedTask(PlaneTask):

@@ -7,8 +7,7 @@ import pytest
 
 from manifests.errors import UserError
 from tests.train.test_report import HOSTILE, Tags, hostile_run
-from train.report.overview import write_overview
-from train.report.results import write_page
+from train.report.results import write_overview, write_page
 
 
 def test_runs_are_linked_and_nothing_from_outside_becomes_markup(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 from manifests.publish import publish_json
 from train.config.files import save_settings
 from train.registry import evaluations
-from train.report.chart import Line, line_chart, smoothed, thinned, ticks
-from train.report.curves import evaluation_curves
+from train.report.curves import Line, evaluation_curves, line_chart, smoothed, thinned, ticks
 from train.report.results import write_page
 from train.run.folder import RunFolder, append_lines
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -98,7 +97,7 @@ def test_evaluations_in_the_loop_stand_together_by_kind(tmp_path: Path) -> None:
     append_lines(run.metrics, [{**line, **steady} for line in lines])
     write_page(run)
     page = run.page.read_text()
-    assert "Evaluations in the loop" in page and "<script" not in page
+    assert "Evaluation during training" in page and "<script" not in page
 
 
 def test_probes_of_several_labels_stand_in_one_chart_by_method() -> None:
@@ -145,7 +144,7 @@ def test_what_became_of_the_weights_is_told_by_kind(tmp_path: Path) -> None:
     publish_json(run.facts, {"weights": {**report, "logit_scale": None}})
     write_page(run)
     page = run.page.read_text()
-    for shown in ("150 tensors copied", "197 x 64 → 50 x 64", "blocks.*.scale", "(12 tensors)", "nothing explains it"):
+    for shown in ("150 tensors copied", "197 x 64 → 50 x 64", "blocks.*.scale", "(12 tensors)", "unexplained"):
         assert shown in page
     assert "<script" not in page
 

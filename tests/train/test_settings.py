@@ -120,7 +120,7 @@ def test_a_run_of_a_task_loads_no_module_of_another(repository: Path) -> None:
     script = (
         "import sys\n"
         "from train.cli import app\n"
-        "from train.commands.arguments import parse\n"
+        "from train.commands.training import parse\n"
         "parse(app, ['dual-encoder', '--steps', '3'])\n"
         "others = ('train.tasks.mae', 'train.tasks.classify', 'train.tasks.caption')\n"
         "print([name for name in sys.modules if name.startswith(others)])\n"

@@ -90,14 +90,14 @@ def test_counting_does_not_change_the_step() -> None:
 
 def test_numbers_of_a_step() -> None:
     speed = speed_of()
-    assert speed.numbers(step_s=2.0, waited_s=0.5, num_samples=64) == {
+    assert speed.metrics(step_s=2.0, waited_s=0.5, num_samples=64) == {
         "samples_per_s": 32.0,
         "step_s": 2.0,
         "data_wait_s": 0.5,
         "data_wait_share": 0.25,
     }
     speed.flops_per_step = 4 * 10**12
-    found = speed.numbers(step_s=2.0, waited_s=0.5, num_samples=64)
+    found = speed.metrics(step_s=2.0, waited_s=0.5, num_samples=64)
     assert found["tflops"] == 2.0 and "mfu" not in found
 
 

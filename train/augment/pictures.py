@@ -1,23 +1,135 @@
-"""From YUV planes to RGB frames in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
+"""Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
 
-Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels they
-represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each sample
-instead, which is less accurate; the README has the figures. Upsampled values are whole sixteenths, exact in float32, so
-that flipping the planes mirrors the result exactly.
+Jitter and normalisation are one affine map of RGB. The four changes are those of torchvision's ColorJitter, with two
+differences:
 
-Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
+- Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B and is
+  not linear; a rotation in YIQ preserves the grey value and is linear, so that it fits into the matrix.
+- Values are clamped to [0, 1] once, after all changes, not after each: what one change pushes beyond white and the next
+  one brings back is not lost.
+
+All four preserve or scale the grey value of a pixel, so they commute, and their order need not be drawn.
+
+Gaussian blur is two matrix products, along the rows and along the columns. The kernel is that of torchvision's
+GaussianBlur (values of the bell curve at whole pixels, normalised to a sum of 1; the frame is extended by reflection,
+without repeating the edge), truncated at three times the largest sigma.
+
+Random erasing (Zhong et al. 2020) replaces a box by noise, the same box in all frames of a clip. The noise is normal
+for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of VideoMAE and
+timm). It is a function of the clip's own seed, so that a clip that is made twice, as the partner of another one, in
+another part of its batch or on another device, is the same clip: torch's generators draw different numbers on a GPU and
+on a CPU.
 """
 
+import math
+from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import interpolate
 
 from train.augment.colour import rgb_matrices
-from train.augment.draws import Draw
-from train.augment.effects import GREY_WEIGHTS, blur_clips, colour_map, erase_clips
+from train.augment.draws import MAX_SIGMA_PX, Draw
 from train.augment.rand_augment import Triple, rand_augment_clips
+from train.device.random import device_uniform
 from train.device.transfer import sent
+
+# BT.601, whatever the clip's own matrix; as in torchvision, but with a sum of exactly 1.
+GREY_WEIGHTS = (0.299, 0.587, 0.114)
+RADIUS_PX = math.ceil(3 * MAX_SIGMA_PX)  # of the blur kernel
+
+_YIQ = np.array([GREY_WEIGHTS, [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
+_GREY = np.outer(np.ones(3), GREY_WEIGHTS)
+_CHROMA = np.eye(3) - _GREY
+# A quarter turn of the colour plane, from red via yellow to green, the direction of increasing hue.
+_QUARTER_TURN = np.linalg.inv(_YIQ) @ np.array([[0, 0, 0], [0, 0, 1], [0, -1, 0]]) @ _YIQ @ _CHROMA
+
+
+def colour_map(draw: Draw | None, *, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    """The affine map of colours, [B, 3, 5] (B = 1 without a draw).
+
+    A colour c in [0, 1] of a clip whose mean grey is g is mapped to map @ (c, 1, g), normalised.
+    """
+    mean_3, std_3 = np.array(mean), np.array(std)
+    if draw is None:
+        linear, of_mean_grey = np.eye(3)[None], np.zeros(1)
+    else:
+        angle = 2 * np.pi * draw.hue.astype(float)[:, None, None]
+        saturation, contrast, brightness = (
+            values.astype(float)[:, None, None] for values in (draw.saturation, draw.contrast, draw.brightness)
+        )
+        chroma = saturation * (np.cos(angle) * _CHROMA + np.sin(angle) * _QUARTER_TURN)
+        linear = brightness * contrast * (_GREY + chroma)
+        of_mean_grey = (brightness * (1 - contrast))[:, 0, 0]
+    result = np.empty((len(linear), 3, 5), dtype=np.float32)
+    result[..., :3] = linear / std_3[:, None]
+    result[..., 3] = -mean_3 / std_3
+    result[..., 4] = of_mean_grey[:, None] / std_3
+    return result
+
+
+def blur_matrix(size_px: int, *, sigma_px: float) -> NDArray[np.float32]:
+    """[size, size]: a row of pixels times this matrix is the blurred row."""
+    radius = min(RADIUS_PX, size_px - 1)
+    steps = np.arange(-radius, radius + 1)
+    weights = np.exp(-0.5 * (steps / sigma_px) ** 2)
+    weights /= weights.sum()
+    target = np.arange(size_px)
+    last = size_px - 1
+    source = last - np.abs(last - np.abs(target[:, None] + steps))
+    matrix = np.zeros((size_px, size_px))
+    np.add.at(matrix, (source, target[:, None]), weights)
+    return matrix.astype(np.float32)
+
+
+def blur_clips(video: torch.Tensor, sigma_px: NDArray[np.float32]) -> None:
+    """Blur the clips of `video` (float32 [B, C, T, S, S]) whose sigma [B] is not 0, in place.
+
+    One clip at a time, so that it takes the memory of two more clips, however many are blurred.
+    """
+    # Autocast would round values to eight bits of mantissa.
+    with torch.autocast(video.device.type, enabled=False):
+        for number in np.flatnonzero(sigma_px):
+            matrix = sent(blur_matrix(video.shape[-1], sigma_px=float(sigma_px[number])), video.device)
+            video[number] = matrix.T @ (video[number] @ matrix)
+
+
+def erase_clips(video: torch.Tensor, draw: Draw) -> None:
+    """Erase the drawn boxes of `video` (float32 [B, C, T, S, S], normalised) in place."""
+    size_px = video.shape[-1]
+    for number in np.flatnonzero(draw.box[:, 0]):
+        rows, columns = box_of(draw.box[number], size_px=size_px)
+        erased = video[number, ..., rows, columns]
+        erased.copy_(_noise(int(draw.noise_seed[number]), erased.shape, device=video.device))
+
+
+def box_of(box_4: np.ndarray, *, size_px: int) -> tuple[slice, slice]:
+    """Rows and columns of a drawn box in frames of `size_px`."""
+    height, width = (min(max(1, round(float(side) * size_px)), size_px) for side in box_4[:2])
+    top, left = int(box_4[2] * (size_px - height + 1)), int(box_4[3] * (size_px - width + 1))
+    return slice(top, top + height), slice(left, left + width)
+
+
+def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Tensor:
+    """Normally distributed numbers, the same on any device up to rounding (Box and Muller 1958)."""
+    count = math.prod(shape)
+    num_pairs = -(-count // 2)
+    seed_1 = torch.full((1,), seed, dtype=torch.int64, device=device)
+    drawn = device_uniform(seed_1, 2 * num_pairs, seed=0, purpose="erase/pixels")[0]
+    radius, angle = (-2 * torch.log1p(-drawn[:num_pairs])).sqrt_(), drawn[num_pairs:] * (2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].view(shape)
+
+
+# From YUV planes to RGB frames in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
+#
+# Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels
+# they represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each
+# sample instead, which is less accurate; the README has the figures. Upsampled values are whole sixteenths, exact in
+# float32, so that flipping the planes mirrors the result exactly.
+#
+# Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
 
 
 @torch.no_grad()

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import FailedWork, UserError
-from train.bench.clips import ClipOperations
+from train.bench.operations import BatchOperations, ClipOperations
 from train.bench.rates import Rate, advice, judge
-from train.bench.steps import BatchOperations
 from train.data.outcomes import TooManyFailures
 from train.data.video_captions import VideoCaptions
 from train.device.precision import choose_device, open_precision
 from train.distributed.world import World
 from train.engine.attention_choice import choose_attention
 from train.engine.loop import check_batch
-from train.run.environment import machine
+from train.run.folder import machine
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask, workloads_of
 

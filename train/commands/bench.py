@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from train.config import groups
-from train.config.groups import FIRST_RUN
+from train.config import fields as groups
+from train.config.fields import FIRST_RUN
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
-from train.commands.arguments import docstring
+from train.commands.training import docstring
 from train.registry import evaluations, task_named, task_names
 from train.run.folder import RunFolder, open_run
 from train.spec import EvaluationSpec, TaskSpec
 
 
 def score_run(evaluation: EvaluationSpec, run_path: Path, wanted: Any, *, shards: str | None = None) -> dict[str, Any]:
-    """Evaluates a run's latest checkpoint, writes the result file and the run's page.
+    """Evaluate a run's latest checkpoint, and write the result file and the run's page.
 
     Raises:
         UserError: there is no such run, it is of a task without this evaluation, or its data lack what is needed.
@@ -31,7 +31,7 @@ def score_run(evaluation: EvaluationSpec, run_path: Path, wanted: Any, *, shards
 
 
 def _task_of(run: RunFolder, evaluation: EvaluationSpec) -> TaskSpec:
-    """The task of a run, which has to have the evaluation."""
+    """The task of a run, which must have the evaluation."""
     having = [name for name in task_names() if evaluation.name in (one.name for one in task_named(name).evaluations)]
     found = str(run.read_facts().get("task", having[0]))
     if found not in having:
@@ -58,7 +58,7 @@ def evaluation_command(evaluation: EvaluationSpec) -> Callable[..., None]:
         if as_json:
             print(json.dumps({name: value for name, value in result.items() if name != evaluation.pictures}))
         else:
-            from train.evaluation.tables import describe
+            from train.evaluation.pages import describe
 
             print(describe(evaluation.table(result)))
         if failed := len(result["failed"]):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.commands.arguments import docstring
+from train.commands.training import docstring
 from train.registry import DEFAULT, task_named, task_names
 from train.run.folder import open_run
 from train.spec import ExportRequest

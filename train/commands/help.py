@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 from cyclopts import Group
 
-from train.commands.arguments import HELP, HELP_ALL
-from train.config.fields import Range
+from train.commands.training import HELP, HELP_ALL
+from train.config.fields import FIRST_RUN, Range
 from train.config.files import PRESETS_FOLDER, preset_path, read_values
-from train.config.groups import FIRST_RUN
 from train.config.training import TrainingSettings
 
 if TYPE_CHECKING:

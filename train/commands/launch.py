@@ -1,4 +1,4 @@
-"""`train TASK`: trains a task's model in a new run, or goes on with one."""
+"""What `train TASK` runs: train a task's model in a new run, or resume one."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,44 +7,41 @@ from typing import Any
 import torch
 
 from manifests.publish import publish_bytes, publish_json
-from train.config.machine import ParallelSettings
 from train.config.model import Init
-from train.config.training import ClipSettings
+from train.config.training import ClipSettings, ParallelSettings
 from train.data.latents.segments import FrameShape
 from train.device.precision import choose_device, open_precision
 from train.distributed.launch import open_world
 from train.distributed.world import World
 from train.doctor.commands import doctor_facts
 from train.engine.attention_choice import choose_attention, kernels_fact
-from train.engine.common_start import SAME_START, open_alike, start_of
 from train.engine.loop import check_batch, train
+from train.engine.rank_consistency import SAME_LAUNCH, launch_facts, open_consistent
 from train.engine.task import check_stages
-from train.report.results import write_page
+from train.report.results import initial_weights, write_page
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import recover
-from train.run.environment import machine, versions
-from train.run.folder import Resume, RunFolder, create_run, find_run, read_lines, reopen_run, sweep
-from train.run.progress import Progress
-from train.run.tracking import check_tracking
+from train.run.folder import Resume, RunFolder, create_run, find_run, machine, read_lines, reopen_run, sweep, versions
+from train.run.tracking import Progress, check_tracking
 from train.spec import TaskSpec
 from train.weights.loading import Loaded
 from train.weights.sources import Say, Source, fetch_tag, open_weights
 
 
 def launch(spec: TaskSpec, settings: ClipSettings, *, resume: Resume) -> None:
-    """Trains a task's model on all ranks that torchrun launched, and writes the run's results page."""
+    """Train a task's model on all ranks of torchrun, and write the run's results page."""
     check_tracking(settings.track)
     device = choose_device(settings.device)
-    start = start_of(settings, resume=resume)
-    with open_world(device_type=device.type, start=start, hint=SAME_START) as world, ExitStack() as held:
+    start = launch_facts(settings, resume=resume)
+    with open_world(device_type=device.type, start=start, hint=SAME_LAUNCH) as world, ExitStack() as held:
         device = torch.device("cuda", world.local_rank) if device.type == "cuda" else device
-        # The first rank decides for all, which may see the folder of the run at other moments.
+        # The first rank decides for all, as ranks may look at the run's folder at different times.
         old_run = world.first(lambda: _find_and_hold(settings.out, resume, held=held))
         _train(spec, settings, old_run=old_run, held=held, world=world, device=device)
 
 
 def _find_and_hold(path: Path, resume: Resume, *, held: ExitStack) -> RunFolder | None:
-    """The run to go on with, in order after whatever killed a process in it."""
+    """The run to resume, cleaned up after a killed process."""
     run = find_run(path, resume)
     if run is not None:
         held.enter_context(run.held())
@@ -85,12 +82,12 @@ def _train(
     if world.replicas.size > 1 and share % settings.samples_per_chunk:
         progress.say(
             f"--samples-per-chunk {settings.samples_per_chunk} does not divide the {share} samples of a process: "
-            "batches are others than on one process"
+            "batches differ from those of one process"
         )
     if settings.warmup_steps >= settings.steps:
         progress.say(
-            f"--warmup-steps {settings.warmup_steps} leaves nothing of --steps {settings.steps}: the learning rate "
-            "rises to the end"
+            f"--warmup-steps {settings.warmup_steps} is not less than --steps {settings.steps}: the learning rate "
+            "increases to the end"
         )
     has_weights = old_run is not None and world.first(lambda: _has_checkpoint(old_run))
     source = None if has_weights else _open_weights(settings.init, world=world, say=progress.say)
@@ -98,11 +95,11 @@ def _train(
     if old_run is not None:
         world.first(lambda: reopen_run(settings))
     task = spec.open(settings, attention=attention, device=device, run=old_run if has_weights else None)
-    samples = open_alike(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
+    samples = open_consistent(lambda: task.training_set(world.replicas), settings, columns=task.columns, world=world)
     check_batch(settings, samples)
     check_stages(task, samples, settings, world=world)
     start = None if source is None else task.start_from(source, samples, say=progress.say)
-    # The folder is made last: a mistake in the flags leaves nothing behind.
+    # The folder is made last, so that a mistake in the flags leaves nothing behind.
     run = old_run or world.first(lambda: _create_and_hold(settings, held=held))
     progress.say(f"data: {samples.describe()}; {samples.variant_name}")
     about = task.facts()
@@ -154,18 +151,18 @@ def _processes(parallel: ParallelSettings, world: World) -> str:
 
 
 def _open_weights(init: Init, *, world: World, say: Say) -> Source | None:
-    # One rank downloads; the others find it in the cache.
+    # One rank downloads; the others read the cache.
     world.first(lambda: fetch_tag(init, say=say))
     return open_weights(init)
 
 
 def _latents_facts(samples: object) -> dict[str, Any]:
-    """How large latents are: what an export has to say of the model, and no tensor shows."""
+    """Size of latents, which an export needs and no tensor shows."""
     shape = getattr(samples, "frame_shape", None)
     return {"latents": {"channels": shape.channels, "side": shape.height}} if isinstance(shape, FrameShape) else {}
 
 
 def _weights_facts(start: Loaded | None, old: dict[str, Any]) -> dict[str, Any]:
-    """What the run began with: also of one that is resumed, which does not read it again."""
-    kept: dict[str, Any] = {name: old[name] for name in ("weights", "decoder_weights") if name in old}
+    """What the run started from; a resumed run keeps the entries of run.json, as it does not read weights again."""
+    kept = initial_weights(old)
     return kept if start is None else {**kept, "weights": start.as_json()}

@@ -1,16 +1,144 @@
-"""`train TASK`: the commands of the tasks. Training itself is loaded when one of them runs."""
+"""Words of the command line to a command and its settings, which are checked together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from train.commands.arguments import docstring
-from train.config import groups
-from train.config.groups import FIRST_RUN
+from manifests.errors import UserError, UserErrors
+from manifests.whole_numbers import refuse_fractions
+from train.config import fields as groups
+from train.config.fields import FIRST_RUN, FLAG, Checked, deferred_checks, flags_without_effect, mistakes, refuse
+from train.config.files import preset_path, read_values, yaml_source
+from train.config.training import TrainingSettings, flat
 from train.registry import task_named, task_names
-from train.run.folder import Resume
+from train.run.folder import Resume, RunFolder
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+
+
+HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
+
+
+def wants_help(app: "App", words: Sequence[str]) -> bool:
+    """Whether the words of a command line ask for help, or name no command."""
+    if not HELP.isdisjoint(words) or HELP_ALL in words:
+        return True
+    _, apps, rest = app.parse_commands(words)
+    return apps[-1].default_command is None and not rest
+
+
+def parse(app: "App", words: Sequence[str]) -> Callable[[], object]:
+    """The command that is asked for, with its arguments.
+
+    Raises:
+        UserError: settings are invalid, or flags that were typed have no effect beside the others: all of them at once.
+        CycloptsError: a flag is unknown or missing, or has a value of another type.
+    """
+    typed: dict[str, str] = {}
+
+    def note_typed(_app: object, _commands: object, arguments: "ArgumentCollection") -> None:
+        for argument in arguments:
+            if argument.tokens and argument.tokens[-1].source == "cli":
+                typed[argument.name] = " ".join(str(token.value) for token in argument.tokens)
+
+    app.config = (*SOURCES, note_typed)
+    with deferred_checks():
+        command, bound, _ = app.parse_args(words)
+    found: list[UserError] = []
+    for settings in bound.arguments.values():
+        if isinstance(settings, Checked):
+            found += flags_without_effect(settings, typed)
+            found += mistakes(settings)
+    refuse(found)
+    return lambda: command(*bound.args, **bound.kwargs)
+
+
+def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Fills in what no flag has set; cyclopts calls it for each command.
+
+    The values come from the `--config` files and the `--preset`, with `--resume` from the run itself, and with
+    `--resume auto` from all of them.
+    """
+
+    def given(name: str) -> list[str]:
+        return [token.value for argument in arguments if argument.name == name for token in argument.tokens]
+
+    def fill(path: Path) -> None:
+        yaml_source(path)(app, commands, arguments)
+
+    resume = given("--resume")
+    is_automatic = resume[-1:] == ["auto"]
+    if resume and not is_automatic:
+        for name in ("--config", "--preset"):
+            if given(name):
+                raise UserError(
+                    f"{name} does not go with --resume",
+                    hint="the run's own settings count; leave it out, or use --resume auto",
+                )
+    # A source fills only what is still empty: the strongest comes first.
+    for file in reversed(given("--config")):
+        fill(Path(file))
+    for preset in given("--preset"):
+        fill(preset_path(preset, commands[-1]))
+    if resume:
+        out = Path(given("--out")[0]) if given("--out") else TrainingSettings.out
+        # Where there is no run, a new one begins, or opening it says so.
+        if (saved := RunFolder(out).settings).is_file():
+            RunFolder(out).require_task(commands[-1])
+            fill(saved)
+
+
+SOURCES = (add_files, refuse_fractions)
+
+
+def name_files(error: UserError, words: Sequence[str]) -> None:
+    """Adds to the hints of mistakes which preset or file has the flags that they name and nobody typed.
+
+    Args:
+        words: of the command line.
+    """
+    for one in error.errors if isinstance(error, UserErrors) else (error,):
+        one.hint = _hint_with_files(one, words)
+
+
+def _hint_with_files(error: UserError, words: Sequence[str]) -> str | None:
+    typed = {word.partition("=")[0] for word in words}
+    untyped = [flag for flag in dict.fromkeys(FLAG.findall(str(error))) if flag not in typed]
+    said = [] if error.hint is None else [error.hint]
+    try:
+        sources = {str(file): Path(file) for file in reversed(_values_of("--config", words))}
+        sources |= {f"preset {name}": preset_path(name, words[0]) for name in _values_of("--preset", words)}
+        for flag in untyped:
+            having = [name for name, path in sources.items() if flag in _flags_of(path)]
+            said += [f"{flag} is from {having[0]}"] if having else []
+    except UserError:
+        pass  # a file that cannot be read, which is the mistake itself
+    return "; ".join(said) or None
+
+
+def _values_of(flag: str, words: Sequence[str]) -> list[str]:
+    following = [after for word, after in pairwise(words) if word == flag]
+    return following + [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+
+
+def _flags_of(path: Path) -> set[str]:
+    return {
+        f"--{name.replace('_', '-')}" for name in flat({str(key): value for key, value in read_values(path).items()})
+    }
+
+
+def docstring(help_text: str, *, example: str, **parameters: str) -> str:
+    """The docstring of a command that is made from a spec, as cyclopts reads it."""
+    lines = [help_text, "", "Example:", "", f"    {example}", "", "Parameters", "----------"]
+    return "\n".join([*lines, *(line for name, text in parameters.items() for line in (name, f"    {text}"))])
+
+
+# `train TASK`: the commands of the tasks. Training itself is loaded when one of them runs.
 
 
 def training_command(name: str) -> Callable[..., None]:

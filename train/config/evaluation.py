@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from manifests.errors import UserError
-from train.config.fields import Checked, GoesWith, Range
-from train.config.groups import FIRST_RUN
+from train.config.fields import FIRST_RUN, Checked, GoesWith, Range
 
 EVERY = GoesWith("every", use="STEPS")
 

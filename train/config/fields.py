@@ -1,13 +1,4 @@
-"""What a field of the settings says of itself beside its type and its meaning, and the one pass that checks them all.
-
-    batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
-    \"\"\"Batch size, over all processes.\"\"\"
-    stride: Annotated[int, groups.CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
-
-A class of settings is a frozen dataclass with `Checked` as its base. Rules about several fields are in its generator
-`rules`. Constructing invalid settings raises a UserError with all mistakes. The command line builds groups before the
-settings that contain them, so it defers the checks and makes them once for the whole tree.
-"""
+"""Groups of flags in the help, and what else a flag says to the command line. Lower positions come first."""
 
 import math
 import re
@@ -18,7 +9,44 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
+from cyclopts import Group, Parameter
+
 from manifests.errors import UserError, UserErrors
+
+
+def help_group(title: str, position: int) -> Parameter:
+    """A group of flags; those of a task alone take positions from 6 to 9."""
+    return Parameter(group=Group(title, sort_key=position))
+
+
+WHERE = help_group("Where", 1)
+TRAINING = help_group("Training", 2)
+CLIPS = help_group("Clips", 3)
+MODEL = help_group("Model", 4)
+TOWERS = help_group("Towers", 5)
+EVALUATION = help_group("Evaluation", 10)
+CAPTIONS = help_group("Captions", 11)
+OPTIMIZER = help_group("Optimizer", 12)
+AUGMENTATION = help_group("Augmentation", 13)
+CHECKPOINTS = help_group("Checkpoints", 14)
+PARALLEL = help_group("Parallelism", 15)
+TRACKING = help_group("Tracking", 16)
+MACHINE = help_group("Machine", 17)
+HIDDEN = Parameter(show=False)
+SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, besides --flag A --flag B
+FIRST_RUN = "a flag that a first run needs"  # --help shows those, --help-all every one
+
+
+# What a field of the settings says of itself beside its type and its meaning, and the one pass that checks them all.
+#
+# batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
+# """Batch size, over all processes."""
+# stride: Annotated[int, groups.CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
+#
+# A class of settings is a frozen dataclass with `Checked` as its base. Rules about several fields are in its
+# generator `rules`. Constructing invalid settings raises a UserError with all mistakes. The command line builds
+# groups before the settings that contain them, so it defers the checks and makes them once for the whole tree.
+
 
 FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")
 _checks_are_deferred: ContextVar[bool] = ContextVar("checks_are_deferred", default=False)

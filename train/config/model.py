@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from manifests.errors import UserError
-from train.config.fields import SHARE, Checked, GoesWith, Range
-from train.config.groups import FIRST_RUN
+from train.config.fields import FIRST_RUN, SHARE, Checked, GoesWith, Range
 
 ModelName = Literal["tiny", "s16", "b16", "l16", "l14", "l14-336"]
 Activation = Literal["gelu", "quick_gelu"]

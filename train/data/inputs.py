@@ -14,8 +14,7 @@ from train.data.frame_sampling import Sampling
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import FrameShape
 from train.data.loader import LoaderSettings
-from train.data.remote.files import is_remote
-from train.data.remote.folder import DataFolder, open_data_folder
+from train.data.remote import DataFolder, is_remote, open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.models.video_vit import VideoViTSize

@@ -1,6 +1,6 @@
 """Batches from a sample set: worker threads load ahead, and the order of samples does not depend on them.
 
-Training follows the endless order of train.data.order, and its whole state is a cursor in it (train.data.cursor). A
+Training follows the endless order of train.data.order, and its whole state is a cursor in it (train.data.order). A
 sample that fails is reported beside the batch and replaced by the next sample in order, so the same failures give the
 same batches (train.data.outcomes).
 """
@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.batch import Sample
-from train.data.cursor import Cursor, LoaderState, Resumable
-from train.data.order import SampleOrder
+from train.data.order import Cursor, LoaderState, Resumable, SampleOrder
 from train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch
 from train.data.workers import Stuck, in_order
 

@@ -13,11 +13,14 @@ positions are empty.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manifests.errors import UserError
 from train.device.random import Positions, splitmix64
 
 _NUM_ROUNDS = 8
@@ -94,3 +97,143 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     """Round keys from a cryptographic hash, so that neighbouring seeds and epochs are unrelated."""
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+# Resume cursor: how far a run has come in the endless sample order, for any batch size and number of ranks.
+#
+# As long as nothing fails, the cursor is one number: all positions before it have been taken. A rank whose sample
+# fails takes its next position and is then one ahead of the other ranks; positions taken early are recorded, so that
+# no rank takes them again after a resume.
+
+
+_SEPARATOR = "-"
+
+
+class LoaderState(TypedDict):
+    """State of a loader, as stored in a checkpoint."""
+
+    position: int  # all positions before it have been taken
+    ahead: list[int]  # further positions taken: only with several ranks, after failures
+    seed: int
+    samples: str  # fingerprint of the sample set
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """All positions before `position` have been taken, and those in `ahead` (ascending, at or after `position`)."""
+
+    position: int
+    ahead: tuple[int, ...] = ()
+
+    def has_passed(self, position: int) -> bool:
+        """Return True if `position` has been taken."""
+        return position < self.position or position in self.ahead
+
+    def positions(self, begin: int, count: int, *, rank: int, num_ranks: int, group: int = 1) -> NDArray[np.int64]:
+        """The `count` positions that a rank takes after its first `begin`, in order.
+
+        Of the positions not yet taken, rank r takes every num_ranks-th `group`, starting with the r-th.
+        """
+        return self._nth_free(positions_of_rank(begin, count, rank=rank, num_ranks=num_ranks, group=group))
+
+    def after(self, num_common: int, num_own: int, *, rank: int, num_ranks: int, group: int = 1) -> "Cursor":
+        """The cursor after every rank has taken `num_common` positions and this one `num_own` (at least as many)."""
+        whole = num_common // group * group  # positions of an unfinished group are not contiguous across ranks
+        position = int(self._nth_free(np.array([whole * num_ranks]))[0])
+        early = self.positions(whole, num_own - whole, rank=rank, num_ranks=num_ranks, group=group).tolist()
+        cursor = Cursor(position, tuple(sorted({at for at in self.ahead if at > position}.union(early))))
+        # Ranks with different failures must still report the same position, by which `merge_cursors` matches them.
+        return cursor if num_ranks > 1 else merge_cursors([cursor])
+
+    def _nth_free(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self.ahead:
+            return self.position + numbers
+        free_before = np.array(self.ahead) - self.position - np.arange(len(self.ahead))
+        return self.position + numbers + np.searchsorted(free_before, numbers, side="right")
+
+
+def merge_cursors(cursors: Iterable[Cursor]) -> Cursor:
+    """One cursor for the cursors of all ranks, which have taken the same number of batches.
+
+    Raises:
+        ValueError: the ranks are at different batches.
+    """
+    ahead: set[int] = set()
+    positions = set()
+    for cursor in cursors:
+        ahead.update(cursor.ahead)
+        positions.add(cursor.position)
+    if len(positions) != 1:
+        raise ValueError(f"the ranks are at different positions: {sorted(positions)}")
+    (position,) = positions
+    while position in ahead:
+        ahead.remove(position)
+        position += 1
+    return Cursor(position, tuple(sorted(ahead)))
+
+
+def set_fingerprint(order: str, content: str) -> str:
+    """Fingerprint of a sample set in two parts, so that an error can say which of them differs.
+
+    Args:
+        order: hash of the samples and their order.
+        content: hash of what a sample contains beside its frames. Runs of older versions lack this part.
+    """
+    return f"{order}{_SEPARATOR}{content}"
+
+
+class Resumable:
+    """Base of loaders that can be resumed.
+
+    Attributes:
+        cursor: position up to which batches have been taken.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+        self.cursor = Cursor(0)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the samples and their order."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for the log: what the set contains, what was excluded and why."""
+        raise NotImplementedError
+
+    def state_dict(self) -> LoaderState:
+        """State after the batches taken so far; identical on all ranks unless a sample has failed."""
+        cursor = self.cursor
+        return LoaderState(
+            position=cursor.position, ahead=list(cursor.ahead), seed=self._seed, samples=self.fingerprint
+        )
+
+    def load_state_dict(self, *states: LoaderState) -> None:
+        """Resume from the states of all ranks, whatever the batch size and the number of ranks were and are.
+
+        One state is enough if no sample had failed, or if there was one rank.
+
+        Raises:
+            UserError: the states are of another sample set, another seed or different steps.
+        """
+        order, _, content = self.fingerprint.partition(_SEPARATOR)
+        for state in states:
+            old_order, _, old_content = state["samples"].partition(_SEPARATOR)
+            if old_order == order and old_content and old_content != content:
+                raise UserError(
+                    f"the captions of {self.describe()} differ in text or source from those the run was trained with",
+                    hint="resume with the original captions, or start a new run with another --out",
+                )
+            if old_order != order or state["seed"] != self._seed:
+                of_other = "samples" if old_order != order else f"order: seed {state['seed']}"
+                raise UserError(
+                    f"the loader's state belongs to other {of_other}, not to {self.describe()}, seed {self._seed}",
+                    hint="resume with the data, split, segment and seed that the run was started with",
+                )
+        try:
+            self.cursor = merge_cursors([Cursor(state["position"], tuple(state["ahead"])) for state in states])
+        except ValueError as error:
+            raise UserError(
+                f"the loader's states are of different steps: {error}", hint="give the states of one step"
+            ) from error

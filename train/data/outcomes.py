@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from manifests.errors import ClipmillError
 from train.data.batch import Batch, BatchRing, Sample
-from train.data.cursor import Cursor
+from train.data.order import Cursor
 
 Reason = Literal["shard_unreadable", "checksum", "undecodable", "frame_missing", "chunks_differ", "empty_span", "stuck"]
 

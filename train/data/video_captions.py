@@ -20,10 +20,10 @@ from train.data.batch import Sample
 from train.data.caption_choice import Sources, choose_sources, require_different, smallest
 from train.data.chunks import ChunkSet, rows_of
 from train.data.clip_samples import ClipSamples, VideoClips
-from train.data.cursor import set_fingerprint
 from train.data.decoding.clip import Clip, ClipShape
 from train.data.decoding.reading import DecodeRule
 from train.data.loader import LoaderSettings, SampleRequest
+from train.data.order import set_fingerprint
 from train.data.relevancy import LABELS, RelevantCaptions
 from train.data.stored_text import StoredText
 from train.data.usable_captions import ClipCaptions, group_captions, ungrouped_captions, usable_captions

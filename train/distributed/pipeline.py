@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from manifests.errors import ClipmillError, UserError
-from train.config.machine import ParallelSettings
+from train.config.training import ParallelSettings
 from train.distributed.parallel import average_gradients
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from manifests.errors import UserError
-from train.config.machine import COUNTS_RULE, TYPE_RULE, check_rule
+from train.config.training import COUNTS_RULE, TYPE_RULE, check_rule
 from train.distributed.world import World
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import first_line
-from train.run.environment import installed_version
+from train.run.folder import installed_version
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 180.0
@@ -178,9 +178,8 @@ def _try_attention(device_type: str, precision: str, *, has_xformers: bool) -> l
 def _try_one(name: str, kind: str, dtype: Any, device: Any) -> Tried:
     import torch
 
-    from train.models.attention import open_attention
+    from train.models.attention import open_attention, pack
     from train.models.attention_kernels import kernels_of
-    from train.models.packing import pack
 
     is_packed = kind != "clips"
     lengths = (12, 9, 17, 26)

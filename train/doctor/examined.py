@@ -8,7 +8,7 @@ from typing import Any
 from train.config.training import TrainingSettings
 from train.doctor.accelerator import Accelerator, ask_child, examine_accelerator
 from train.doctor.host import Disk, Host, examine_disk, examine_host
-from train.run.environment import versions
+from train.run.folder import versions
 
 # Decoders of what `prep chunk` writes (train.data.decoding.decoders), the default's first.
 CODECS = ("h264", "hevc", "libdav1d", "vp9", "mjpeg")

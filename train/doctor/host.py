@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.run.environment import processor
+from train.run.folder import processor
 
 _BLOCK = 1 << 22
 _NUM_BLOCKS = 12

@@ -1,1 +1,1 @@
-"""The training loop: its state, how ranks agree, throughput."""
+"""The training loop and what it consists of: state, synchronisation of ranks, failures, metrics, throughput."""

@@ -1,9 +1,9 @@
-"""Which implementation of attention `--attention auto` is, in a run on a GPU: the fastest there, by measurement.
+"""Choose the attention backend for `--attention auto` on a GPU: the fastest one, by measurement.
 
-A chip's fastest kernel depends on chip, torch and shape, so no table is kept: the first rank measures the candidates at
-the shapes of the run's own towers, forward and backward, in about a second, and tells the others. Kernels differ in the
-last digits, so a run stays with what it began with: run.json has the choice, and whoever opens the run again takes it
-from there. On a CPU and with --compile nothing is measured.
+The fastest kernel depends on GPU, torch version and shape, so there is no table: the first rank measures the candidates
+at the shapes of the run's own towers, forward and backward, in about a second, and broadcasts its choice. Kernels
+differ in the last digits, so a run keeps the backend that it started with: run.json records it for whoever opens the
+run again. Nothing is measured on a CPU or with --compile.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,13 @@ from manifests.errors import UserError
 from train.config.model import Kind, kind_of, tubelet_of
 from train.config.training import ClipSettings
 from train.distributed.world import World
-from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention
+from train.models.attention import Attend, AttentionBackend, AttentionChoice, open_attention, pack
 from train.models.attention_kernels import Workload, fastest, kernels_of, measure
 from train.models.dual_encoder import size_of
-from train.models.packing import pack
 from train.models.video_vit import VideoViTSize
 
 Workloads = Callable[[Any, int], tuple[Workload, ...]]
-# Where two are equally fast the earlier one is taken.
+# Of two equally fast ones, the earlier one is chosen.
 _CANDIDATES: tuple[AttentionChoice, ...] = ("xformers", "sdpa", "cudnn", "flash")
 _FACT = "attention_choice"
 _MOST_TOKENS = 16_384
@@ -31,7 +30,7 @@ _MOST_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured: the fastest candidate, milliseconds of each, what could not be measured, and why."""
+    """A measurement: the fastest candidate, milliseconds of each, and why others could not be measured."""
 
     name: str
     milliseconds: dict[str, float]
@@ -39,7 +38,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """The measurement in words, for the log."""
+        """The measurement as text, for the log."""
         times = ", ".join(f"{name} {its:.2f} ms" for name, its in self.milliseconds.items())
         failed = "".join(f"; not {name}: {why}" for name, why in self.failed.items())
         return f"the fastest here: {times}{failed}"
@@ -54,18 +53,18 @@ def choose_attention(
     world: World = World(),  # noqa: B008 - frozen
     facts: dict[str, Any] | None = None,
 ) -> tuple[AttentionBackend, dict[str, Any]]:
-    """Opens the attention of a run; all ranks call it, and all get the same.
+    """Open the attention backend of a run; all ranks call it and get the same one.
 
     Args:
         workloads: (settings, number of clips) -> the attention that a step computes.
-        products: what matrix products are computed in (train.device.precision), None for float32.
-        facts: of the run that goes on, as in its run.json.
+        products: dtype of matrix products (train.device.precision); None for float32.
+        facts: run.json of the run that is resumed.
 
     Returns:
-        The implementation, and what run.json keeps of how it was chosen.
+        The backend, and an entry of run.json about the choice.
 
     Raises:
-        UserError: what was asked for cannot be had here.
+        UserError: the requested backend is not available.
     """
     kept = {_FACT: facts[_FACT]} if facts and _FACT in facts else {}
     is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
@@ -79,10 +78,10 @@ def choose_attention(
 
 
 def as_before(facts: dict[str, Any], *, device_type: str) -> AttentionBackend | None:
-    """What `auto` was on a GPU when a run began, by its run.json; None where that says nothing, or it is not here."""
+    """The backend that a run on a GPU started with, by its run.json; None if it names none that is available here."""
     name = facts.get(_FACT, {}).get("name")
     if name is None and str(facts.get("attention", "")).startswith("xformers ("):
-        name = "xformers"  # which auto was on every GPU before there was a measurement
+        name = "xformers"  # what auto meant on every GPU in runs before backends were measured
     if name not in _CANDIDATES:
         return None
     try:
@@ -99,7 +98,7 @@ def kernels_fact(
     device: torch.device,
     products: torch.dtype | None,
 ) -> str:
-    """Which kernels of which library a run's attention is computed by, in words, for each kind of tower."""
+    """Describe the kernels and library that compute a run's attention, for each kind of tower."""
     found = []
     for workload in workloads(settings, 1):
         shape = (workload.num_items, workload.num_tokens, 3, workload.num_heads, workload.head_width)
@@ -121,12 +120,12 @@ def video_workloads(
     kind: Kind | None = None,
     share_seen: float = 1.0,
 ) -> tuple[Workload, ...]:
-    """The attention of a run's video tower, as far as its settings tell; latents count as the pictures they were.
+    """The attention shapes of a run's video tower, from its settings; latents count like the pictures they encode.
 
     Args:
-        size: of the tower, where `--model` does not tell it.
-        kind: of the tower where `--towers.kind` is left out.
-        share_seen: of the tokens of a moment, that the tower sees.
+        size: of the tower, if it is not that of `--model`.
+        kind: of the tower if `--towers.kind` is left out.
+        share_seen: fraction of the tokens of a frame that the tower sees.
     """
     size = size or size_of(settings.model, settings.towers).video
     times = settings.num_frames // tubelet_of(settings.towers)
@@ -135,19 +134,19 @@ def video_workloads(
     heads, width, depth = size.trunk.num_heads, size.trunk.width // size.trunk.num_heads, size.trunk.depth
 
     def workload(items: int, tokens: int, num_heads: int = heads) -> Workload:
-        # Enough of a batch to be busy with, and no more: what is measured is the order of the candidates.
+        # Enough items to fill the GPU and no more: only the order of the candidates matters.
         items = max(1, min(items, _MOST_TOKENS * heads // (tokens * num_heads)))
         return Workload(num_items=items, num_tokens=tokens, num_heads=num_heads, head_width=width, num_blocks=depth)
 
     if kind == "timesformer":
-        # Attention over time has every place of every head as a head of its own (train.models.timesformer).
+        # Temporal attention treats every patch of every head as a head of its own (train.models.timesformer).
         return workload(num_clips, times, places * heads), workload(num_clips * times, places + 1)
     seen = places if share_seen == 1 else max(1, round(places * share_seen))
     return (workload(num_clips, times * seen + (kind == "clip")),)
 
 
 def _share(settings: ClipSettings, world: World) -> int:
-    """Samples that a process computes at once."""
+    """Samples of a microbatch on one process."""
     share = settings.batch // world.replicas.size
     return max(1, min(share, settings.microbatch or share))
 
@@ -162,8 +161,6 @@ def _measure(workloads: Sequence[Workload], *, device: torch.device, dtype: torc
             failed[candidate] = str(error)
     speeds = measure(candidates, workloads, dtype=dtype or torch.float32, device=device)
     if not speeds.milliseconds:
-        raise UserError(
-            f"no implementation of attention works on {device}: {speeds.failed}", hint="see what train doctor says"
-        )
+        raise UserError(f"no attention backend works on {device}: {speeds.failed}", hint="run train doctor")
     name = fastest(speeds.milliseconds)
     return Choice(name, speeds.milliseconds, {**failed, **speeds.failed})

@@ -1,17 +1,13 @@
-"""The one training loop. What is trained, and towards what, is the task's business (train.engine.task).
-
-All ranks run it in step. Before each step they agree that everyone has a batch and nobody is to stop, and then take it
-together: whatever ends one of them ends all (train.engine.agreement).
-
-A step's numbers are read when the next step has been begun (train.device.transfer), and at once where something
-depends on them.
-A number that is not finite ends the run before anything is made of the steps from its own on.
-"""
+"""SIGTERM and Ctrl-C: how a run is stopped, and what it says then."""
 
 import shlex
-from contextlib import closing, nullcontext
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 
 import torch
 from torch import nn
@@ -24,11 +20,10 @@ from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 from train.device.transfer import DeviceEvent, LateMetrics, Scalar, StepGuard
 from train.distributed.parallel import average_gradients, synced
-from train.distributed.step import Step
-from train.distributed.world import World
-from train.engine.agreement import FailureLog, Shown, StopSignal, require_finite_state, with_resume_hint
-from train.engine.journal import Journal, Taken
-from train.engine.memory import explained
+from train.distributed.world import Step, World
+from train.engine.failure_log import FailureLog
+from train.engine.metrics_log import BatchIds, MetricsLog, PendingStep, require_finite_state
+from train.engine.out_of_memory import explain_out_of_memory
 from train.engine.state import State, new_state
 from train.engine.task import Task
 from train.engine.throughput import Throughput
@@ -36,8 +31,54 @@ from train.optim.optimizer import clip_gradients, set_learning_rates, take_step
 from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import CheckpointWriter
 from train.run.folder import RunFolder
-from train.run.progress import Progress
-from train.run.tracking import Trackers, open_trackers
+from train.run.tracking import Progress, Trackers, open_trackers
+
+
+class StopSignal:
+    """SIGTERM, remembered until the loop has finished its step.
+
+    The ranks exchange it before each step (train.engine.failure_log): if one has received it, all save a checkpoint and
+    stop.
+    """
+
+    def __init__(self) -> None:
+        self.is_received = False
+
+    @contextmanager
+    def handled(self) -> Iterator["StopSignal"]:
+        """Handle SIGTERM within the block: it sets `is_received` instead of ending the process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # Python allows only the main thread to set a signal handler
+            return
+
+        def remember(_: int, __: FrameType | None) -> None:
+            self.is_received = True
+
+        before = signal.signal(signal.SIGTERM, remember)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def resume_hint(run: RunFolder) -> Iterator[None]:
+    """Add to a KeyboardInterrupt (Ctrl-C) how to resume the run."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "its begin: it has no checkpoint yet"
+        out = shlex.quote(str(run.path))
+        raise KeyboardInterrupt(f"--resume --out {out} goes on from {step}") from interrupt
+
+
+# The training loop of all tasks. Model, objective and evaluation come from the task (train.engine.task).
+#
+# All ranks run it in lockstep. Before each step they exchange whether everyone has a batch and nobody is to stop; an
+# error or signal on one rank therefore ends all of them (train.engine.failure_log).
+#
+# The metrics of a step are read after the next step has been started (train.device.transfer), or at once for a
+# checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
 
 
 def train(
@@ -50,9 +91,9 @@ def train(
     device: torch.device,
     progress: Progress,
 ) -> nn.Module:
-    """Trains until `settings.steps`, from the latest checkpoint of `run` where there is one.
+    """Train up to `settings.steps`, from the latest checkpoint of `run` if there is one.
 
-    Killed at any moment and called again, it ends with the weights of an undisturbed run (bit by bit on a CPU).
+    Killed at any moment and called again, it ends with the weights of an uninterrupted run (bit-identical on a CPU).
 
     Returns:
         The trained model.
@@ -60,12 +101,12 @@ def train(
     Raises:
         FailedWork: the loss or the weights are not finite, too many samples failed, or a checkpoint could not be
             written.
-        Stopped: SIGTERM came; the state has been saved.
+        Stopped: SIGTERM was received; the state has been saved.
         UserError: the checkpoint does not fit, or a batch is larger than the set of samples or than memory.
     """
     check_batch(settings, samples)
     state = new_state(task, samples, settings, world=world, device=device)
-    # Before the latest checkpoint is looked for: the writer adopts one that a killed process did not get to rename.
+    # Before the latest checkpoint is looked up: the writer renames one that a killed process left complete.
     writer = CheckpointWriter(run.checkpoints, world=world, keep=settings.keep_checkpoints, best=settings.best)
     saved_step: int | None = None
     if (path := world.first(lambda: latest_checkpoint(run.checkpoints))) is not None:
@@ -76,43 +117,43 @@ def train(
     trackers = Trackers([])
     if world.is_first:
         trackers = open_trackers(settings, run=run, progress=progress, step=state.step)
-    # What a pipeline's stages tell one another must not come from a device; there, only pictures go ahead of the step.
+    # Pipeline stages exchange batches on the CPU: there, only the pictures are sent to the device ahead of the step.
     batches = prefetch(
         samples.batches(max_failures=failures.num_left), device, names=PICTURES if world.stages.size > 1 else TENSORS
     )
     throughput = Throughput(device=device, precision=state.precision.name)
-    journal = Journal(trackers, throughput, run=run, world=world, num_samples=settings.batch)
+    log = MetricsLog(trackers, throughput, run=run, world=world, num_samples=settings.batch)
     soundness = StepGuard(device)
 
-    def save(numbers: dict[str, float]) -> None:
+    def save(metrics: dict[str, float]) -> None:
         nonlocal saved_step
         if state.step == saved_step:
-            return  # told to stop right after a checkpoint, which has the same state, and perhaps numbers
+            return  # stopped right after a checkpoint of the same state, which may have metrics
         tensors = state.tensors()
         require_finite_state(tensors, step=state.step, world=world, run=run)
-        facts = state.facts(task, samples, settings, world=world, numbers=numbers)
+        facts = state.facts(task, samples, settings, world=world, metrics=metrics)
         writer.save(tensors, facts)
         saved_step = state.step
 
     state.trained.train()
-    # However it ends, the threads of loader and writer end, and the numbers are kept.
+    # However the loop ends: join the threads of loader and writer, and log the last metrics.
     with (
-        with_resume_hint(run),
+        resume_hint(run),
         closing(trackers),
-        closing(journal),
+        closing(log),
         closing(writer),
         closing(batches),
-        StopSignal().installed() as stop,
+        StopSignal().handled() as stop,
     ):
         while state.step < settings.steps:
-            began = journal.end or DeviceEvent(device)
+            began = log.end or DeviceEvent(device)
             try:
-                agreed = failures.next_batch(batches, stops=stop.is_set)
+                agreed = failures.next_batch(batches, stops=stop.is_received)
             except ClipmillError:
-                journal.settle()  # all ranks are here: a bad number came before what ends them now
+                log.settle()  # all ranks raise here; report a non-finite loss of the previous step first
                 raise
             if agreed.stops:
-                journal.settle()
+                log.settle()
                 save({})
                 writer.wait()
                 raise Stopped(f"step {state.step} is saved, go on with --resume --out {shlex.quote(str(run.path))}")
@@ -127,28 +168,28 @@ def train(
                 synced=partial(synced, state.trained),
             )
             loaded = _on_device(agreed.loaded, device, world=world)
-            with explained(settings, world.replicas, device=device):
-                numbers = _take(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
+            with explain_out_of_memory(settings, world.replicas, device=device):
+                metrics = _take(step, state, loaded, settings, world=world, throughput=throughput, soundness=soundness)
             passed = {"epoch": _epoch(state, samples)} if samples.num_samples else {}
-            taken = Taken(
+            pending = PendingStep(
                 step=step,
-                numbers=LateMetrics(numbers | passed, device),
+                metrics=LateMetrics(metrics | passed, device),
                 began=began,
                 waited_s=agreed.waited_s,
                 num_failed=failures.num_failed,
-                shown=Shown(loaded.batch["key"], loaded.batch.get("caption_id")),
+                batch=BatchIds(loaded.batch["key"], loaded.batch.get("caption_id")),
                 skips=state.precision.skips_steps,
             )
-            journal.settle()
-            journal.add(taken)
+            log.settle()
+            log.add(pending)
             is_saved = state.step % settings.checkpoint_every == 0 or state.step == settings.steps
             is_evaluated = _is_evaluated(state.step, settings)
             if is_saved or is_evaluated:
                 found = {}
                 if is_evaluated:
-                    journal.check()
+                    log.check()
                     found = _evaluate(task, state, settings, world=world)
-                journal.settle(found)
+                log.settle(found)
                 if is_saved or writer.is_best(found):
                     save(found)
         writer.wait()
@@ -156,7 +197,7 @@ def train(
 
 
 def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
-    """Raises a UserError where a batch would hold a sample twice."""
+    """Raise a UserError if a batch would hold a sample twice."""
     if samples.num_samples is not None and settings.batch > samples.num_samples:
         raise UserError(
             f"--batch is {settings.batch}, and there are {samples.num_samples} samples to train on",
@@ -165,7 +206,7 @@ def check_batch(settings: TrainingSettings, samples: TrainingSet) -> None:
 
 
 def _on_device(loaded: LoadedBatch, device: torch.device, *, world: World) -> LoadedBatch:
-    """A batch whose tensors are all there; those that the stages of a pipeline were told are still on the CPU."""
+    """A batch on the device; what pipeline stages have exchanged is still on the CPU."""
     return loaded if world.stages.size == 1 else replace(loaded, batch=to_device(loaded.batch, device))
 
 
@@ -179,12 +220,12 @@ def _take(
     throughput: Throughput,
     soundness: StepGuard,
 ) -> dict[str, Scalar]:
-    """One step of the optimizer: from a batch to new weights; the step's numbers, which the device may not have yet."""
+    """Take one optimizer step; return its metrics, which the device may not have computed yet."""
     lr = set_learning_rates(state.optimizer, step.number, settings, objective=state.objective)
     state.model.zero_grad(set_to_none=True)
     state.objective.zero_grad(set_to_none=True)
     with throughput.counting(state.counted) if throughput.flops_per_step is None else nullcontext():
-        numbers = state.objective.backward(state.trained, loaded.batch, step)
+        metrics = state.objective.backward(state.trained, loaded.batch, step)
     average_gradients(list(state.objective.parameters()), step.world)
     loss_scale = state.precision.loss_scale
     grad_norm = clip_gradients(
@@ -196,14 +237,14 @@ def _take(
     )
     skips = state.precision.skips_steps
     state.precision.accepts(grad_norm)
-    take_step(state.optimizer, soundness.after(numbers["loss"], grad_norm, skips=skips), skips=skips)
+    take_step(state.optimizer, soundness.after(metrics["loss"], grad_norm, skips=skips), skips=skips)
     if state.zero is not None:
         state.zero.exchange()
     if state.ema is not None:
         state.ema.update(state.model, step=step.number)
     state.objective.after_step(step)
     state.step, state.cursor = step.number, loaded.cursor
-    found = {"step": step.number, "loss": numbers["loss"], "lr": lr, "grad_norm": grad_norm, **numbers}
+    found = {"step": step.number, "loss": metrics["loss"], "lr": lr, "grad_norm": grad_norm, **metrics}
     if skips:
         found |= {"loss_scale": loss_scale, "num_skipped": state.precision.num_skipped}
     return found
@@ -215,12 +256,12 @@ def _is_evaluated(step: int, settings: TrainingSettings) -> bool:
 
 
 def _evaluate(task: Task, state: State, settings: TrainingSettings, *, world: World) -> dict[str, float]:
-    """The numbers of an evaluation of the model as it is."""
+    """Metrics of the current model."""
     best = settings.best
     with state.evaluated() as model, state.precision.autocast():
         found = task.evaluate(model, world.replicas)
     if best is not None and best not in found:
-        raise UserError(f"--best {best} is no number of the evaluation", hint=f"it gives: {', '.join(found)}")
+        raise UserError(f"--best {best} is not a metric of the evaluation", hint=f"it has: {', '.join(found)}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""All that changes from step to step, and its way into checkpoints and out of them."""
+"""The state of a run that changes from step to step; saving it to checkpoints and restoring it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,19 +11,18 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.config.training import TrainingSettings, require_same, shaping
-from train.data.cursor import Cursor, LoaderState, merge_cursors
 from train.data.loader import TrainingSet
+from train.data.order import Cursor, LoaderState, merge_cursors
 from train.device.precision import Precision, open_precision
 from train.distributed.parallel import ZeroOptimizer, unsharded, wrap_model
 from train.distributed.pipeline import Pipeline
 from train.distributed.storage import dtype_of
 from train.distributed.world import World
-from train.engine.agreement import not_finite
+from train.engine.metrics_log import not_finite
 from train.engine.task import Task, own_part
 from train.losses.objective import Objective
-from train.optim.ema import Ema
-from train.optim.groups import plain_name
 from train.optim.optimizer import make_optimizer
+from train.optim.parameters import Ema, plain_name
 from train.run.checkpoint import CheckpointMetadata, check_fits, fill, read_metadata, read_table
 
 Of = TypeVar("Of")
@@ -35,9 +34,10 @@ class State:
 
     Attributes:
         model: as the task built it; with FSDP its parameters are DTensors.
-        trained: what stands for it in a training step (train.distributed.parallel, train.distributed.pipeline).
-        zero: sends what this rank's optimizer made; None where every rank's makes everything.
-        cursor: position in the sample order up to which this rank has consumed batches.
+        trained: the module that a training step calls: the model or its wrapper (train.distributed.parallel,
+            train.distributed.pipeline).
+        zero: broadcasts the parameters that this rank's optimizer updates; None unless the strategy is zero1.
+        cursor: end of this rank's batches in the order of samples.
     """
 
     model: nn.Module
@@ -56,15 +56,15 @@ class State:
 
     @property
     def counted(self) -> nn.Module:
-        """What is called in a training step with all that it computes."""
+        """The module whose calls are counted as the FLOPs of a step."""
         return self.model if isinstance(self.trained, Pipeline) else self.trained
 
     def repeated(self) -> list[nn.Parameter]:
-        """Parameters that an earlier stage of a pipeline has too."""
+        """Parameters that an earlier pipeline stage holds too (tied weights)."""
         return self.trained.repeated if isinstance(self.trained, Pipeline) else []
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that is kept in tensors, by the names of checkpoints. Not copies."""
+        """All tensors of the state, by their names in checkpoints; not copied."""
         found = _weights(self.model, "model.") | _weights(self.objective, "objective.")
         if self.ema is not None:
             found |= {f"ema.{name}": one for name, one in self.ema.state_dict().items()}
@@ -80,9 +80,9 @@ class State:
         settings: TrainingSettings,
         *,
         world: World,
-        numbers: dict[str, float],
+        metrics: dict[str, float],
     ) -> CheckpointMetadata:
-        """Everything else, and the numbers of an evaluation; all ranks call it."""
+        """The rest of the state, with the metrics of an evaluation; all ranks call it."""
         own = LoaderState(
             position=self.cursor.position,
             ahead=list(self.cursor.ahead),
@@ -92,17 +92,17 @@ class State:
         return CheckpointMetadata(
             task=task.name,
             step=self.step,
-            # The stages of a replica are at the same position.
+            # All stages of a replica have the same cursor.
             loader=world.replicas.gather_objects(own),
             settings=shaping(settings),
             precision=self.precision.state_dict(),
-            numbers=numbers,
+            numbers=metrics,
         )
 
     def restore(
         self, path: Path, samples: TrainingSet, settings: TrainingSettings, *, task: Task, world: World
     ) -> CheckpointMetadata:
-        """Takes over a checkpoint, whatever number of ranks wrote it; all ranks call it.
+        """Restore a checkpoint, whatever number of ranks wrote it; all ranks call it.
 
         Raises:
             UserError: it cannot be read, is not finite, or is of another task, model, set of samples, or of other
@@ -136,7 +136,7 @@ class State:
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:
-        """The model as it is evaluated: in evaluation mode, whole on every rank, averages as its weights."""
+        """The model in evaluation mode, unsharded on every rank, with the EMA weights if there are any."""
         with ExitStack() as stack:
             if self.ema is not None:
                 stack.enter_context(self.ema.swapped(self.model))
@@ -149,14 +149,14 @@ class State:
                 self.model.train()
 
     def _optimized(self) -> dict[str, nn.Parameter]:
-        """The parameters whose state this rank's optimizer keeps, by the names of checkpoints."""
+        """The parameters of this rank's optimizer, by their names in checkpoints."""
         own = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         named = [(f"model.{plain_name(name)}", one) for name, one in self.model.named_parameters()]
         named += [(f"objective.{name}", one) for name, one in self.objective.named_parameters()]
         return {name: one for name, one in named if id(one) in own}
 
     def _optimizer_tensors(self, table: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-        """Room for what a checkpoint has of this rank's optimizer: tensors by key, by the name of the parameter."""
+        """Empty tensors for this rank's optimizer state in a checkpoint: {parameter name: {key: tensor}}."""
         keys: dict[str, list[str]] = {}
         for name in table:
             if name.startswith("optimizer."):
@@ -166,7 +166,7 @@ class State:
         for name, parameter in self._optimized().items():
             for key in keys.get(name, []):
                 entry = table[f"optimizer.{name}.{key}"]
-                # As large as the weight and spread like it; or the number of steps, which lies on the CPU.
+                # Of the weight's shape and sharded like it; or the number of steps, which is on the CPU.
                 is_like = key != "step" and entry["size"] == list(parameter.shape)
                 dtype = dtype_of(entry["dtype"])
                 room = torch.zeros_like(parameter, dtype=dtype) if is_like else torch.zeros(entry["size"], dtype=dtype)
@@ -184,9 +184,9 @@ class State:
 def new_state(
     task: Task, samples: TrainingSet, settings: TrainingSettings, *, world: World, device: torch.device
 ) -> State:
-    """A run before its first step; the seed alone decides its weights."""
+    """A run before its first step; its weights depend on the seed alone."""
     torch.manual_seed(settings.seed)
-    # A stage, too, is cut out of the whole: so it begins with the weights that it has there.
+    # A pipeline stage is cut out of the whole model, so that its initial weights do not depend on the cut.
     model = own_part(task, task.build_model(samples), settings.parallel, stages=world.stages).to(device)
     objective = task.build_objective(samples, world.replicas).to(device)
     precision = open_precision(settings.precision, device_type=device.type)
@@ -219,12 +219,12 @@ def _weights(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
     found = {f"{prefix}{plain_name(name)}": one for name, one in module.state_dict().items()}
     for name, one in found.items():
         if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{name} is no tensor: checkpoints take tensors only")
+            raise TypeError(f"{name} is not a tensor: checkpoints hold tensors only")
     return found
 
 
 def _on_all_stages(tensors: dict[str, torch.Tensor], stages: World) -> dict[str, torch.Tensor]:
-    """Those of this rank and of the other stages, without their values."""
+    """The tensors of all stages, on the meta device."""
     if stages.size == 1:
         return tensors
     sizes = {name: list(one.shape) for name, one in tensors.items()}
@@ -241,5 +241,5 @@ def _flat(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 
 def _in_order(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    # As state_dict() numbers them.
+    # The order in which state_dict() numbers them.
     return [one for group in optimizer.param_groups for one in group["params"]]

@@ -1,30 +1,36 @@
-"""The jobs that the one loop trains, and what it needs of each.
+"""The interface between the training loop and a task.
 
-A task owns everything that is particular to a job: which samples, which model, which objective, which evaluation. The
-loop owns everything that is not: steps, optimizer, ranks, logging, checkpoints, resuming.
+A task owns what is particular to it: samples, model, objective and evaluation. The loop owns the rest: steps,
+optimizer, ranks, logging, checkpoints, resuming.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.config.machine import ParallelSettings
-from train.config.training import TrainingSettings
+from train.augment.draws import draw
+from train.augment.pictures import to_model_input
+from train.config.training import ClipSettings, ParallelSettings, TrainingSettings
+from train.data.batch import Batch
 from train.data.loader import TrainingSet
 from train.distributed.pipeline import check_microbatches
 from train.distributed.stages import LayerCost, partition
 from train.distributed.world import World
-from train.engine.common_start import NamedSamples
+from train.engine.rank_consistency import NamedSamples
 from train.losses.objective import Objective
-from train.weights.loading import Loaded
+from train.models.attention import AttentionBackend
+from train.models.transformer import blocks_of, compile_blocks
+from train.weights.conversion import LOGIT_SCALE
+from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 
 
 class Task(Protocol):
-    """A training job.
+    """A training task as the loop sees it.
 
     Attributes:
         name: as on the command line.
@@ -35,59 +41,56 @@ class Task(Protocol):
     columns: tuple[str, ...]
 
     def training_set(self, world: World) -> TrainingSet:
-        """This rank's part of the samples to train on: `batch / world.size` of each batch."""
+        """This rank's part of the training samples: `batch / world.size` of each batch."""
         ...
 
     def build_model(self, samples: Any) -> nn.Module:
-        """A new model for samples as in `samples`, one of its own sets; weights drawn from torch's generator."""
+        """A new model for `samples`, one of the task's own sets; torch's generator initialises the weights."""
         ...
 
     def build_objective(self, samples: Any, world: World) -> Objective:
-        """What the model is trained towards; per-sample state covers all of `samples`, spread over the ranks."""
+        """The loss. State per sample covers all of `samples`, sharded over the ranks."""
         ...
 
     def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The parts of `model` that are gathered and checkpointed one by one: the blocks of its Transformers."""
+        """The modules that FSDP shards one by one: the blocks of the transformers."""
         ...
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Numbers of the evaluation in the loop, equal on all ranks, {} if there is none.
+        """Metrics of the evaluation in the loop, equal on all ranks; {} if there is none.
 
-        All ranks call it at the same step, with the model in evaluation mode and no gradients; forward passes exchange
-        nothing, so ranks may make different numbers of them.
+        All ranks call it at the same step, with the model in evaluation mode and without gradients. Forward passes
+        must not communicate, as ranks may make different numbers of them.
         """
         ...
 
 
 class StartableTask(Task, Protocol):
-    """A task whose model can start from weights."""
+    """A task that the commands can start: its model can be initialised from weights, and its run describes it."""
 
     def training_set(self, world: World) -> NamedSamples:
-        """This rank's part of the samples to train on."""
+        """This rank's part of the training samples."""
         ...
 
     def start_from(self, source: Source, samples: Any, *, say: Say) -> Loaded:
-        """Has `build_model` give models these weights, once they fit; UserError where they do not."""
+        """Make `build_model` initialise models from these weights; raise a UserError if they do not fit."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What run.json says of this task, once its training set is open."""
+        """Entries of run.json about this task, once its training set is open."""
         ...
 
     def files(self) -> dict[str, bytes]:
-        """What a run keeps beside run.json, by name, so that its weights can be used without the data."""
+        """Files by name that a run keeps beside run.json, so that its weights can be used without the data."""
         ...
 
 
-# Tasks whose models can be cut into the stages of a pipeline.
-
-
 @runtime_checkable
-class CutTask(Protocol):
-    """A task whose model is a flat list of layers. Its objective can run a train.distributed.pipeline.Pipeline."""
+class PipelineTask(Protocol):
+    """A task whose model is a flat list of layers and whose objective can run a train.distributed.pipeline.Pipeline."""
 
     def build_model(self, samples: Any) -> nn.Module:
-        """As `Task`'s."""
+        """See `Task`."""
         ...
 
     def layers(self, model: Any) -> Sequence[LayerCost]:
@@ -95,22 +98,22 @@ class CutTask(Protocol):
         ...
 
     def part(self, model: Any, layers: range) -> nn.Module:
-        """Some layers of a model, which it takes over: under the names that their parameters have in the whole."""
+        """A module of some layers, which takes them out of the model; parameters keep their names."""
         ...
 
 
-def check_stages(task: object, samples: Any, settings: TrainingSettings, *, world: World) -> None:
-    """Cuts a model without weights, to see that it can be done.
+def check_stages(task: Task, samples: Any, settings: TrainingSettings, *, world: World) -> None:
+    """Check that the task's model can be cut into --parallel.stages, on a model without memory.
 
     Raises:
-        UserError: the task's models cannot be cut, not into as many stages, or the microbatches do not suit them.
+        UserError: the task's models cannot be cut, not into as many stages, or the microbatches do not fit them.
     """
     parallel = settings.parallel
     if parallel.stages == 1:
         return
-    if not isinstance(task, CutTask):
+    if not isinstance(task, PipelineTask):
         raise UserError(
-            f"--parallel.stages is {parallel.stages}, and only models of train caption can be cut into stages",
+            f"--parallel.stages is {parallel.stages}, and the models of train {task.name} cannot be cut into stages",
             hint="use --parallel.strategy fsdp for models that are larger than a GPU",
         )
     share = world.replicas.share(settings.batch)
@@ -121,13 +124,113 @@ def check_stages(task: object, samples: Any, settings: TrainingSettings, *, worl
 
 
 def own_part(task: object, model: nn.Module, parallel: ParallelSettings, *, stages: World) -> nn.Module:
-    """This rank's layers of a model; the model itself where there is one stage.
+    """This rank's layers of a model; the model itself if there is a single stage.
 
     Raises:
         UserError: it cannot be cut into as many stages.
     """
     if stages.size == 1:
         return model
-    assert isinstance(task, CutTask)
+    assert isinstance(task, PipelineTask)
     cut = partition(task.layers(model), num_stages=stages.size, rule=parallel.partition)
     return task.part(model, cut[stages.rank])
+
+
+# What the tasks that train a video tower on clips have in common.
+#
+# A task outside of clipmill may derive from `ClipTask` too; the loop asks only for `train.engine.task.StartableTask`.
+
+
+# Parts of other models that a video tower is not initialised from: prefix of their tensors, description.
+UNUSED_PARTS = {
+    "text.": "the text tower",
+    "head.": "a classifier's last layer (head)",
+    "video.proj": "the projection (video.proj)",
+    LOGIT_SCALE: "the temperature (logit_scale)",
+    "decoder.": "the decoder and its mask token (decoder)",
+}
+Settings = TypeVar("Settings", bound=ClipSettings)
+Samples = TypeVar("Samples")
+Rgb = tuple[float, float, float]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class ClipTask(Generic[Settings, Samples, Model]):
+    """Settings, device, initial weights and model input of a task; the task adds samples, model and objective."""
+
+    def __init__(self, settings: Settings, *, attention: AttentionBackend, device: torch.device) -> None:
+        self._settings, self._attention, self._device = settings, attention, device
+        self._start: Loaded | None = None
+
+    def new_model(self, samples: Samples) -> Model:
+        """A model with new weights, for clips as `samples` has them."""
+        raise NotImplementedError
+
+    def fit_weights(self, model: Model, source: Source, *, say: Say) -> Loaded:
+        """Fit weights to a model on the meta device."""
+        return fit_to(model, source, allow=self._settings.init.allow, say=say)
+
+    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
+        """Make `build_model` initialise models from these weights.
+
+        Raises:
+            UserError: they do not fit, and nothing explains why.
+        """
+        with torch.device("meta"):
+            model = self.new_model(samples)
+        self._start = self.fit_weights(model, source, say=say)
+        return self._start
+
+    def build_model(self, samples: Samples) -> Model:
+        """A model for clips as `samples` has them, with the weights to start from if there are any."""
+        model = self.new_model(samples)
+        if self._start is not None:
+            copy_into(model, self._start)
+        if self._settings.compile:
+            compile_blocks(model)
+        return model
+
+    def units(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of all transformers."""
+        return blocks_of(model)
+
+    def facts(self) -> dict[str, Any]:
+        """Entries of run.json; none by default."""
+        return {}
+
+    def files(self) -> dict[str, bytes]:
+        """Files that the run keeps; none by default."""
+        return {}
+
+    def pixels(self, batch: Batch, rows: slice, *, mean: Rgb, std: Rgb, is_training: bool) -> torch.Tensor:
+        """Normalised clips [B, C, T, H, W] of some rows of a batch, augmented in training.
+
+        Args:
+            mean, std: of each channel, unless --init.pixel-mean and --init.pixel-std give others.
+        """
+        settings, init = self._settings, self._settings.init
+        positions = batch["position"][rows].numpy() if is_training else None
+        return to_model_input(
+            batch["video"][rows],
+            batch["colour"][rows],
+            size_px=settings.size_px,
+            mean=init.pixel_mean or mean,
+            std=init.pixel_std or std,
+            draw=None if positions is None else draw(positions, settings.augment, seed=settings.seed),
+        )
+
+
+def without_parts(source: Source, parts: Mapping[str, str], *, model: str, say: Say) -> Source:
+    """Weights without the parts that a model has no place for; it is printed which these are.
+
+    Args:
+        parts: prefix of tensor names -> description.
+        model: such as "a classifier", for the message.
+    """
+    tensors = source.converted.tensors
+    unused = {name: prefix for name in tensors for prefix in parts if name.startswith(prefix)}
+    if unused:
+        which = ", ".join(description for prefix, description in parts.items() if prefix in unused.values())
+        say(f"weights: not used, because {model} has no such parts: {which}")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in unused}
+    return replace(source, converted=replace(source.converted, tensors=kept))

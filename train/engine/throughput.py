@@ -1,4 +1,4 @@
-"""How fast a run goes: the numbers of speed in every line of metrics.jsonl."""
+"""Throughput of a run: samples, FLOPs and memory in every line of metrics.jsonl, and the peak FLOP/s of GPUs."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-# A backward pass computes two products for each of the forward pass.
+# A backward pass has two matrix products for each one of the forward pass.
 _FORWARD_AND_BACKWARD = 3
-# torch 2.11 has no formula for attention on a CPU; it is that of a GPU.
+# torch 2.11 has no formula for attention on a CPU; it is the same as on a GPU.
 flop_registry.setdefault(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
@@ -20,10 +20,10 @@ flop_registry.setdefault(
 
 
 class Throughput:
-    """Speed of each step, of all ranks together where it is of samples, and of this one's device where it is of FLOPs.
+    """Samples per second of all ranks together, and FLOP/s of this rank's device.
 
     Attributes:
-        flops_per_step: of the model alone on this rank; None until they have been counted.
+        flops_per_step: of the model on this rank; None until they have been counted.
     """
 
     def __init__(self, *, device: torch.device, precision: str) -> None:
@@ -35,11 +35,11 @@ class Throughput:
 
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[None]:
-        """Counts the FLOPs of the step taken within, by going through the model once more beforehand.
+        """Count the FLOPs of the step in the block, with an additional forward pass before each one of the step.
 
-        Of its forward passes those with gradients count, so that what is computed twice to save memory counts once, as
-        MFU wants it. The step itself is not touched: it draws what it would have drawn, and a compiled model is
-        counted as it was written. Later steps are taken to cost the same.
+        Only forward passes with gradients count, so that recomputed activations count once, as MFU defines it. The
+        step itself is unaffected: it draws the same random numbers, and a compiled model is counted in eager mode.
+        Later steps are assumed to cost the same.
         """
         counter = FlopCounter()
         devices = [self._device] if self._device.type == "cuda" else []
@@ -61,11 +61,11 @@ class Throughput:
             hook.remove()
         self.flops_per_step = _FORWARD_AND_BACKWARD * counter.num_flops
 
-    def numbers(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
-        """Numbers of a step that took `step_s`, of which `waited_s` for data, with `num_samples` on all ranks.
+    def metrics(self, *, step_s: float, waited_s: float, num_samples: int) -> dict[str, float]:
+        """Metrics of a step that took `step_s`, including `waited_s` for data, with `num_samples` on all ranks.
 
-        `gpu_memory_gb` is the most that tensors have taken since the run began, in 10^9 bytes; `mfu` is left out where
-        the GPU's peak is not known.
+        `gpu_memory_gb` is the peak of allocated memory since the run began, in 10^9 bytes. `mfu` is left out if the
+        peak FLOP/s of the GPU are not known.
         """
         found = {
             "samples_per_s": num_samples / step_s,
@@ -83,7 +83,7 @@ class Throughput:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Sums torch's own formulas of the operations within: products of matrices, convolutions, attention.
+    """Sums torch's FLOP formulas of the operations in the block: matrix products, convolutions, attention.
 
     Attributes:
         num_flops: so far.
@@ -96,7 +96,7 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
         if packet not in flop_registry:
-            with self:  # in inference mode even a linear layer comes whole
+            with self:  # in inference mode, even a linear layer is not decomposed yet
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
@@ -104,20 +104,16 @@ class FlopCounter(TorchDispatchMode):
         if packet in flop_registry:
             self.num_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif str(packet) == "xformers_flash.flash_fwd":
-            # xformers hides torch's own kernel in an operator without a formula; it has one argument more.
+            # xformers wraps torch's kernel in an operator of its own, without a formula and with one more argument.
             query, key, value, starts_q, starts_k, _, longest_q, longest_k = args[:8]
             formula = flop_registry[torch.ops.aten._flash_attention_forward]
             self.num_flops += formula(query, key, value, starts_q, starts_k, longest_q, longest_k)
         return out
 
 
-# How many operations a second GPUs are made for: the 100 % of a model's FLOP/s utilisation (MFU).
-#
-# Dense products of bf16 or fp16 with float32 accumulation, in TFLOP/s at boost clock, from NVIDIA's data sheets and
-# architecture white papers (which print the double for sparse matrices of most).
-
-
-# The first pattern that is found in the device's name counts.
+# Peak TFLOP/s of GPUs, the 100 % of model FLOP/s utilisation (MFU): dense bf16 or fp16 matrix products with float32
+# accumulation at boost clock, from NVIDIA's data sheets and architecture white papers, most of which print the doubled
+# figure for sparse matrices. The first pattern that is found in the device's name applies.
 _TFLOPS = (
     (r"\bB200\b", 2250.0),
     (r"\bGH200\b|\bH200\b", 989.4),
@@ -147,11 +143,11 @@ _WITHOUT_TF32 = re.compile(r"\bV100|\bT4\b")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Operations a second of a GPU (as torch names it) in bf16, fp16 or tf32; None where the table has no number."""
+    """Peak FLOP/s of a GPU by its name in torch, in bf16, fp16 or tf32; None if the table does not have it."""
     tflops = next((tflops for pattern, tflops in _TFLOPS if re.search(pattern, device_name)), None)
     if tflops is None or precision not in ("bf16", "fp16", "tf32"):
         return None
     if precision == "tf32":
-        # Tensor cores are half as fast on it.
+        # Tensor cores run tf32 at half the rate.
         return None if _WITHOUT_TF32.search(device_name) else tflops * 1e12 / 2
     return tflops * 1e12

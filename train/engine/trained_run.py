@@ -1,4 +1,4 @@
-"""A run that has been trained, opened for what is done with its weights: evaluations, captions of videos."""
+"""Open a trained run: its latest checkpoint, and the device, precision and attention to use it with."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +22,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun(Generic[Settings]):
-    """The latest checkpoint of a run, and what its weights compute with.
+    """The latest checkpoint of a run, and what to run its model with.
 
     Attributes:
-        settings: of the run, with the data that was asked for.
+        settings: of the run, with the requested data.
         step: of the checkpoint.
-        weights: which of the checkpoint's, and in which precision, in words.
+        weights: description of the weights (EMA or not) and of the precision.
     """
 
     run: RunFolder
@@ -40,10 +40,10 @@ class TrainedRun(Generic[Settings]):
     precision: Precision
 
     def fill(self, model: Model) -> Model:
-        """Gives a model the weights, averages where the run kept some; it is then on the device, in evaluation mode.
+        """Load the weights into a model, the EMA weights if the run has them, on the device and in evaluation mode.
 
         Raises:
-            UserError: the weights are damaged, or are not those of such a model.
+            UserError: the weights are damaged, or do not fit the model.
         """
         model.to(self.device)
         try:
@@ -61,7 +61,7 @@ def read_settings(run: RunFolder, kind: type[Settings], *, shards: str | None = 
     """The settings of a run.
 
     Args:
-        shards: data in place of that of the run.
+        shards: data that replaces the run's own.
 
     Raises:
         UserError: they cannot be read, or are those of another task.
@@ -71,11 +71,11 @@ def read_settings(run: RunFolder, kind: type[Settings], *, shards: str | None = 
 
 
 def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]:
-    """Opens the latest checkpoint of a run; neither data nor a model is needed yet.
+    """Open the latest checkpoint of a run, without data or a model.
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, the settings are not those that it was trained with, or they
-            ask for what this machine does not have.
+        UserError: there is no checkpoint, it is damaged, the settings are not those that it was trained with, or this
+            machine lacks what they require.
     """
     checkpoint = run.require_checkpoint()
     facts = read_metadata(checkpoint)
@@ -86,7 +86,7 @@ def open_trained_run(run: RunFolder, settings: Settings) -> TrainedRun[Settings]
         hint=f"was {run.settings} changed by hand? put back what the run was trained with",
     )
     device = choose_device(settings.device)
-    # What the run was trained with, where it was trained on a GPU too.
+    # The backend that the run was trained with, if that was on a GPU too.
     is_measured = settings.attention == "auto" and device.type == "cuda" and not settings.compile
     before = as_before(run.read_facts(), device_type=device.type) if is_measured else None
     attention = before or open_attention(settings.attention, device_type=device.type, compiles=settings.compile)

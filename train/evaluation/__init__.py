@@ -1,1 +1,1 @@
-"""What a finished run is worth: protocols and their numbers."""
+"""Running evaluations: what all of them share, and probes of frozen features."""

@@ -1,24 +1,28 @@
-"""Runs an evaluation of a trained run, and writes its result file.
+"""Run an evaluation of a trained run, and write its result file.
 
-What all evaluations have in common stands here: opening the run, the head of the result, and the command line that
-repeats the evaluation. What is scored, and how, is the evaluation's own (`train.spec.EvaluationSpec.score`).
+This module has what all evaluations share: opening the run, the common fields of a result, the description of the
+clips, and the command line that repeats the evaluation. What is scored, and how, is up to the evaluation
+(`train.spec.EvaluationSpec.score`).
 """
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from train.config.training import ClipSettings, flat
+from train.data.decoding.clip import Views
 from train.data.outcomes import FailedSample
 from train.engine.trained_run import TrainedRun, open_trained_run, read_settings
 from train.run.folder import RunFolder, result_name
 from train.spec import EvaluationSpec, TaskSpec
 
+_ONE_VIEW = Views()
+
 
 class EvaluatedSamples(Protocol):
-    """A set of samples as a result tells of it."""
+    """A set of samples as a result describes it."""
 
     @property
     def variant_name(self) -> str:
@@ -32,12 +36,12 @@ class EvaluatedSamples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A run to be evaluated.
+    """A run that is ready to be evaluated.
 
     Attributes:
-        settings: of the run, with the data that is to be evaluated.
-        shards: data in place of the run's own, or None.
-        task: with the classes or tokens that the run has kept.
+        settings: of the run, with the data to evaluate.
+        shards: data that replaces the run's own, or None.
+        task: the run's task, with the classes or tokens that the run has kept.
     """
 
     spec: TaskSpec
@@ -48,7 +52,7 @@ class OpenedRun:
     task: Any
 
     def result_name(self, name: str) -> str:
-        """The name of the result file for `name`, which differs where the data are not the run's own."""
+        """File name of the result `name`; it is a different one for data other than the run's own."""
         return result_name(name, self.run.data_facts(self.shards))
 
 
@@ -59,10 +63,10 @@ class Score:
     Attributes:
         name: of the result file; the same evaluation again replaces it.
         samples: those that were scored.
-        clip: what is looked at of a clip, in words.
-        values: the metrics and all else that the result holds, as plain values.
+        clip: description of the clips, see `describe_clip`.
+        values: metrics and everything else that the result holds, as plain values.
         failed: samples that could not be decoded.
-        beside: given the path of the result file, writes what lies beside it.
+        beside: called with the path of the result file and the result, to write further files next to it.
     """
 
     name: str
@@ -73,30 +77,42 @@ class Score:
     beside: Callable[[Path, dict[str, Any]], None] | None = field(default=None)
 
 
+def open_for(spec: TaskSpec, run: RunFolder, *, shards: str | None = None) -> OpenedRun:
+    """Open the latest checkpoint of a run and its task.
+
+    Args:
+        shards: data that replaces the run's own.
+
+    Raises:
+        UserError: there is no checkpoint, or it does not fit this machine or the run's settings.
+    """
+    settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
+    trained = open_trained_run(run, settings)
+    task = spec.open(settings, attention=trained.attention, device=trained.device, run=run)
+    return OpenedRun(spec=spec, run=run, settings=settings, shards=shards, trained=trained, task=task)
+
+
 def evaluate(
     spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, wanted: Any, *, shards: str | None = None
 ) -> dict[str, Any]:
-    """Evaluates the latest checkpoint of a run, and writes the result file.
+    """Evaluate the latest checkpoint of a run, and write the result file.
 
     Args:
         wanted: settings of the evaluation.
-        shards: data in place of the run's own.
+        shards: data that replaces the run's own.
 
     Raises:
         UserError: the run cannot be opened, or its data lack what the evaluation needs.
         FailedWork: nothing could be decoded.
     """
-    settings: ClipSettings = read_settings(run, spec.settings, shards=shards)
-    trained = open_trained_run(run, settings)
-    task = spec.open(settings, attention=trained.attention, device=trained.device, run=run)
-    opened = OpenedRun(spec=spec, run=run, settings=settings, shards=shards, trained=trained, task=task)
+    opened = open_for(spec, run, shards=shards)
     found = evaluation.score(opened, wanted)
     result = {
         "evaluation": evaluation.result_name,
         "split": wanted.split,
         **run.data_facts(shards),
-        "step": trained.step,
-        "weights": trained.weights,
+        "step": opened.trained.step,
+        "weights": opened.trained.weights,
         "data": found.samples.describe(),
         "variant": found.samples.variant_name,
         "clip": found.clip,
@@ -110,8 +126,52 @@ def evaluate(
     return result
 
 
+def split_metrics(split: str, metrics: Mapping[str, float], *, num_failed: int = 0) -> dict[str, float]:
+    """Metrics of an evaluation in the training loop, named `<split>/<name>`; failures are counted if there are any."""
+    counted = {**metrics, "num_failed": float(num_failed)} if num_failed else metrics
+    return {f"{split}/{name}": value for name, value in counted.items()}
+
+
+def every_for(num_samples: int, *, at_most: int) -> int:
+    """The smallest k for which every k-th sample makes at most `at_most` samples."""
+    return -(-num_samples // at_most)
+
+
+def describe_clip(
+    settings: ClipSettings, *, views: Views = _ONE_VIEW, mean_of: str = "", is_consecutive: bool = False
+) -> str:
+    """Describe what an evaluation sees of a clip: number and sampling of frames, views, crop and size.
+
+    Args:
+        views: of clips of pixels.
+        mean_of: what is averaged over several views.
+        is_consecutive: the frames of latents are consecutive.
+    """
+    frames = f"T = {settings.num_frames} frames"
+    if getattr(settings, "input", "pixels") == "latents":
+        which = "in a row, in the middle" if is_consecutive else "one in the middle of each of equal parts"
+        segment: str = settings.segment  # type: ignore[attr-defined]
+        return f"{frames} of latents of a segment of {segment}, {which}"
+    crops = "1 crop (centre square)" if views.num_crops == 1 else f"{views.num_crops} crops along the longer side"
+    moments = _describe_sampling(settings, is_centred=views.num_clips == 1)
+    if len(views) == 1:
+        return f"{frames}, {moments}, {crops}, {settings.size_px} px"
+    clips = "1 clip" if views.num_clips == 1 else f"{views.num_clips} clips"
+    return f"{frames}, {moments}, {clips} x {crops}, {settings.size_px} px, mean of their {mean_of}"
+
+
+def _describe_sampling(settings: ClipSettings, *, is_centred: bool) -> str:
+    """A single temporal view is in the middle of the span; several are spread over it."""
+    middle = "the middle of " if is_centred else ""
+    return {
+        "uniform": f"one in {middle}each of equal parts",
+        "stride": f"every {settings.stride} frames{', in the middle' if is_centred else ''}",
+        "lavila": f"one in {middle}each of LaViLa's parts",
+    }[settings.sampling]
+
+
 def command_line(name: str, run: RunFolder, wanted: Any, *, shards: str | None) -> str:
-    """The command line that repeats an evaluation: the split, and every setting that is not its default."""
+    """The command line that repeats an evaluation: the split, and every setting that differs from its default."""
     words = ["train", "eval", name, str(run.path), "--split", wanted.split]
     words += [] if shards is None else ["--shards", shards]
     defaults = _defaults(wanted)
@@ -124,13 +184,8 @@ def command_line(name: str, run: RunFolder, wanted: Any, *, shards: str | None) 
     return shlex.join(words)
 
 
-def every_for(num_samples: int, *, at_most: int) -> int:
-    """The smallest step with which at most `at_most` of the samples are visited."""
-    return -(-num_samples // at_most)
-
-
 def _defaults(wanted: Any) -> dict[str, Any]:
-    """The defaults by flag; those of a group that was left out are the group's own."""
+    """Defaults by flag; a group whose default is None has the defaults of its own class."""
     found = flat(asdict(type(wanted)()))
     for one in fields(wanted):
         value = getattr(wanted, one.name)

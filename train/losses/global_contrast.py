@@ -16,8 +16,7 @@ from manifests.errors import UserError
 from train.data.batch import Batch
 from train.device.transfer import sent
 from train.distributed.sharded import ShardedRows
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
 from train.losses.settings import Convention, GammaSchedule, Loss
 from train.losses.similarities import Similarities, exponential_gradients, log_sums

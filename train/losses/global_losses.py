@@ -8,8 +8,7 @@ from torch import nn
 
 from manifests.errors import UserError
 from train.device.transfer import Scalar
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.contrastive import DatasetSize, Inputs
 from train.losses.global_contrast import Estimate, GlobalContrast, Side, group_means
 from train.losses.settings import Loss

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from manifests.errors import UserError
 from train.data.batch import Batch
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.contrastive import Contrast, ContrastiveObjective, DatasetSize, Inputs
 from train.losses.settings import Loss
 from train.losses.similarities import Similarities, blocks, exponential_gradients, log_sums

@@ -1,12 +1,13 @@
 """The training objective: the part of a task that the loop knows besides the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from train.data.batch import Batch
 from train.device.transfer import Scalar
-from train.distributed.step import Step
+from train.distributed.world import Step
 
 
 class Objective(nn.Module):
@@ -45,3 +46,31 @@ class Objective(nn.Module):
 
     def after_step(self, step: Step) -> None:
         """Called after each optimizer step, to keep parameters within their bounds."""
+
+
+def backward_microbatches(
+    loss_of: Callable[[slice], torch.Tensor], *, num_samples: int, step: Step, gradient_factor: int = 1
+) -> list[torch.Tensor]:
+    """Run forward and backward passes of a rank's share of the batch, microbatch by microbatch.
+
+    Gradients add up over microbatches; ranks exchange them in the last one only. Each microbatch has random numbers of
+    its own (`Step.random`).
+
+    Args:
+        loss_of: loss of some rows of the share, as a summand of the share's loss.
+        num_samples: of the share.
+        gradient_factor: multiplies the gradients but not the returned losses; the number of ranks for losses that are
+            summands of the whole batch's, as gradients are averaged over ranks.
+
+    Returns:
+        The losses of the microbatches, detached.
+    """
+    size = min(step.microbatch or num_samples, num_samples)
+    losses = []
+    for part, begin in enumerate(range(0, num_samples, size)):
+        rows = slice(begin, min(begin + size, num_samples))
+        with step.synced(rows.stop == num_samples), step.random(part):
+            loss = loss_of(rows)
+            step.scale(loss if gradient_factor == 1 else loss * gradient_factor).backward()
+        losses.append(loss.detach())
+    return losses

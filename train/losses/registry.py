@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from train.distributed.world import World
-    from train.losses.autograd import LossFunction
-    from train.losses.contrastive import ContrastiveObjective, DatasetSize, Inputs
+    from train.losses.contrastive import ContrastiveObjective, DatasetSize, Inputs, LossFunction
     from train.losses.settings import Loss
 
 
@@ -92,7 +91,7 @@ def build_contrast(
     Raises:
         KeyError: there is no loss of that kind.
     """
-    from train.losses.autograd import AutogradObjective
+    from train.losses.contrastive import AutogradObjective
 
     loss = LOSSES[settings.kind].load()
     objective: type[ContrastiveObjective] = loss if isinstance(loss, type) else AutogradObjective

@@ -7,8 +7,7 @@ from typing import Annotated, Literal, cast
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config.fields import SHARE, Checked, Range
-from train.config.groups import FIRST_RUN
+from train.config.fields import FIRST_RUN, SHARE, Checked, Range
 from train.losses.registry import LOSSES, LossSpec
 
 Convention = Literal["paper", "fast_clip"]

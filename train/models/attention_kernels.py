@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from train.models.attention import PREFERRED, Attend, xformers_operators
-from train.models.packing import Packing, pack
+from train.models.attention import PREFERRED, Attend, Packing, pack, xformers_operators
 
 _OF_SDPA = {
     SDPBackend.MATH: "math (all scores in memory)",

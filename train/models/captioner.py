@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from train.models.gpt2 import Gpt2
-from train.models.gpt2_block import TextCache
+from train.models.gpt2 import Gpt2, TextCache
 from train.models.transformer import Stack
 from train.models.video_vit import VideoViTSize
 

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from train.models.attention import Attend
-from train.models.packing import pack
+from train.models.attention import Attend, pack
 from train.models.transformer import LayerNorm, Transformer, TransformerSize
 
 VOCABULARY_SIZE = 49408

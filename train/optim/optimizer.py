@@ -14,7 +14,7 @@ from train.distributed.sharded import local_part, norms
 from train.distributed.world import World
 from train.losses.objective import Objective
 from train.optim.algorithms import Lamb, Lion, Sgd
-from train.optim.groups import parameter_groups
+from train.optim.parameters import parameter_groups
 
 Schedule = Literal["cosine", "linear", "fixed"]
 

@@ -1,1 +1,1 @@
-"""Pages: the results of a run, and several runs beside one another."""
+"""Results pages: of a run, and of several runs next to each other."""

@@ -1,8 +1,9 @@
-"""The results page of a run (index.html): one file, nothing to load."""
+"""The results page of a run (index.html), rendered from the files of the run."""
 
+import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
-from train.evaluation.tables import percent
+from train.evaluation.pages import load_template
 from train.registry import DEFAULT, evaluations_of, task_named, task_names
 from train.report.curves import evaluation_curves, training_curves
-from train.run.folder import RunFolder, other_data, read_lines, read_object
+from train.run.folder import RunFolder, open_run, other_data, read_lines, read_object
 from train.spec import EvaluationSpec
 
 _NUM_LAST = 20
@@ -21,12 +22,12 @@ _SHOWN_SETTINGS = ("preset", "model", "batch", "steps", "lr", "num_frames", "siz
 
 
 def write_page(run: RunFolder) -> None:
-    """Writes the page anew from the files of the run."""
+    """Render the page from the files of the run."""
     publish_page("report.html.j2", run.page, **page_of(run))
 
 
 def page_of(run: RunFolder) -> dict[str, Any]:
-    """What the page of a run shows."""
+    """The values of the page's template."""
     lines = read_lines(run.metrics)
     facts = run.read_facts()
     task = str(facts.get("task", DEFAULT))
@@ -42,13 +43,13 @@ def page_of(run: RunFolder) -> dict[str, Any]:
         "curves": training_curves(lines),
         "evaluation_curves": evaluation_curves(lines, [group for one in known for group in one.curves]),
         "results": _results(run, known, own_split=settings.get("split")),
-        "weights": [_weights(facts[name]) for name in ("weights", "decoder_weights") if name in facts],
+        "weights": [_weights(start) for start in initial_weights(facts).values()],
         "failures": read_lines(run.failures),
     }
 
 
 def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: object) -> list[dict[str, Any]]:
-    """The results of evaluations: on the run's own data first, on what it was trained on last."""
+    """Results of evaluations: those on the run's own data first, those on its training split last."""
     order = {one.result_name: number for number, one in enumerate(known)}
     results = []
     for result in (read_object(path) for path in run.results()):
@@ -58,7 +59,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
         shown = {
             "table": evaluation.table(result),
             "other_data": other,
-            "section": section and rendered(section, result={**result, "other_data": other}),
+            "section": section and load_template(section).render(result={**result, "other_data": other}),
             "strips": evaluation.strips(result) if section and evaluation.strips else [],
         }
         results.append({**result, **shown})
@@ -69,7 +70,7 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
 
 
 def _chosen(settings: dict[str, Any], task: str) -> dict[str, Any]:
-    """The settings that differ from their defaults, and those that every run is asked about."""
+    """The settings that differ from their defaults, and the most important ones."""
     kind = task_named(task).settings if task in task_names() else TrainingSettings
     defaults = flat(plain_values(asdict(kind())))
     return {
@@ -82,7 +83,7 @@ def _chosen(settings: dict[str, Any], task: str) -> dict[str, Any]:
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     if not lines:
         return {"num_steps": 0}
-    # The first step warms caches and fills the loader's queue.
+    # The first step includes warm-up of caches and of the loader's queue.
     steady = lines[1:] or lines
     took_s = sum(line["step_s"] for line in steady)
     waited_s = sum(line["data_wait_s"] for line in steady)
@@ -97,14 +98,14 @@ def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "took": _duration(sum(line["step_s"] for line in lines)),
         "samples_per_s": sum(line["samples_per_s"] * line["step_s"] for line in steady) / took_s,
         "wait_share": waited_s / took_s,
-        "epochs": lines[-1].get("epoch"),  # a stream does not know how long one is
+        "epochs": lines[-1].get("epoch"),  # streams have no epochs
         "memory_gb": max(memory_gb, default=None),
         "mfu": sum(mfu) / len(mfu) if mfu else None,
     }
 
 
 def _command(run: RunFolder, task: str) -> str:
-    """The command line that trains this once more."""
+    """The command line that repeats the training."""
     return shlex.join(["train", task, "--config", str(run.settings), "--out", f"{run.path}-again"])
 
 
@@ -115,8 +116,13 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def initial_weights(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of run.json about initial weights: `weights`, and those of single parts such as `decoder_weights`."""
+    return {name: value for name, value in facts.items() if name.endswith("weights") and isinstance(value, dict)}
+
+
 def _weights(report: dict[str, Any]) -> dict[str, Any]:
-    """What became of each tensor of weights that a run began with; equal changes of several blocks in one row."""
+    """How the tensors of initial weights were used; equal changes of several blocks are one row."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for change in report["changes"]:
         name = re.sub(r"\.\d+\.", ".*.", change["origin"] or change["name"])
@@ -133,29 +139,41 @@ def _shape(change: dict[str, Any], side: str) -> str:
     return "" if shape is None else " x ".join(map(str, shape)) or "one number"
 
 
-# Pages: one file each, nothing to load, and nothing from outside becomes markup.
-
-
-_TEMPLATES = Path(__file__).parent
-
-
 def publish_page(template: str, path: Path, **values: Any) -> None:
-    """Fills a template of this folder and publishes the page."""
-    publish_bytes(path, rendered(_TEMPLATES / template, **values).encode())
+    """Publish a page from a template of this folder."""
+    publish_bytes(path, load_template(Path(__file__).with_name(template)).render(**values).encode())
 
 
-def rendered(template: Path, **values: Any) -> str:
-    """A template with values, which are escaped; what it includes lies in this folder."""
-    # Markup from jinja2 itself: what the charts and the sections return is markup, all else is escaped.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+# `train overview`: several runs on one page, each with its metrics, its loss and a few pictures.
 
-    environment = Environment(
-        loader=FileSystemLoader([template.parent, _TEMPLATES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "markup": Markup}
-    return environment.get_template(template.name).render(**values)
+
+_NUM_STRIPS = 3
+
+
+def write_overview(runs: Sequence[Path], out: Path) -> None:
+    """Write an overview of runs that links to their pages.
+
+    Raises:
+        UserError: one of them is not a run.
+    """
+    cards = []
+    for path in runs:
+        run = open_run(path)
+        page = page_of(run)
+        shown, shown_data = _shown(page)
+        link = _relative(run.page, out.parent)
+        cards.append({**page, "shown": shown, "shown_data": shown_data, "link": link})
+    publish_page("overview.html.j2", out, cards=cards)
+
+
+def _shown(page: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Pictures with captions of the first result that has some, and its data if it is not the run's own."""
+    for result in page["results"]:
+        if result["strips"]:
+            return result["strips"][:_NUM_STRIPS], result["other_data"]
+    return [], ""
+
+
+def _relative(page: Path, folder: Path) -> str:
+    """A relative link, which stays valid if both pages are moved together."""
+    return Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()

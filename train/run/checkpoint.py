@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from manifests.errors import UserError, first_line
 from manifests.json_text import parse_json
-from train.data.cursor import LoaderState
+from train.data.order import LoaderState
 from train.distributed.world import World
 
 if TYPE_CHECKING:

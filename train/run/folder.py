@@ -1,33 +1,76 @@
-"""The folder of a run and the files in it.
-
-    settings.yaml             the effective settings; reloads to an equal object
-    run.json                  machine, versions, data and model, for the results page
-    metrics.jsonl             one object per step
-    failures.jsonl            one object per failed sample
-    checkpoints/step_*/       checkpoints (train.run.checkpoint)
-    evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
-    evaluations/*.coco.json   generated captions in COCO's results format
-    index.html                the results page
-
-The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
-"""
+"""The environment of a run: machine and versions, for the results page and `train doctor`."""
 
 import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.config.files import load_settings, read_values, save_settings
 from train.config.training import TrainingSettings, require_same, shaping
-from train.data.remote.files import is_remote
+from train.data.remote import is_remote
+
+if TYPE_CHECKING:
+    import torch
+
+
+_DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pyarrow", "numpy")
+
+
+def machine(device: "torch.device") -> str:
+    """Describe the processor, its cores and the GPU, if there is one."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    text = f"{processor()}, {cores} cores, {torch.get_num_threads()} torch threads"
+    return f"{text}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else text
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that affect results."""
+    return {"python": platform.python_version()} | {name: installed_version(name) for name in _DISTRIBUTIONS}
+
+
+def installed_version(distribution: str) -> str:
+    """Version of a package, or "not installed"."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    """Name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+# The folder of a run and the files in it.
+#
+# settings.yaml             the effective settings; reloads to an equal object
+# run.json                  machine, versions, data and model, for the results page
+# metrics.jsonl             one object per step
+# failures.jsonl            one object per failed sample
+# checkpoints/step_*/       checkpoints (train.run.checkpoint)
+# evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
+# evaluations/*.coco.json   generated captions in COCO's results format
+# index.html                the results page
+#
+# The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
+
 
 COCO_SUFFIX = ".coco.json"
 _MAX_DATA_NAME = 40

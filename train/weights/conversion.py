@@ -197,7 +197,7 @@ def _expanded(name: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format of weights: one row of train.weights.formats.
+    """A format of weights: one row of train.weights.sources.
 
     Attributes:
         name: value of `--init.format`.

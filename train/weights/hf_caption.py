@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from manifests.errors import UserError
-from train.weights.config_files import read_config
 from train.weights.conversion import (
     ConvertedStateDict,
     Format,
@@ -23,7 +22,7 @@ from train.weights.conversion import (
     require_float_weights,
     require_floats,
 )
-from train.weights.files import read_tensors, without_prefixes
+from train.weights.files import read_config, read_tensors, without_prefixes
 from train.weights.hf_caption_config import CaptionConfig, caption_config_of, facts_of_hf_caption
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

@@ -8,8 +8,8 @@ from manifests.errors import UserError
 from train.models.gpt2 import Gpt2Size
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
-from train.weights.config_files import as_config, colours
 from train.weights.conversion import SourceFacts
+from train.weights.files import as_config, colours
 
 
 @dataclass(frozen=True, kw_only=True)

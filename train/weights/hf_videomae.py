@@ -14,7 +14,6 @@ from manifests.errors import UserError
 from train.config.training import ClipSettings
 from train.models.dual_encoder import size_of
 from train.run.folder import RunFolder
-from train.weights.config_files import as_config, colours
 from train.weights.conversion import (
     CONV,
     IMAGENET_MEAN,
@@ -26,6 +25,7 @@ from train.weights.conversion import (
     any_begins,
 )
 from train.weights.exported import Exported, preprocessor_config, save_json, save_tensors
+from train.weights.files import as_config, colours
 from train.weights.videomae import (
     CLASS_TOKENS,
     SHARED_NAMES,

@@ -17,7 +17,6 @@ from manifests.errors import UserError
 from train.config.model import Init
 from train.models.dual_encoder import DualEncoderSize
 from train.models.transformer import NORM_EPS
-from train.weights.config_files import colours
 from train.weights.conversion import (
     CLIP_MEAN,
     CLIP_STD,
@@ -29,6 +28,7 @@ from train.weights.conversion import (
     Tensors,
     any_begins,
 )
+from train.weights.files import colours
 
 _TEXT_PARTS = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
 # The text tower's parts have no prefix in open_clip's CLIP.

@@ -1,9 +1,14 @@
-"""Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
+"""The formats that weights are read in: one row each, in the order in which names of tensors are compared with them.
+
+A new format is a file beside this one that defines a Format, and its row here. `--init.format` (train.config.model)
+names it too.
+"""
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -15,12 +20,14 @@ from train.models.dual_encoder import size_of
 from train.models.transformer import NORM_EPS
 from train.run.checkpoint import fill, read_metadata, read_table, read_weights
 from train.run.folder import RunFolder
+from train.weights.avion import AVION, LAVILA
 from train.weights.conversion import (
     CONV,
     LOGIT_SCALE,
     MEANS,
     STDS,
     ConvertedStateDict,
+    Format,
     SourceFacts,
     by_origin,
     kind_of_tensors,
@@ -29,9 +36,60 @@ from train.weights.conversion import (
     require_floats,
 )
 from train.weights.exported import EXTRAS_FILE, read_extras
-from train.weights.files import read_tensors, without_prefixes
-from train.weights.formats import FORMATS, detect_format, facts_in
-from train.weights.open_clip import file_of_tag
+from train.weights.files import read_config, read_tensors, without_prefixes
+from train.weights.hf_caption import HF_TIMESFORMER
+from train.weights.hf_clip import HF_CLIP
+from train.weights.hf_videomae import HF_VIDEOMAE
+from train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
+from train.weights.videomae import VIDEOMAE
+
+FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
+
+
+def detect_format(names: Iterable[str]) -> Format:
+    """The format of a state dict, by the names of its tensors.
+
+    Raises:
+        UserError: no format has such names, or a tower is of another kind.
+    """
+    known = frozenset(names)
+    for form in FORMATS.values():
+        if form.matches(known):
+            return form
+    first = ", ".join(sorted(known)[:3])
+    raise UserError(
+        "these are not the weights of a CLIP, VideoMAE or TimeSformer of any known format; the first tensors: "
+        f"{first or 'none'}",
+        hint=f"known are {', '.join(FORMATS)}; name one with --init.format to see what fits",
+    )
+
+
+def facts_in(folder: Path) -> SourceFacts | None:
+    """Facts from the configuration files in a folder; None if it has none.
+
+    Raises:
+        UserError: a file is damaged, or of a model that the towers here cannot be.
+    """
+    own = read_config(folder / "open_clip_config.json")
+    if own is not None:
+        preprocess = own.get("preprocess_cfg") or {}
+        return facts_of_open_clip(own.get("model_cfg", own) or {}, preprocess, source=str(folder))
+    config = read_config(folder / "config.json")
+    if config is None:
+        return None
+    preprocess = read_config(folder / "preprocessor_config.json") or {}
+    kind = str(config.get("model_type"))
+    for form in FORMATS.values():
+        if form.read_config is not None and any(fnmatchcase(kind, pattern) for pattern in form.model_types):
+            return form.read_config(config, preprocess, source=str(folder))
+    raise UserError(
+        f"{folder}: the model is a {config.get('model_type')!r}, not a 'clip' or a 'videomae'",
+        hint="name the folder of a CLIPModel or a VideoMAE",
+    )
+
+
+# Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip.
+
 
 _NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")
 # Names of a folder's weights, by priority.

@@ -15,7 +15,6 @@ import torch
 from manifests.errors import UserError
 from train.config.model import Init
 from train.models.transformer import TransformerSize
-from train.weights.config_files import colours
 from train.weights.conversion import (
     CONV,
     IMAGENET_MEAN,
@@ -27,6 +26,7 @@ from train.weights.conversion import (
     any_begins,
 )
 from train.weights.exported import Exported
+from train.weights.files import colours
 
 CHECKPOINT_FILE = "checkpoint.pth"
 # What other vision Transformers with the same names have, and VideoMAE does not.

@@ -4,8 +4,7 @@ import torch
 
 from tests.train.augment.planes import random_planes
 from train.augment.draws import draw
-from train.augment.effects import box_of, erase_clips
-from train.augment.pictures import to_model_input
+from train.augment.pictures import box_of, erase_clips, to_model_input
 from train.config.data import Augment
 
 SIZE_PX = 32

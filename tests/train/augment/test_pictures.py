@@ -10,8 +10,7 @@ from torchvision.transforms.v2 import functional as torchvision_functional  # ty
 from tests.train.augment import reference
 from tests.train.augment.planes import Bytes, mild_planes, random_planes
 from train.augment.draws import Draw, draw
-from train.augment.effects import colour_map
-from train.augment.pictures import to_model_input
+from train.augment.pictures import colour_map, to_model_input
 from train.config.data import Augment
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)

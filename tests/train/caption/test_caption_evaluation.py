@@ -12,8 +12,8 @@ from manifests.errors import UserError
 from tests.train.test_cli import train
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.commands.evaluation import score_run
-from train.tasks.caption.generation import Said, numbers_of
-from train.tasks.caption.metrics.java import Absent
+from train.tasks.caption.generation import GeneratedCaptions, metrics_of
+from train.tasks.caption.metrics.java import MetricUnavailable
 from train.tasks.caption.metrics.scores import score_captions
 from train.tasks.caption.spec import CAPTIONS, CaptionFlags
 
@@ -28,7 +28,7 @@ def _no_java() -> Iterator[None]:
     """METEOR takes longer to start than all else; its own tests are in metrics/."""
 
     def java() -> None:
-        raise Absent("left out of this test")
+        raise MetricUnavailable("left out of this test")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.tasks.caption.metrics.java.java", java)
@@ -91,7 +91,7 @@ def test_beside_them_stands_one_caption_of_the_training_split_for_all(result: di
 
 def test_the_page_has_the_table_and_what_the_model_says(captioner_run: Path, result: dict[str, Any]) -> None:
     text = page(captioner_run)
-    assert "What the model says" in text and "one for all" in text and "CIDEr-D" in text
+    assert "<h2>Generated captions</h2>" in text and "constant caption" in text and "CIDEr-D" in text
     assert text.count("data:image/jpeg") >= 3 and "the middle of d" in text
     assert all(len(clip["frames"]) == 2 for clip in result["said"])
 
@@ -135,8 +135,8 @@ def test_references_without_words_are_left_out_and_named(
     assert found["num_samples"] == 1 and found["without_words"] == ["f"]
     assert "; left out for references without words: 1 (f)" in found["data"]
     # A captioner that says nothing is worth nothing.
-    said = Said(captions={0: "", 1: ""}, summed_loss=1.0, num_tokens=2)
-    numbers = numbers_of([said], references=lambda number: ["it begins", ""] if number else ["..."])
+    said = GeneratedCaptions(captions={0: "", 1: ""}, summed_loss=1.0, num_tokens=2)
+    numbers = metrics_of([said], references=lambda number: ["it begins", ""] if number else ["..."])
     counted = ("num_empty", "num_without_words")
     assert [numbers.pop(name) for name in counted] == [1, 1] and numbers.pop("loss") == 0.5
     assert numbers == pytest.approx(dict.fromkeys(numbers, 0.0), abs=1e-6)

@@ -15,9 +15,9 @@ from train.config.files import load_settings
 from train.models.attention import attend_with_sdpa
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
-from train.tasks.caption.building import build_captioner
-from train.tasks.caption.decoding import write_captions as captions_of
-from train.tasks.caption.runs import decoder_size_of, read_decoder_parts
+from train.tasks.caption.decoder import decoder_size_of, read_decoder_parts
+from train.tasks.caption.decoding import generate_captions as captions_of
+from train.tasks.caption.model import build_captioner
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
 from train.tasks.caption.tokenizer import train_tokenizer
 

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from train.tasks.caption.constant import best_constant, mean_cider
-from train.tasks.caption.metrics.scores import score_captions
+from train.tasks.caption.metrics.scores import best_constant, mean_cider, score_captions
 
 REFERENCES = {
     "a": ["a red ball rolls", "the red ball moves to the left", "a ball"],

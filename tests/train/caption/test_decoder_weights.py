@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.tasks.caption.building import decoder_folder
+from train.tasks.caption.decoder import decoder_folder
 from train.weights.hf_caption import read_caption_folder
 
 

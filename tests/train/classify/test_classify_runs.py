@@ -107,8 +107,8 @@ def test_it_starts_from_the_video_tower_of_a_run(
     start = ("--init.weights", first, "--lr", "1e-9")
     assert train("classify", "--shards", moving, *longer, *few, *start, "--out", second) == 0
     printed = capsys.readouterr().out
-    assert "left aside, as a classifier has no use for them: head" not in printed
-    assert "left aside" in printed and "video.proj" in printed and "interpolated along time" in printed
+    assert "because a classifier has no such parts: head" not in printed
+    assert "weights: not used" in printed and "video.proj" in printed and "interpolated along time" in printed
     theirs, ours = (read_weights(_latest(out)) for out in (first, second))
     name = "video.transformer.resblocks.3.mlp.c_fc.weight"
     assert (theirs[name] - ours[name]).abs().max() < 1e-6

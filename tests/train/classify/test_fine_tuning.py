@@ -18,7 +18,7 @@ from train.config.model import Towers
 from train.losses.objective import Objective
 from train.models.attention import open_attention
 from train.models.dual_encoder import size_of
-from train.optim.groups import parameter_groups
+from train.optim.parameters import parameter_groups
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
 from train.tasks.classify.model import VideoClassifier
@@ -71,7 +71,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     # As the preset of another kind of tower has it.
     assert train("classify", *flags, "--towers.temporal", "random", "--out", second) == 0
     printed = capsys.readouterr().out
-    assert "left aside, as a classifier has no use for them: the decoder and its mask token" in printed
+    assert "not used, because a classifier has no such parts: the decoder and its mask token" in printed
     assert "the encoder's last norm (video.ln_post)" in printed and "54 of 54 tensors" in printed
     assert "36 of 37 captions of split 'train', 4 of 4 classes (class); 2 samples of each in an epoch" in printed
 
@@ -93,7 +93,7 @@ def test_a_classifier_is_what_its_masked_autoencoder_was_and_learns_with_the_who
     # A classifier for other classes keeps the tower and the norm of its features.
     flags = words(*TINY, *STEPS, *still, "--label", "verb", "--init.weights", second)
     assert train("classify", *flags, "--out", third) == 0
-    assert "left aside, as a classifier has no use for them: another classifier's last layer" in capsys.readouterr().out
+    assert "not used, because a classifier has no such parts: a classifier's last layer" in capsys.readouterr().out
     assert weights(third)["head.weight"].shape == (2, 128)
     assert (weights(third)["fc_norm.weight"] - ours["fc_norm.weight"]).abs().max() < 1e-6
 

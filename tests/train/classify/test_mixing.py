@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from train.tasks.classify.objective import (
-    NOTHING,
+    NO_MIX,
     Mix,
     cut_around,
     draw_mix,
@@ -53,7 +53,7 @@ def test_cutmix_takes_one_rectangle_of_all_frames_and_as_much_of_the_target() ->
 def test_without_either_nothing_is_mixed_and_nothing_is_drawn() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    assert draw_mix(mixup=0.0, cutmix=0.0, size_px=SIZE) == NOTHING
+    assert draw_mix(mixup=0.0, cutmix=0.0, size_px=SIZE) == NO_MIX
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -77,6 +77,6 @@ def test_what_is_drawn_is_seeded_and_has_the_beta_distributions_moments() -> Non
 def test_the_loss_is_torchs_cross_entropy_where_nothing_is_mixed(smoothing: float) -> None:
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     labels = torch.tensor([0, 1, 4, 4, 2, 3])
-    targets = mixed_targets(labels, num_classes=5, smoothing=smoothing, mix=NOTHING).double()
+    targets = mixed_targets(labels, num_classes=5, smoothing=smoothing, mix=NO_MIX).double()
     wanted = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
     torch.testing.assert_close(soft_cross_entropy(logits, targets), wanted, rtol=1e-6, atol=0)

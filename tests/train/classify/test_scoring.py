@@ -4,7 +4,7 @@ import torch
 
 from train.data.classes import ClassList
 from train.distributed.world import World
-from train.tasks.classify.scoring import Scores, Tally, hits, marginal, view_mean
+from train.tasks.classify.evaluation import ClassTallies, Tally, hits, marginal, view_mean
 
 CPU = torch.device("cpu")
 
@@ -37,9 +37,9 @@ def test_marginals_are_sums_of_probabilities_and_0_for_a_class_without_actions()
 
 def test_a_verb_wins_by_the_sum_of_its_actions_not_by_the_best_of_them() -> None:
     classes = ClassList("action", ("0:0", "0:1", "1:0"))
-    scores = Scores(classes, CPU)
+    scores = ClassTallies(classes, CPU)
     scores.add(torch.tensor([[0.3, 0.3, 0.4]]), torch.tensor([0]))
-    numbers = scores.numbers(World())
+    numbers = scores.metrics(World())
     assert (numbers["action_top1"], numbers["verb_top1"], numbers["noun_top1"]) == (0, 1, 1)
     assert numbers["action_top5"] == 1
 
@@ -58,16 +58,16 @@ def test_the_mean_over_classes_counts_those_that_occur_alike() -> None:
     probabilities = torch.tensor([[0.9, 0.1, 0, 0]] * 3 + [[0.1, 0.9, 0, 0]])
     tally.add(probabilities[:2], torch.tensor([0, 0]))
     tally.add(probabilities[2:], torch.tensor([1, 2]))
-    numbers = tally.numbers()
+    numbers = tally.metrics()
     assert numbers["top1"] == 2 / 4 and numbers["top5"] == 1
     assert numbers["mean_class"] == pytest.approx((1 + 0 + 0) / 3)
 
 
 def test_ranks_counts_add_up() -> None:
     probabilities, labels = random_probabilities(20, 6, seed=3), torch.arange(20) % 6
-    whole = Scores(ClassList("class", tuple("abcdef")), CPU)
+    whole = ClassTallies(ClassList("class", tuple("abcdef")), CPU)
     whole.add(probabilities, labels)
-    parts = [Scores(ClassList("class", tuple("abcdef")), CPU) for _ in range(2)]
+    parts = [ClassTallies(ClassList("class", tuple("abcdef")), CPU) for _ in range(2)]
     for rank, part in enumerate(parts):
         part.add(probabilities[rank::2], labels[rank::2])
     own = whole.tallies["class"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.data.http_folder import HttpFolder
-from train.data.remote import files as remote_files
+from train.data import remote as remote_files
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from tests.train.latents.conftest import CAPTIONS, SHARDS, WITHOUT_EMBEDDING
 from tests.train.latents.written import write_all
 from tests.train.test_video_captions import open_set
 from tests.train.tiny_data import Caption, write_captions
-from train.data.cursor import LoaderState
 from train.data.latents.loader import LatentLoader
+from train.data.order import LoaderState
 from train.models.text import load_tokenizer
 
 # As the versions before had them, which hashed no words.

@@ -16,9 +16,8 @@ from prep.synthetic.frame_numbers import write_frame_number_video
 from shards.reader import CommittedShard, Variant
 from tests.prep.running import chunk, manifest
 from train.data.decoding.clip import ClipShape, make_clip
-from train.data.decoding.crop import Rectangle
 from train.data.decoding.decoders import ChunkDecoder, ChunkFrames
-from train.data.decoding.pictures import crop_clip
+from train.data.decoding.pictures import Rectangle, crop_clip
 from train.data.decoding.reading import DecodeRule, read_chunk
 from train.data.frame_sampling import ChunkTimes, Sampling, frame_indices, moments_of
 

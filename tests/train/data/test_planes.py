@@ -11,8 +11,7 @@ from torch.nn.functional import interpolate
 from train.augment.colour import COLOUR_KINDS
 from train.augment.pictures import to_rgb_uint8
 from train.data.decoding.clip import ClipBuilder, ClipShape, Views, make_clip
-from train.data.decoding.crop import Rectangle
-from train.data.decoding.pictures import as_yuv420, crop_clip, crop_clip_in_graph, indices_of, rgb_pictures
+from train.data.decoding.pictures import Rectangle, as_yuv420, crop_clip, crop_clip_in_graph, indices_of, rgb_pictures
 from train.data.frame_sampling import Sampling
 from train.data.outcomes import SampleFailed
 

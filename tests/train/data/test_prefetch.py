@@ -9,7 +9,7 @@ import torch
 
 from train.data import prefetch as prefetch_module
 from train.data.batch import Batch
-from train.data.cursor import Cursor
+from train.data.order import Cursor
 from train.data.outcomes import LoadedBatch
 from train.data.prefetch import prefetch
 

@@ -11,8 +11,7 @@ from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings, SampleRequest
 from train.data.outcomes import FailedSample
-from train.data.remote.files import RemoteTars
-from train.data.remote.folder import open_data_folder
+from train.data.remote import RemoteTars, open_data_folder
 from train.data.video_captions import VideoCaptions
 from train.models.text import load_tokenizer
 

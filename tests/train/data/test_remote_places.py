@@ -18,7 +18,7 @@ from tests.train.data.test_remote import open_set, tar_of
 from tests.train.tiny_data import Caption, encode_chunk, video_sample, write_captions, write_shard
 from train.data.loader import SampleRequest
 from train.data.outcomes import FailedSample
-from train.data.remote.files import local_copy
+from train.data.remote import local_copy
 
 
 @pytest.fixture

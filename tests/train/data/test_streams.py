@@ -17,11 +17,11 @@ from prep.synthetic.frame_numbers import write_frame_number_video
 from tests.prep.running import chunk, manifest
 from tests.train.data.http_folder import HttpFolder
 from tests.train.tiny_data import encode_chunk
+from train.data import remote as remote_files
 from train.data.decoding.clip import ClipShape
 from train.data.frame_sampling import Sampling
 from train.data.loader import LoaderSettings
 from train.data.outcomes import LoadedBatch
-from train.data.remote import files as remote_files
 from train.data.streams.stream import VideoStream
 from train.models.text import load_tokenizer
 

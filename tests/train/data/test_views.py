@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.test_video_captions import load, numbers, open_set
 from train.data.decoding.clip import ClipShape, Views
-from train.data.decoding.crop import Rectangle, centre_square, square_views
+from train.data.decoding.pictures import Rectangle, centre_square, square_views
 from train.data.frame_sampling import ChunkTimes, Sampling, SamplingRule, frame_indices, moments_of, view_offsets
 
 

@@ -18,8 +18,7 @@ from manifests.errors import FailedWork
 from tests.train.plane import LoadedPoints, PlaneTask, Points, settings
 from train.cli import main
 from train.config.evaluation import EvaluationSettings, ProbeEvaluation
-from train.config.machine import ParallelSettings, Strategy
-from train.config.training import TrainingSettings
+from train.config.training import ParallelSettings, Strategy, TrainingSettings
 from train.data.batch import Batch
 from train.distributed import heartbeat
 from train.distributed.launch import open_world
@@ -31,7 +30,7 @@ from train.models.attention import open_attention
 from train.models.dual_encoder import DualEncoder
 from train.models.masked_autoencoder import MaskedAutoencoder
 from train.run.folder import RunFolder, create_run
-from train.run.progress import Progress
+from train.run.tracking import Progress
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask, Samples
 from train.tasks.mae.settings import MaeSettings

@@ -14,8 +14,7 @@ from torch import nn
 
 from manifests.errors import FailedWork, Stopped
 from tests.train.plane import LoadedPoints, Points, settings
-from train.config.machine import ParallelSettings, Schedule
-from train.config.training import TrainingSettings
+from train.config.training import ParallelSettings, Schedule, TrainingSettings
 from train.data.batch import Batch, Sample
 from train.data.loader import SampleRequest, TrainingSet
 from train.data.outcomes import FailedSample
@@ -23,8 +22,7 @@ from train.device.transfer import Scalar
 from train.distributed.launch import open_world
 from train.distributed.pipeline import Pipeline
 from train.distributed.stages import LayerCost
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.engine.loop import train
 from train.losses.objective import Objective
 from train.models.attention import attend_with_sdpa
@@ -34,8 +32,8 @@ from train.models.timesformer import TimeSformer
 from train.models.transformer import TransformerSize, blocks_of
 from train.models.video_vit import VideoViTSize
 from train.run.folder import RunFolder, create_run
-from train.run.progress import Progress
-from train.tasks.caption.decoding import write_captions
+from train.run.tracking import Progress
+from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.objective import CaptionLoss
 from train.tasks.caption.settings import DecodingSettings
 from train.tasks.caption.stages import TIED, CaptionerPart, layers_of, part_of, whole_captioner
@@ -182,7 +180,7 @@ def captions_by(model: nn.Module, *, sees: bool = True) -> dict[str, Any]:
     with torch.no_grad():
         found: dict[str, Any] = {"logits": model(seen, tokens).sum(dim=-1).tolist()}
     for name, decoding in DECODINGS.items():
-        written = write_captions(model, seen, decoding, end_id=END, samples=[4, 7, 9])  # type: ignore[arg-type]
+        written = generate_captions(model, seen, decoding, end_id=END, samples=[4, 7, 9])  # type: ignore[arg-type]
         found[name] = written.tokens_VL.tolist()
     return found
 

@@ -13,7 +13,7 @@ from tests.train.distributed.forked import end_well, fork_ranks, free_port
 from tests.train.distributed.runs import run_own_commands
 from tests.train.test_latents_training import FLAGS, write_columns
 from train.distributed.launch import difference
-from train.engine.common_start import start_of
+from train.engine.rank_consistency import launch_facts
 from train.run.checkpoint import all_checkpoints
 from train.run.folder import RunFolder
 from train.tasks.dual_encoder.settings import DualEncoderSettings
@@ -93,8 +93,8 @@ def test_ranks_train_on_copies_of_a_folder_and_not_on_other_data(columns: Path, 
 
 
 def test_versions_count_and_what_a_machine_may_have_of_its_own_does_not() -> None:
-    start = start_of(DualEncoderSettings(shards="here", workers=3), resume=False)
-    assert start == start_of(DualEncoderSettings(shards="there", workers=9, batches_ahead=1), resume=False)
+    start = launch_facts(DualEncoderSettings(shards="here", workers=3), resume=False)
+    assert start == launch_facts(DualEncoderSettings(shards="there", workers=9, batches_ahead=1), resume=False)
     assert start["command"] == "train dual-encoder" and start["--resume"] is False and start["--loss.kind"] == "infonce"
     other = {**start, "clipmill": "0.0.1", "torch": "1.0"}
     found = difference([start, other])

@@ -28,8 +28,7 @@ from tests.train.distributed.stage_runs import (
 from tests.train.distributed.test_ranks import assert_same, losses
 from tests.train.plane import PlaneTask
 from train.config.evaluation import EvaluationSettings
-from train.config.machine import ParallelSettings
-from train.config.training import TrainingSettings
+from train.config.training import ParallelSettings, TrainingSettings
 from train.distributed.pipeline import check_microbatches
 from train.distributed.world import World
 from train.engine.task import check_stages, own_part
@@ -173,7 +172,7 @@ def test_cuts_that_cannot_be_are_refused() -> None:
     assert caught.value.hint is not None and "torchrun --nproc-per-node 2" in caught.value.hint
     with pytest.raises(UserError, match=r"--parallel.stages is 10, and the model has 9 layers"):
         own_part(StageTask(Path(), 0), captioner(), ParallelSettings(stages=10), stages=World(size=10))
-    with pytest.raises(UserError, match="only models of train caption can be cut into stages"):
+    with pytest.raises(UserError, match="the models of train plane cannot be cut into stages"):
         check_stages(PlaneTask(), None, TrainingSettings(parallel=ParallelSettings(stages=2)), world=World(size=2))
     with pytest.raises(UserError, match=r"--parallel.strategy fsdp and --parallel.stages 2 do not go together"):
         ParallelSettings(stages=2, strategy="fsdp")

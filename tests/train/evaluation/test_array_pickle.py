@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from manifests.errors import UserError
-from train.evaluation.array_pickle import load_array_pickle
+from train.tasks.dual_encoder.mir_table import load_array_pickle
 
 MATRIX = np.arange(12).reshape(3, 4) / 11
 

@@ -6,7 +6,7 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.store import write_manifest
-from train.evaluation.zero_shot import ClassPrompts, open_class_prompts
+from train.tasks.dual_encoder.zero_shot import ClassPrompts, open_class_prompts
 
 TEXTS = ["take plate", "wash cup", "grab plate", "wash cup", "a dog"]
 

@@ -90,7 +90,7 @@ def test_every_protocol_stands_beside_its_numbers(
         "mAP",
         "nDCG",
         "average",
-        "by chance",
+        "  chance",
         "T = 2 frames",
         "2 clips",
         "1 crop",

@@ -11,10 +11,10 @@ from torch import nn
 from manifests.errors import FailedWork
 from tests.train.evaluation.threads import on_two_ranks
 from train.data.batch import Batch
-from train.data.cursor import Cursor
+from train.data.order import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
-from train.evaluation.embeddings import Embeddings, embed_all, gathered, text_keys
+from train.tasks.dual_encoder.embeddings import Embeddings, embed_all, gathered, text_keys
 
 CPU = torch.device("cpu")
 

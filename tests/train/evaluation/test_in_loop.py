@@ -13,9 +13,9 @@ from tests.train.evaluation.threads import on_two_ranks
 from tests.train.tiny_data import FPS, Caption, encode_chunk, video_sample, write_captions, write_shard
 from train.config.evaluation import DualEncoderEvaluation
 from train.distributed.world import World
-from train.evaluation.embeddings import embed_all
 from train.evaluation.runner import every_for
 from train.models.attention import open_attention
+from train.tasks.dual_encoder.embeddings import embed_all
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.tasks.dual_encoder.task import DualEncoderTask
 

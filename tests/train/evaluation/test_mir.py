@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from train.data.relevancy import Relevancy, compressed
-from train.evaluation.mir import average_precision, chance_ap, chance_ndcg, ndcg, score_mir
+from train.tasks.dual_encoder.metrics import average_precision, chance_ap, chance_ndcg, ndcg, score_mir
 
 FEW = np.array([0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
 
@@ -102,7 +102,7 @@ def test_large_tables_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     _, small = table(rng, 30, 20)
     similarity = rng.normal(size=(30, 20))
     whole = score_mir(similarity, small)
-    monkeypatch.setattr("train.evaluation.mir._BLOCK_VALUES", 64)
+    monkeypatch.setattr("train.tasks.dual_encoder.metrics._BLOCK_VALUES", 64)
     assert score_mir(similarity, small) == whole
 
 

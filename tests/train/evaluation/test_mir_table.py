@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from manifests.store import write_manifest
-from train.evaluation.mir_table import MirTable, open_mir_table
+from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 
 # Text, verb, nouns: of the test split in the order of the annotation file; the fourth shares a span with the third.
 ROWS: list[tuple[str, float, str, int | None, list[int] | None]] = [
@@ -118,7 +118,7 @@ def test_a_sentence_file_gives_the_order_of_the_columns(kitchen: Path, tmp_path:
 
 def test_columns_in_another_order_are_noticed(kitchen: Path, tmp_path: Path) -> None:
     path = saved(tmp_path / "relevancy.pkl", RELEVANCY[:, [3, 2, 4, 0, 1]])
-    with pytest.raises(UserError, match="in another order") as caught:
+    with pytest.raises(UserError, match="in a different order") as caught:
         opened(kitchen, relevancy=path)
     assert "--sentences" in str(caught.value.hint)
 

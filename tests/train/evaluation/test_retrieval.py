@@ -4,8 +4,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from train.evaluation.embeddings import distinct_texts, text_keys
-from train.evaluation.retrieval import chance, ranks, score_retrieval
+from train.tasks.dual_encoder.embeddings import distinct_texts, text_keys
+from train.tasks.dual_encoder.metrics import chance, ranks, score_retrieval
 
 
 def test_ranks_and_recalls_of_a_small_table() -> None:

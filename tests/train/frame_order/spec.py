@@ -6,7 +6,7 @@ from typing import Any
 
 from train.config.evaluation import EvaluationSettings
 from train.config.training import ClipSettings
-from train.evaluation.tables import Row, Table, protocol_of, share_cell
+from train.evaluation.pages import Row, Table, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
 
 _NO_EVALUATION = EvaluationSettings()

@@ -14,8 +14,7 @@ from train.data.decoding.clip import Views
 from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.device.random import uniform
 from train.device.transfer import Scalar
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.evaluation.runner import OpenedRun, Score, every_for
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from manifests.errors import UserError
 from tests.train.latents.written import Written
-from train.data.cursor import Cursor, merge_cursors
 from train.data.latents.loader import LatentLoader
+from train.data.order import Cursor, merge_cursors
 
 SEED = 11
 

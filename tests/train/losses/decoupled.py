@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from train.losses.autograd import Pairs
+from train.losses.contrastive import Pairs
 from train.losses.registry import LossSpec
 from train.losses.settings import Loss
 

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.train.losses.decoupled import DECOUPLED
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, own_part, settings_of
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.contrastive import ContrastiveObjective
 from train.losses.registry import register
 from train.losses.settings import Convention, Loss

@@ -6,7 +6,7 @@ import torch
 
 from tests.train.losses.pairs import CASES, Towers, batch_of, objective_of, settings_of
 from train.data.batch import Batch
-from train.distributed.step import Step
+from train.distributed.world import Step
 from train.losses.contrastive import split
 from train.losses.settings import Convention
 

@@ -18,7 +18,7 @@ from tests.train.losses.pairs import (
     objective_of,
     settings_of,
 )
-from train.distributed.step import Step
+from train.distributed.world import Step
 from train.losses.global_contrast import GlobalContrast, inner_rate
 from train.losses.registry import LOSSES
 from train.losses.settings import Convention

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.losses.pairs import CASES, Table, batch_of, objective_of
-from train.distributed.step import Step
+from train.distributed.world import Step
 from train.losses.settings import Convention, Loss
 
 GOLDEN = Path(__file__).with_name("golden.json")

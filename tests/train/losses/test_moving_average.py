@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
-from train.distributed.step import Step
+from train.distributed.world import Step
 from train.losses.global_contrast import UNSEEN, averaged, group_means, groups, inner_rate, log_group_means
 from train.losses.settings import Convention
 

@@ -16,9 +16,8 @@ from tests.train.losses.decoupled import DECOUPLED
 from tests.train.losses.pairs import Table, Towers, batch_of, objective_of, settings_of
 from tests.train.losses.runs import Results, run_outside, run_outside_rank
 from train.cli import main
-from train.distributed.step import Step
-from train.distributed.world import World
-from train.losses.autograd import AutogradObjective, Pairs
+from train.distributed.world import Step, World
+from train.losses.contrastive import AutogradObjective, Pairs
 from train.losses.registry import LOSSES, LossSpec, register
 from train.losses.settings import Loss
 from train.run.folder import RunFolder, read_lines

@@ -8,8 +8,7 @@ import torch
 from manifests.errors import UserError
 from tests.train.losses.pairs import Table, batch_of, objective_of, settings_of
 from train.device.transfer import Scalar
-from train.distributed.step import Step
-from train.distributed.world import World
+from train.distributed.world import Step, World
 from train.losses.contrastive import DatasetSize
 from train.losses.global_contrast import GlobalContrast
 from train.losses.registry import LOSSES, build_contrast

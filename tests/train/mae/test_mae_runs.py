@@ -14,7 +14,7 @@ from tests.train.test_cli import train
 from tests.train.tiny_data import chunks_of, write_captions, write_shard
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, read_lines
-from train.run.progress import Progress
+from train.run.tracking import Progress
 
 __all__ = ["train"]
 

@@ -105,5 +105,5 @@ def test_nothing_of_what_is_hidden_is_in_a_picture(video: torch.Tensor, masked: 
 
 
 def test_a_clip_of_which_nothing_is_visible_is_refused(video: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="no cube of a clip is visible"):
+    with pytest.raises(ValueError, match="a clip has no visible cube"):
         visible_statistics(values_of(video, **CUBES), torch.ones(2, NUM_CUBES, dtype=torch.bool), grid=GRID)

@@ -24,18 +24,17 @@ from tests.train.test_report import HOSTILE, Tags
 from tests.train.tiny_data import Caption, chunks_of, write_captions, write_shard
 from train.config.files import save_settings
 from train.data.batch import Batch
-from train.data.cursor import Cursor
+from train.data.order import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.transformer import TransformerSize
 from train.models.video_vit import CubeGrid, VideoViTSize
 from train.report.results import write_page
 from train.run.folder import RunFolder
-from train.tasks.mae.masks import Masking
-from train.tasks.mae.objective import normalised_cubes
+from train.tasks.mae.evaluation import picture_uri
+from train.tasks.mae.objective import Masking, normalised_cubes
 from train.tasks.mae.reconstruction import Pictures, ReconstructionResult, evaluate_reconstruction
 from train.tasks.mae.settings import MaeSettings
-from train.tasks.mae.shown import picture_uri
 
 __all__ = ["train"]
 
@@ -90,17 +89,17 @@ def test_the_loss_is_the_mean_over_all_samples_beside_that_of_flat_cubes() -> No
 
 def test_masks_of_an_evaluation_are_those_of_the_samples_whatever_their_batch() -> None:
     def masks(clips: ReconstructionResult) -> list[Any]:
-        return [(clip.masked == round(0.5 * 255)).all(-1) for clip in clips.shown]
+        return [(clip.masked == round(0.5 * 255)).all(-1) for clip in clips.clips]
 
     first, second = evaluated(Known(1.0)), evaluated(Known(1.0), num_clips=52)
-    assert [clip.sample for clip in first.shown] == [3, 39] and first.shown[0].key == "clip 3"
+    assert [clip.sample for clip in first.clips] == [3, 39] and first.clips[0].key == "clip 3"
     for ours, theirs in zip(masks(first), masks(second), strict=True):
         assert np.array_equal(ours, theirs) and ours.mean() == pytest.approx(0.75, abs=0.02)
     assert not np.array_equal(*masks(first))
 
 
 def test_visible_pixels_are_shown_as_they_are_and_hidden_ones_change() -> None:
-    clip = evaluated(Known(1.0)).shown[0]
+    clip = evaluated(Known(1.0)).clips[0]
     is_hidden = (clip.masked != clip.original).any(-1)
     assert clip.filled.shape == (2, 16, 16, 3) and clip.filled.dtype == np.uint8
     assert np.array_equal(clip.filled[~is_hidden], clip.original[~is_hidden])
@@ -141,8 +140,8 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     assert original.shape == (64, 64, 3)
     assert np.mean((masked == 128).all(-1)) == pytest.approx(0.75, abs=0.05)
     page = run.page.read_text()
-    assert page.count("What the model fills in") == 1 and page.count('alt="filled in"') == 12
-    assert "Data wait" not in page and "waiting for data" in page and "What a text finds" not in page
+    assert page.count("<h2>Reconstructions</h2>") == 1 and page.count('alt="reconstruction"') == 12
+    assert "Data wait" not in page and "waiting for data" in page and "retrieval examples" not in page
 
     path.unlink()
     capsys.readouterr()
@@ -165,8 +164,8 @@ def test_a_run_ends_with_pictures_of_held_out_clips(
     assert path.read_bytes() == own
     page, marked = run.page.read_text(), "of other data: " + html.escape(str(other))
     assert page.count(marked) == 2  # beside its numbers and its pictures
-    assert 0 < page.index("What the model fills in") < page.index("elsewhere_000000000")
-    assert page.rindex("3 clips, 75.0 % hidden") < page.index(marked) < page.rindex("1 clips, 75.0 % hidden")
+    assert 0 < page.index("<h2>Reconstructions</h2>") < page.index("elsewhere_000000000")
+    assert page.rindex("3 clips, 75.0 % masked") < page.index(marked) < page.rindex("1 clips, 75.0 % masked")
 
     overview = tmp_path / "index.html"
     assert train("overview", run.path, "--out", overview) == 0
@@ -195,9 +194,9 @@ def test_where_nothing_is_held_out_clips_of_training_are_shown_and_the_page_says
     write_shard(data_dir, 0, chunks_of("only", 40), split="train")
     write_captions(data_dir, {"only": "train"}, [Caption("only", 0, 1, "text")])
     assert train("mae", "--shards", data_dir, *TINY, "--steps", 1, "--batch", 2, "--out", run.path) == 0
-    assert "reconstruction: split train, which was trained on" in capsys.readouterr().out
+    assert "reconstruction: split train, which the model was trained on" in capsys.readouterr().out
     assert json.loads(run.evaluation("reconstruction-train").read_text())["num_samples"] == 2
-    assert "train, which was trained on, as there is nothing to show of val" in run.page.read_text()
+    assert "train, which the model was trained on, because val cannot be used" in run.page.read_text()
 
 
 def test_latents_are_shown_in_false_colours(train: Train, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from train.models.attention import Attend, attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2
 from train.models.timesformer import TimeSformer
-from train.tasks.caption.start import start_of_captioner
+from train.tasks.caption.model import start_of_captioner
 from train.weights.hf_caption import read_caption_folder
 from train.weights.loading import copy_into
 from train.weights.sources import open_weights

@@ -12,8 +12,8 @@ from train.models.attention import (
     attend_naively,
     attend_with_sdpa,
     open_attention,
+    pack,
 )
-from train.models.packing import pack
 
 LENGTHS = (3, 1, 7, 3, 2, 7)
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train.models.attention import PREFERRED, attend_preferring, attend_with_sdpa, load_xformers, open_attention
+from train.models.attention import PREFERRED, attend_preferring, attend_with_sdpa, load_xformers, open_attention, pack
 from train.models.attention_kernels import Kernel, Kernels, kernels_of, of_xformers
-from train.models.packing import pack
 
 CPU = torch.device("cpu")
 FLASH, CUTLASS = "fa2F@2.5.7 and fa2B@2.5.7 of torch", "cutlassF and cutlassB of torch"

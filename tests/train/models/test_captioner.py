@@ -32,11 +32,11 @@ from train.tasks.caption.objective import shifted, summed_loss
 from train.tasks.caption.stages import (
     TIED,
     CaptionerPart,
-    Stage,
-    all_stages,
+    Layer,
+    all_layers,
+    layers_for,
     owners_of,
-    parameters_by_stage,
-    stages_of,
+    parameters_by_layer,
 )
 from train.weights.hf_caption import from_hf_caption
 
@@ -111,7 +111,7 @@ def test_parts_of_a_captioner_do_what_the_whole_does(tmp_path: Path, tower: str)
     video, wanted = clips(3), targets(*LENGTHS)
     tokens = shifted(wanted, end_id=END)
     expected = gradients(whole, loss_of(whole(video, tokens), wanted))
-    num_stages = len(all_stages(whole))
+    num_stages = len(all_layers(whole))
     for cuts in ((5,), (1, 6, 8), tuple(range(1, num_stages))):
         borders = (0, *cuts, num_stages)
         parts = [CaptionerPart(deepcopy(whole), begin=begin, end=end) for begin, end in pairwise(borders)]
@@ -160,8 +160,8 @@ def test_a_tower_hands_out_the_tokens_whose_first_is_its_class(tmp_path: Path) -
 
 def test_every_parameter_has_its_stage_and_counts_there(tmp_path: Path) -> None:
     whole = captioner_with("timesformer", tmp_path)
-    stages = all_stages(whole)
-    assert stages == stages_of(video_depth=3, text_depth=3)
+    stages = all_layers(whole)
+    assert stages == layers_for(video_depth=3, text_depth=3)
     assert [stage.kind for stage in stages] == [
         "video_embedding",
         *["video_block"] * 3,
@@ -172,12 +172,12 @@ def test_every_parameter_has_its_stage_and_counts_there(tmp_path: Path) -> None:
     ]
     for name, _ in whole.named_parameters():
         assert set(owners_of(name)) <= set(stages)
-    assert owners_of(TIED) == (Stage("token_embedding"), Stage("head"))
-    numbers = dict(zip(stages, parameters_by_stage(whole), strict=True))
+    assert owners_of(TIED) == (Layer("token_embedding"), Layer("head"))
+    numbers = dict(zip(stages, parameters_by_layer(whole), strict=True))
     tied = whole.decoder.token_embedding.weight.numel()
-    assert numbers[Stage("head")] == tied + 2 * 24
+    assert numbers[Layer("head")] == tied + 2 * 24
     assert sum(numbers.values()) == tied + sum(parameter.numel() for parameter in whole.parameters())
-    with pytest.raises(ValueError, match="no stage"):
+    with pytest.raises(ValueError, match="no layer"):
         owners_of("decoder.else")
 
 
@@ -195,10 +195,10 @@ def test_parts_are_made_without_memory_for_the_rest() -> None:
     names = [name for name, _ in captioner.named_parameters()]
     part = CaptionerPart(captioner, begin=6, end=8).to_empty(device="cpu")
     assert [name for name, _ in part.named_parameters()] == [
-        name for name in names if set(owners_of(name)) & {Stage("text_block", 1), Stage("head")}
+        name for name in names if set(owners_of(name)) & {Layer("text_block", 1), Layer("head")}
     ]
     assert len(blocks_of(part)) == 1
-    with pytest.raises(ValueError, match="stages"):
+    with pytest.raises(ValueError, match="layers"):
         CaptionerPart(captioner, begin=3, end=3)
 
 

@@ -17,8 +17,7 @@ from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViTSize
 from train.models.videomae import VideoMAEEncoder, sines
 from train.tasks.classify.model import VideoClassifier
-from train.tasks.mae.masks import decoded_cubes, tube_masks
-from train.tasks.mae.objective import normalised_cubes, reconstruction_loss
+from train.tasks.mae.objective import decoded_cubes, normalised_cubes, reconstruction_loss, tube_masks
 from train.weights.hf_videomae import from_hf_videomae
 
 VIDEOMAE = Towers(kind="videomae")

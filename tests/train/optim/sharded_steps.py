@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from train.config.optim import OptimizerName, OptimizerSettings
 from train.config.training import TrainingSettings
 from train.losses.objective import Objective
-from train.optim.ema import Ema
 from train.optim.optimizer import clip_gradients, make_optimizer, set_learning_rates
+from train.optim.parameters import Ema
 
 NAMES: tuple[OptimizerName, ...] = ("adamw", "lamb", "lion", "sgd")
 

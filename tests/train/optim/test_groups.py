@@ -9,7 +9,7 @@ from train.losses.objective import Objective
 from train.models.attention import attend_with_sdpa
 from train.models.dual_encoder import SIZES, DualEncoder, size_of
 from train.models.masked_autoencoder import MaskedAutoencoder
-from train.optim.groups import layers_above, parameter_groups, plain_name
+from train.optim.parameters import layers_above, parameter_groups, plain_name
 from train.tasks.classify.model import VideoClassifier
 
 

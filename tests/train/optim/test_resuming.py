@@ -13,7 +13,7 @@ from train.config.training import TrainingSettings
 from train.engine.loop import train
 from train.run.checkpoint import latest_checkpoint, read_weights
 from train.run.folder import RunFolder, create_run, read_lines
-from train.run.progress import Progress
+from train.run.tracking import Progress
 
 
 def train_plane(run: RunFolder, chosen: TrainingSettings, *, samples: Points | None = None) -> None:

@@ -7,10 +7,10 @@ from torch import nn
 from manifests.errors import FailedWork
 from tests.train.evaluation.threads import on_two_ranks
 from train.data.batch import Batch
-from train.data.cursor import Cursor
+from train.data.order import Cursor
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
-from train.evaluation.probe.features import Features, extract, gathered, tower_of
+from train.evaluation.probe.features import ClipFeatures, extract, gathered, tower_of
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def loaded(samples: list[int], *, num_failed: int = 0) -> LoadedBatch:
     return LoadedBatch(Batch(input="pixels", position=torch.tensor(samples), video=video), failed, Cursor(0))
 
 
-def found(batches: list[LoadedBatch], world: World) -> Features:
+def found(batches: list[LoadedBatch], world: World) -> ClipFeatures:
     own = extract([Colours(1), Colours(-1)], batches, inputs=lambda batch: batch["video"], device=CPU)
     return gathered(own, world)
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from train.evaluation.probe import neighbours
-from train.evaluation.probe.neighbours import nearest, vote
+from train.evaluation.probe import classifiers as neighbours
+from train.evaluation.probe.classifiers import nearest, vote
 
 
 def drawn(num: int, width: int, *, seed: int) -> torch.Tensor:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from manifests.errors import UserError
-from train.config.machine import TrackSettings
-from train.config.training import TrainingSettings
+from train.config.training import TrackSettings, TrainingSettings
 from train.run.folder import RunFolder, create_run, read_lines
-from train.run.progress import Progress, describe
-from train.run.tracking import check_tracking, open_trackers, run_name, tagged
+from train.run.tracking import Progress, check_tracking, describe, open_trackers, run_name, tagged
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
 

@@ -16,10 +16,9 @@ from train.config.model import Init
 from train.weights.conversion import ConvertedStateDict, Format, NameTable, SourceFacts, any_begins
 from train.weights.files import without_prefixes
 from train.weights.fitting import resize_positions
-from train.weights.formats import FORMATS, detect_format
 from train.weights.loading import Loaded
 from train.weights.open_clip import from_open_clip, to_open_clip
-from train.weights.sources import Source, open_weights
+from train.weights.sources import FORMATS, Source, detect_format, open_weights
 
 State = dict[str, torch.Tensor]
 

@@ -31,7 +31,7 @@ from train.models.captioner import Captioner
 from train.models.gpt2 import Gpt2, Gpt2Size
 from train.models.transformer import TransformerSize
 from train.models.video_vit import VideoViT, VideoViTSize
-from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.export import hf_generation_config, save_hf
 from train.tasks.caption.settings import DecodingSettings, max_tokens_of
 from train.weights.hf_caption import read_caption_folder, to_hf_caption
@@ -124,7 +124,7 @@ def test_generate_writes_as_a_folder_says(tmp_path: Path, decoding: DecodingSett
     theirs.generation_config = GenerationConfig.from_pretrained(tmp_path)
     theirs.generation_config.validate(strict=True)
     expected = theirs.generate(for_them(clips(2)))[:, 1:]
-    written = write_captions(
+    written = generate_captions(
         ours, clips(2), replace(decoding, max_tokens=min(40, max_tokens_of(decoding))), end_id=END, samples=range(2)
     ).tokens_VL
     length = max(written.shape[1], expected.shape[1])

@@ -24,8 +24,8 @@ from tests.train.weights.small_videomae import (
     our_classifier,
     public,
 )
-from train.weights.formats import detect_format
 from train.weights.hf_videomae import from_hf_videomae, to_hf_videomae
+from train.weights.sources import detect_format
 from train.weights.videomae import from_videomae, to_videomae
 
 

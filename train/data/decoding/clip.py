@@ -8,8 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.augment.colour import colour_kind
-from train.data.decoding.crop import CropRule, Rectangle, rectangle_of, square_views
-from train.data.decoding.pictures import CroppedPlanes, as_yuv420, crop_clip_in_graph, indices_of, rgb_pictures
+from train.data.decoding.pictures import (
+    CroppedPlanes,
+    CropRule,
+    Rectangle,
+    as_yuv420,
+    crop_clip_in_graph,
+    indices_of,
+    rectangle_of,
+    rgb_pictures,
+    square_views,
+)
 from train.data.frame_sampling import Sampling
 from train.data.outcomes import SampleFailed
 

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from train.data.caption_choice import CaptionTexts
 from train.data.classes import ClassList
-from train.data.cursor import Cursor, Resumable
 from train.data.latents.filling import Checksums, FilledBatch, fill
 from train.data.latents.gather import Gather, RequestBlock
 from train.data.latents.segment_set import Captions, SegmentRequests, SegmentSet
 from train.data.latents.segments import FrameShape, Tails, times_us
-from train.data.order import SampleOrder
+from train.data.order import Cursor, Resumable, SampleOrder
 from train.data.outcomes import LoadedBatch, SampleFailed
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from manifests.errors import UserError
 from train.data.batch import Sample
-from train.data.cursor import Cursor
 from train.data.decoding.clip import ClipShape, make_clip
 from train.data.decoding.decoders import PlainVideo, require_frames
 from train.data.frame_sampling import US_PER_S
 from train.data.loader import BatchLoader, LoaderSettings, SampleRequest
+from train.data.order import Cursor
 from train.data.outcomes import BatchBuilder, FailedSample, LoadedBatch, SampleFailed
 from train.data.streams.samples import StreamedClip, Unreadable, WithoutVideo, frames_on_screen
 from train.data.streams.tars import expand, items_in, shuffled, tars_of_epoch

@@ -1,63 +1,107 @@
-"""Probes of the frozen features of a run's latest checkpoint, and of the same tower with random weights."""
+"""Probes of frozen features: of a trained run and of random weights, and in the training loop by all ranks together."""
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.config.evaluation import ProbeEvaluation
+from train.config.evaluation import PROBE_NUMBERS, ProbeEvaluation
+from train.config.training import ClipSettings
+from train.data.batch import Batch
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
 from train.evaluation.probe.features import tower_of
 from train.evaluation.probe.probing import probe
-from train.evaluation.probe.samples import labels_there
-from train.evaluation.probe.sets import open_sets
+from train.evaluation.probe.sets import available_labels, open_sets
 from train.evaluation.probe.spec import ProbeFlags
-from train.evaluation.runner import OpenedRun, Score
+from train.evaluation.runner import OpenedRun, Score, describe_clip, split_metrics
+
+
+class LoopProbe:
+    """Probes a model repeatedly on the same clips while it is trained.
+
+    Args:
+        settings: of the run; clips of its training split are the bank.
+        inputs: from a batch to clips [B, C, T, H, W] as the video tower takes them in an evaluation.
+
+    Raises:
+        UserError: there are no such labels, or too few clips.
+    """
+
+    def __init__(
+        self,
+        settings: ClipSettings,
+        wanted: ProbeEvaluation,
+        *,
+        inputs: Callable[[Batch], torch.Tensor],
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._wanted, self._inputs, self._device = wanted, inputs, device
+        self._sets = open_sets(settings, wanted, bank_split=settings.split, world=world, device=device)
+
+    def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
+        """Accuracies as `<split>/<label>_<method>_<name>`, equal on all ranks; collective.
+
+        The model is in evaluation mode, and unsharded on every rank.
+        """
+        (queries,), (bank,), *features = self._sets.extract(
+            [tower_of(model)], inputs=self._inputs, world=world, device=self._device
+        )
+        metrics: dict[str, float] = {}
+        for result in probe(queries, bank, wanted=self._wanted, classes=self._sets.classes):
+            its = result.found.as_json()
+            metrics |= {f"{result.label}_{result.method}_{name}": its[name] for name in PROBE_NUMBERS}
+        # All ranks computed the same; rank 0 decides in case devices round differently.
+        own = torch.tensor(list(metrics.values()), dtype=torch.float64, device=self._device)
+        metrics = dict(zip(metrics, world.gather(own)[: len(own)].tolist(), strict=True))
+        return split_metrics(self._wanted.split, metrics, num_failed=sum(one.num_failed for one in features))
 
 
 def score_features(opened: OpenedRun, wanted: ProbeFlags) -> Score:
-    """Scores the features of a run's latest checkpoint, and of random weights, on all clips of both splits.
+    """Probe a run's latest checkpoint, and the same tower with random weights, on all clips of both splits.
 
     Raises:
-        UserError: the task has no video tower to probe, there are no such labels, or too few clips.
+        UserError: there are no such labels, or too few clips.
         FailedWork: nothing could be decoded.
     """
     features, settings, trained, how = opened.spec.features, opened.settings, opened.trained, wanted.evaluation()
     assert features is not None  # of every task that lists this evaluation
     if not wanted.label:
-        raise UserError("--label is missing", hint=f"labels there: {', '.join(labels_there(settings)) or 'none'}")
+        raise UserError("--label is missing", hint=f"labels there: {', '.join(available_labels(settings)) or 'none'}")
     device = trained.device
     sets = open_sets(settings, how, bank_split=wanted.train_split, world=World(), device=device, is_whole=True)
     towers = {name: tower_of(model) for name, model in _models(opened, split=wanted.split).items()}
-    inputs = features.inputs(opened.task)
     with trained.precision.autocast():
-        asked, bank, *bare = sets.extract(list(towers.values()), inputs=inputs, world=World(), device=device)
+        queries, bank, *plain = sets.extract(
+            list(towers.values()), inputs=features.inputs(opened.task), world=World(), device=device
+        )
     findings = [
-        {"encoder": name, **finding.as_json()}
-        for name, its_asked, its_bank in zip(towers, asked, bank, strict=True)
-        for finding in probe(its_asked, its_bank, wanted=how, classes=sets.classes)
+        {"encoder": name, **result.as_json()}
+        for name, its_queries, its_bank in zip(towers, queries, bank, strict=True)
+        for result in probe(its_queries, its_bank, wanted=how, classes=sets.classes)
     ]
-    # What is compared stands together.
+    # Trained and random weights of one label and method stand together.
     findings.sort(key=lambda one: (wanted.label.index(one["label"]), wanted.method.index(one["method"])))
     return Score(
         name=f"probe-{wanted.split}",
-        samples=sets.asked,
-        clip=clip_in_words(settings, is_in_row=features.is_consecutive(settings)),
+        samples=sets.queries,
+        clip=describe_clip(settings, is_consecutive=features.is_consecutive(settings)),
         values={
             "bank": sets.bank.describe(),
             "features": f"{features.description}; random: the same tower with weights drawn from seed {settings.seed}",
             "protocol": _protocol(how, bank_split=wanted.train_split),
-            "num_samples": len(bare[0].sample),
+            "num_samples": len(plain[0].sample),
             "findings": findings,
         },
-        failed=[failure for part in bare for failure in part.failed],
+        failed=[failure for part in plain for failure in part.failed],
     )
 
 
 def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
-    """A run's model, and one with weights as its seed draws them, in evaluation mode on the device."""
+    """A run's model, and one with weights drawn from its seed, in evaluation mode on the device."""
     task, trained = opened.task, opened.trained
-    samples = task.samples(split, World())  # which say how large clips are
+    samples = task.samples(split, World())  # determines the size of clips
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(opened.settings.seed)
         random = task.build_model(samples).to(trained.device).eval()
@@ -65,11 +109,11 @@ def _models(opened: OpenedRun, *, split: str) -> dict[str, nn.Module]:
 
 
 def _protocol(wanted: ProbeEvaluation, *, bank_split: str) -> str:
-    words = {
+    methods = {
         "knn": f"k-NN: the {wanted.neighbours} nearest clips of split {bank_split!r} by cosine, "
         f"each votes with exp(cosine / {wanted.temperature:g})",
         "linear": f"linear: multinomial logistic regression on standardised features of split {bank_split!r}, solved "
         "to its optimum, L2 by the cross-entropy on a fifth of its videos",
     }
     chance = f"chance: the classes that are most frequent in split {bank_split!r}"
-    return "; ".join([*(words[method] for method in wanted.methods), chance, "ties count against the model"])
+    return "; ".join([*(methods[method] for method in wanted.methods), chance, "ties count against the model"])

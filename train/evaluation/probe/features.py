@@ -1,6 +1,6 @@
-"""What a video tower says of clips: one vector each, of frozen weights, for several towers in one pass over the clips.
+"""Extract one feature vector per clip from frozen video towers, from several towers in one pass over the clips.
 
-Ranks see a part each; `gathered` gives every rank the whole, in the order of the samples.
+Each rank extracts a part; `gathered` gives every rank all of them, in the order of the samples.
 
 Shape suffixes: B clips of a batch, C channels, T frames, H height, W width, D width of the features, N all clips.
 """
@@ -19,7 +19,7 @@ from train.distributed.world import World, gather_uneven
 
 
 class Tower(Protocol):
-    """A video tower that is probed."""
+    """A video tower to probe."""
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
         """One vector a clip, [B, D], before any projection or last layer."""
@@ -27,13 +27,13 @@ class Tower(Protocol):
 
 
 @dataclass(frozen=True)
-class Features:
-    """One row for each clip that could be had.
+class ClipFeatures:
+    """One row for each clip that could be decoded.
 
     Attributes:
         of_tower: float32 [N, D] of each tower.
-        sample: int64 [N], numbers of the samples.
-        num_failed: samples of all ranks that could not be had.
+        sample: int64 [N], indices of the samples.
+        num_failed: number of samples that could not be decoded, after `gathered` of all ranks.
         failed: those of this rank.
     """
 
@@ -44,27 +44,27 @@ class Features:
 
 
 def tower_of(model: nn.Module) -> Tower:
-    """What is probed: a classifier up to its last layer, an autoencoder's or a dual encoder's video tower."""
-    # A wrapped model's own tower: what wraps it knows only how to be called.
+    """The tower of a model: the model itself if it has `features`, otherwise its `video`."""
+    # A wrapper such as DDP forwards calls of the model, but not its other methods.
     own = getattr(model, "module", model)
     return cast(Tower, own if hasattr(own, "features") else own.video)
 
 
-@torch.no_grad()  # not inference_mode: what a model keeps of a pass must serve training too
+@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
 def extract(
     towers: Sequence[Tower],
     batches: Iterable[LoadedBatch],
     *,
     inputs: Callable[[Batch], torch.Tensor],
     device: torch.device,
-) -> Features:
-    """Runs towers, which are in evaluation mode, over all batches of this rank.
+) -> ClipFeatures:
+    """Run towers in evaluation mode on all batches of this rank.
 
     Args:
-        inputs: clips [B, C, T, H, W] of a batch, as the towers take them.
+        inputs: from a batch to clips [B, C, T, H, W] as the towers take them.
 
     Raises:
-        FailedWork: a feature is no number.
+        FailedWork: a feature is not finite.
     """
     parts: list[list[torch.Tensor]] = [[] for _ in towers]
     samples: list[torch.Tensor] = []
@@ -76,7 +76,7 @@ def extract(
         clips_BCTHW = inputs(to_device(loaded.batch, device))
         for tower, its in zip(towers, parts, strict=True):
             its.append(tower.features(clips_BCTHW).float())
-        # Copied: the buffers of a batch are used again for a later one.
+        # Copied: later batches reuse the buffers.
         samples.append(loaded.batch["position"].clone())
     nothing = torch.empty(0, 0, device=device)
     of_tower = tuple(torch.cat(its) if its else nothing for its in parts)
@@ -84,10 +84,10 @@ def extract(
     for rows in of_tower:
         if num_bad := int((~rows.isfinite().all(dim=1)).sum()):
             raise FailedWork(f"features of {num_bad} of {len(rows)} clips are not finite: the weights have diverged")
-    return Features(of_tower, sample_N.to(device), len(failed), tuple(failed))
+    return ClipFeatures(of_tower, sample_N.to(device), len(failed), tuple(failed))
 
 
-def gathered(found: Features, world: World) -> Features:
+def gathered(found: ClipFeatures, world: World) -> ClipFeatures:
     """The features of all ranks in the order of the samples, on every rank.
 
     Raises:

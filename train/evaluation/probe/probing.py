@@ -1,6 +1,6 @@
-"""From features and labels to the numbers of a probe.
+"""Probe labelled features: train each method on the bank, and score the queries.
 
-Shape suffixes: N clips that are scored, M clips of the bank, D width, L labels.
+Shape suffixes: N queries (clips that are scored), M clips of the bank, D width, L labels.
 """
 
 from collections.abc import Sequence
@@ -14,44 +14,41 @@ from numpy.typing import NDArray
 from manifests.errors import FailedWork
 from train.config.evaluation import Method, ProbeEvaluation
 from train.data.classes import ClassList
-from train.evaluation.probe.features import Features
-from train.evaluation.probe.linear import choose_l2, fit_linear
-from train.evaluation.probe.neighbours import Accuracy, accuracy, chance, vote
-from train.evaluation.probe.samples import Labelled
+from train.evaluation.probe.classifiers import Accuracy, accuracy, chance, choose_l2, fit_linear, vote
 
 
 @dataclass(frozen=True)
-class Known:
-    """Features of one tower for clips of which everything is known.
+class LabelledFeatures:
+    """Features of one tower with the labels of their clips.
 
     Attributes:
         features_ND: float32.
-        label_NL: int64, on the device of the features; -1 where a clip has none.
-        video_N: int64, number of the video of each.
+        label_NL: int64, on the device of the features; -1 for no label.
+        video_N: int64, index of the clip's video.
     """
 
     features_ND: torch.Tensor
     label_NL: torch.Tensor
     video_N: NDArray[np.int64]
 
-    def of_label(self, place: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+    def of_label(self, index: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
         """Features, labels and videos of the clips that have the label."""
-        has_label = self.label_NL[:, place] >= 0
-        return self.features_ND[has_label], self.label_NL[has_label, place], self.video_N[has_label.cpu().numpy()]
+        has_label = self.label_NL[:, index] >= 0
+        return self.features_ND[has_label], self.label_NL[has_label, index], self.video_N[has_label.cpu().numpy()]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What one method says of one label.
+class ProbeResult:
+    """Accuracy of one method on one label; the fields are keys of result files.
 
     Attributes:
-        found, chance: see `train.evaluation.probe.neighbours`.
-        num_samples: clips that are scored.
-        num_bank: labelled clips that neighbours, or the linear layer, come from.
+        found, chance: accuracy of the probe, and of always predicting the most frequent classes.
+        num_samples: number of queries.
+        num_bank: number of labelled clips in the bank.
         num_classes: of both splits together.
-        num_unseen: clips that are scored whose class no clip of the bank is of: they are never right.
-        num_unseen_classes: how many classes that are.
-        l2, gradient: of the linear layer.
+        num_unseen: number of queries whose class does not occur in the bank; they always count as wrong.
+        num_unseen_classes: number of these classes.
+        l2, gradient: of the linear layer (train.evaluation.probe.classifiers).
     """
 
     label: str
@@ -71,33 +68,34 @@ class Finding:
         return asdict(self)
 
 
-def known(found: Features, samples: Labelled) -> list[Known]:
-    """The features of each tower, with what the manifest says of their clips."""
-    rows = found.sample.cpu().numpy()
-    label_NL = torch.from_numpy(samples.all_labels[rows]).to(found.sample.device)
-    return [Known(features_ND, label_NL, samples.video[rows]) for features_ND in found.of_tower]
-
-
-def probe(asked: Known, bank: Known, *, wanted: ProbeEvaluation, classes: Sequence[ClassList]) -> list[Finding]:
-    """Scores one tower by every method on every label.
+def probe(
+    queries: LabelledFeatures, bank: LabelledFeatures, *, wanted: ProbeEvaluation, classes: Sequence[ClassList]
+) -> list[ProbeResult]:
+    """Score one tower by every method on every label.
 
     Raises:
-        FailedWork: of a label, nothing that could be decoded is left.
+        FailedWork: nothing could be decoded for one of the labels.
     """
-    # Not in the precision that the model computes in: cosines that differ in the third digit decide.
-    with torch.autocast(asked.features_ND.device.type, enabled=False):
+    # Without autocast: neighbours differ in the third digit of their cosines.
+    with torch.autocast(queries.features_ND.device.type, enabled=False):
         return [
-            _probe(asked, bank, place=place, its=its, method=method, wanted=wanted)
-            for place, its in enumerate(classes)
+            _probe(queries, bank, index=index, its=its, method=method, wanted=wanted)
+            for index, its in enumerate(classes)
             for method in wanted.methods
         ]
 
 
 def _probe(
-    asked: Known, bank: Known, *, place: int, its: ClassList, method: Method, wanted: ProbeEvaluation
-) -> Finding:
-    features_ND, label_N, _ = asked.of_label(place)
-    bank_MD, bank_label_M, bank_video_M = bank.of_label(place)
+    queries: LabelledFeatures,
+    bank: LabelledFeatures,
+    *,
+    index: int,
+    its: ClassList,
+    method: Method,
+    wanted: ProbeEvaluation,
+) -> ProbeResult:
+    features_ND, label_N, _ = queries.of_label(index)
+    bank_MD, bank_label_M, bank_video_M = bank.of_label(index)
     num_there = len(bank_label_M.unique())
     if not len(label_N) or num_there < 2:
         raise FailedWork(
@@ -118,7 +116,7 @@ def _probe(
         layer = fit_linear(bank_MD, bank_label_M, l2=l2)
         scores_NK, gradient = layer.scores(features_ND, num_classes=len(its)), layer.gradient
     unseen_N = label_N[~torch.isin(label_N, bank_label_M)]
-    return Finding(
+    return ProbeResult(
         label=its.label,
         method=method,
         found=accuracy(scores_NK, label_N),

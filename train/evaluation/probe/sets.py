@@ -1,20 +1,28 @@
-"""The two sets of a probe: the clips that are scored, and the bank of those that it learns from."""
+"""The two sets of a probe: the clips that are scored, and the bank of labelled clips that it learns from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from manifests.errors import UserError
+from manifests.store import read_captions
 from train.config.evaluation import ProbeEvaluation
 from train.config.training import ClipSettings
 from train.data.batch import Batch
-from train.data.classes import ClassList
+from train.data.classes import ClassList, label_names, read_classes
+from train.data.decoding.clip import Views
+from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_latents
+from train.data.labelled_clips import LabelledClips
+from train.data.latents.loader import LabelledLatents
 from train.distributed.world import World
-from train.evaluation.probe.features import Features, Tower, extract, gathered
-from train.evaluation.probe.probing import Known, known
-from train.evaluation.probe.samples import Labelled, open_labelled, read_probe_classes
+from train.evaluation.probe.features import ClipFeatures, Tower, extract, gathered
+from train.evaluation.probe.probing import LabelledFeatures
+from train.evaluation.runner import every_for
+
+Labelled = LabelledClips | LabelledLatents
 
 
 @dataclass(frozen=True)
@@ -22,14 +30,14 @@ class ProbeSets:
     """Opened sets; every rank has its part of each.
 
     Attributes:
-        asked: clips that are scored, of which every `asked_every`-th is.
+        queries: clips that are scored, every `queries_every`-th of them.
         bank: clips that neighbours and linear layers come from, likewise.
     """
 
     classes: tuple[ClassList, ...]
-    asked: Labelled
+    queries: Labelled
     bank: Labelled
-    asked_every: int = 1
+    queries_every: int = 1
     bank_every: int = 1
 
     def extract(
@@ -39,18 +47,34 @@ class ProbeSets:
         inputs: Callable[[Batch], torch.Tensor],
         world: World,
         device: torch.device,
-    ) -> tuple[list[Known], list[Known], Features, Features]:
-        """For each tower what is known of the clips that are scored and of the bank, and the bare features; collective.
+    ) -> tuple[list[LabelledFeatures], list[LabelledFeatures], ClipFeatures, ClipFeatures]:
+        """Features of queries and bank for each tower, with labels; then the same without labels; collective.
 
         Raises:
-            FailedWork: no clip could be decoded, or a feature is no number.
+            FailedWork: no clip could be decoded, or a feature is not finite.
         """
         parts = []
-        for samples, every in ((self.asked, self.asked_every), (self.bank, self.bank_every)):
+        for samples, every in ((self.queries, self.queries_every), (self.bank, self.bank_every)):
             own = extract(towers, samples.evaluation_batches(every=every), inputs=inputs, device=device)
             parts.append(gathered(own, world))
-        asked, bank = parts
-        return known(asked, self.asked), known(bank, self.bank), asked, bank
+        queries, bank = parts
+        return _labelled(queries, self.queries), _labelled(bank, self.bank), queries, bank
+
+
+def _labelled(found: ClipFeatures, samples: Labelled) -> list[LabelledFeatures]:
+    """The features of each tower, with labels and videos of their clips."""
+    rows = found.sample.cpu().numpy()
+    label_NL = torch.from_numpy(samples.all_labels[rows]).to(found.sample.device)
+    return [LabelledFeatures(features_ND, label_NL, samples.video[rows]) for features_ND in found.of_tower]
+
+
+def available_labels(settings: ClipSettings) -> list[str]:
+    """The labels that captions of the data have.
+
+    Raises:
+        UserError: the data is not a folder with a manifest.
+    """
+    return label_names(read_captions(open_labelled_folder(settings).path))
 
 
 def open_sets(
@@ -62,34 +86,65 @@ def open_sets(
     device: torch.device,
     is_whole: bool = False,
 ) -> ProbeSets:
-    """Opens both sets.
+    """Open both sets.
 
     Args:
-        is_whole: all samples are visited, whatever `max_samples` and `max_bank` say.
+        is_whole: visit all samples, whatever `max_samples` and `max_bank` are.
 
     Raises:
-        UserError: a split has no such clips, or the bank is too small, of one class, or what is scored.
+        UserError: the data is not a folder with a manifest; a split has no such clips; the bank is too small or of a
+            single class; or both splits are the same.
     """
     if wanted.split == bank_split:
         raise UserError(
             f"{bank_split!r} is the split to learn from and the one to score: every clip would find itself",
             hint="use two splits",
         )
-    classes = read_probe_classes(settings, wanted.labels, splits=(bank_split, wanted.split))
-    bank = open_labelled(settings, split=bank_split, classes=classes, world=world, device=device)
-    asked = open_labelled(settings, split=wanted.split, classes=classes, world=world, device=device)
+    folder = open_labelled_folder(settings).path
+    splits = (bank_split, wanted.split)
+    classes = tuple(read_classes(folder, label=label, splits=splits) for label in wanted.labels)
+    bank = _open_labelled(settings, split=bank_split, classes=classes, world=world, device=device)
+    queries = _open_labelled(settings, split=wanted.split, classes=classes, world=world, device=device)
     every = [
-        1 if is_whole else -(-len(samples) // most)
-        for samples, most in ((asked, wanted.max_samples), (bank, wanted.max_bank))
+        1 if is_whole else every_for(len(samples), at_most=most)
+        for samples, most in ((queries, wanted.max_samples), (bank, wanted.max_bank))
     ]
-    sets = ProbeSets(classes, asked, bank, *every)
+    sets = ProbeSets(classes, queries, bank, *every)
     _check(sets, wanted, bank_split=bank_split)
     return sets
 
 
+def _open_labelled(
+    settings: ClipSettings, *, split: str, classes: Sequence[ClassList], world: World, device: torch.device
+) -> Labelled:
+    """This rank's part of the clips of a split, pixels or latents, that have any of the labels, each once."""
+    # A batch of training fits into memory; an autoencoder sees all cubes here, but keeps no activations.
+    batch = settings.microbatch or world.share(settings.batch)
+    if getattr(settings, "input", "pixels") == "latents":
+        return open_latents(
+            partial(LabelledLatents, classes=classes),
+            settings,
+            segment=getattr(settings, "segment", ""),  # of the tasks that can read latents
+            split=split,
+            world=world,
+            batch=batch,
+        )
+    folder = open_labelled_folder(settings)
+    return LabelledClips(
+        folder.path,
+        split=split,
+        classes=classes[0],
+        also=classes[1:],
+        shape=clip_shape(settings, views=Views()),
+        loading=replace(loader_settings(settings, world, device=device), batch=batch, group=1),
+        decode=settings.decode,
+        tars=folder.tars,
+    )
+
+
 def _check(sets: ProbeSets, wanted: ProbeEvaluation, *, bank_split: str) -> None:
-    bank_ML, asked_NL = sets.bank.all_labels[:: sets.bank_every], sets.asked.all_labels[:: sets.asked_every]
-    for its, bank_M, asked_N in zip(sets.classes, bank_ML.T, asked_NL.T, strict=True):
+    bank_ML, label_NL = sets.bank.all_labels[:: sets.bank_every], sets.queries.all_labels[:: sets.queries_every]
+    for its, bank_M, label_N in zip(sets.classes, bank_ML.T, label_NL.T, strict=True):
         there = np.unique(bank_M[bank_M >= 0])
         if len(there) < 2:
             what = f"are of the class {its.names[int(there[0])]!r}" if len(there) else f"have no {its.label}"
@@ -97,12 +152,12 @@ def _check(sets: ProbeSets, wanted: ProbeEvaluation, *, bank_split: str) -> None
                 f"all clips of split {bank_split!r} {what}: there is nothing to tell apart",
                 hint="use more data, or another label",
             )
-        if not (asked_N >= 0).any():
+        if not (label_N >= 0).any():
             raise UserError(f"no clip of split {wanted.split!r} has a {its.label}", hint="use another split or label")
         num_bank = int((bank_M >= 0).sum())
         if "knn" in wanted.methods and wanted.neighbours > num_bank:
             raise UserError(
                 f"{wanted.neighbours} neighbours are to vote, and split {bank_split!r} has {num_bank} clips "
                 f"with a {its.label}",
-                hint=f"ask for {num_bank} or fewer, best for far fewer than a class has clips",
+                hint=f"use {num_bank} or fewer, ideally far fewer than a class has clips",
             )

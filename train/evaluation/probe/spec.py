@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.config.evaluation import METHODS, NEIGHBOURS, PROBE_NUMBERS, Method, ProbeEvaluation, named_once
 from train.config.fields import Checked
-from train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
+from train.evaluation.pages import FEW_CLASSES, Row, Table, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec
 
 

@@ -1,1 +1,1 @@
-"""Words for clips: which captions are learned, how new ones are found, and how good they are."""
+"""Captioning: train a captioner, generate and score captions, caption any video file."""

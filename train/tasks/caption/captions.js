@@ -1,5 +1,5 @@
 "use strict";
-// Sorting, searching and walking through the captions. What is chosen stands in the page's address (#sort=...&find=...).
+// Sort, search and step through the captions. The page's address keeps the choice (#sort=...&find=...).
 const list = document.getElementById("videos");
 const videos = [...list.children];
 const texts = videos.map((video) => video.textContent.toLowerCase());
@@ -19,7 +19,7 @@ function compare(one, other) {
   let difference = 0;
   if (key === "name") difference = one.dataset.name < other.dataset.name ? -1 : Number(one.dataset.name > other.dataset.name);
   else if (key !== "split") difference = value(one, key) - value(other, key);
-  // Equal ones stay as they are in the split, in both directions.
+  // Equal ones keep the order of the split in both directions.
   if (difference === 0) return (places.get(one) - places.get(other)) * (key === "split" && descending ? -1 : 1);
   return descending ? -difference : difference;
 }
@@ -37,7 +37,7 @@ function show() {
 
 function order() {
   direction.textContent = descending ? "↓" : "↑";
-  direction.setAttribute("aria-label", descending ? "highest first; turn around" : "lowest first; turn around");
+  direction.setAttribute("aria-label", descending ? "descending; reverse" : "ascending; reverse");
   list.append(...[...videos].sort(compare));
 }
 

@@ -1,6 +1,11 @@
-"""One text a video, token by token: greedy, or drawn.
+"""Generate captions token by token: greedy search, sampling and beam search.
 
-Shape suffixes: V videos, r those that are still computed, L tokens, P tokens of the prompt, W words of the vocabulary.
+A decoder is anything with `start` and `step` (`Generator`): a captioner in one process, or its stages in a pipeline.
+Every process that holds a part of the model decodes in lockstep, since each gets the logits of the last stage from
+`step` and therefore chooses the same tokens.
+
+Shape suffixes: V videos, v those that are not finished, R rows of text (V * n, those of a video adjacent), r rows that
+are still computed, B beams, c candidates (2 B), L tokens, P tokens of the prompt, W words of the vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,100 +24,89 @@ from train.tasks.caption.settings import (
     temperature_of,
 )
 
-# What decoding asks of a model: the same of one process and of the stages of a pipeline.
-#
-# `train.models.captioner.Captioner` has it. Where several processes have a part of the model each, all of them decode
-# in step: each has the logits of the last stage from `step`, and so chooses the same tokens.
-#
-# Shape suffixes: V videos, R rows of text (V * n, those of a video one behind the other), L tokens, W words of the
-# vocabulary.
+# Chooses the next tokens from logits [r, W], the indices of the videos [r], and the number of the token.
+Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+# Finished texts stay in the batch until at most this fraction of it is unfinished; then the caches are compacted.
+_FEW = 0.5
+_NEVER = -1e9  # the score of an empty beam
 
 
 class Cache(Protocol):
-    """What a model keeps of texts that are being written."""
+    """Keys and values of texts that are being generated."""
 
     def keep(self, rows_r: torch.Tensor, videos_v: torch.Tensor | None = None) -> None:
-        """Puts other rows in the places of the rows.
+        """Replace the rows.
 
         Args:
-            rows_r: int64, which row each of the new ones goes on from.
-            videos_v: int64, the videos that are left, whose rows these are; all of them when left out.
+            rows_r: int64, the old row that each new one continues.
+            videos_v: int64, the remaining videos, whose rows these are; all by default.
         """
 
 
 C = TypeVar("C", bound=Cache)
 
 
-class Writer(Protocol[C]):
-    """A model that writes about videos."""
+class Generator(Protocol[C]):
+    """A model that generates text about videos, such as `train.models.captioner.Captioner`."""
 
     def start(self, video: torch.Tensor, /, *, num_tokens: int, rows_per_video: int = 1) -> C:
-        """A cache with room for texts of so many tokens."""
+        """A cache for texts of at most `num_tokens` tokens."""
 
     def step(self, tokens_RL: torch.Tensor, cache: C, /) -> torch.Tensor:
-        """Logits [R, W] of what follows these tokens: all that is given in the first step, one a row later."""
+        """Logits [R, W] of the next token; the first step takes the whole prompt, later ones one token per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """Captions.
+class Generated:
+    """Generated captions.
 
     Attributes:
-        tokens_VL: int64, what was written, with the end where there is one, and ends behind it.
-        scores_V: of a beam search: sums of log probabilities, over the length to the power of the penalty.
+        tokens_VL: int64, the tokens with the end token, if it was reached, padded with end tokens.
+        scores_V: of a beam search: sum of log probabilities / length ** length_penalty.
     """
 
     tokens_VL: torch.Tensor
     scores_V: torch.Tensor | None = None
 
 
-# Which tokens may be drawn, and how likely each is: pure functions of logits.
-#
-# Shape suffixes: R rows, W words of the vocabulary. What must not be drawn has the logit -inf.
+@torch.no_grad()
+def generate_captions(
+    generator: Generator[C],
+    video: torch.Tensor,
+    settings: DecodingSettings,
+    *,
+    end_id: int,
+    samples: Sequence[int],
+    prompt_VP: torch.Tensor | None = None,
+) -> Generated:
+    """Generate captions of a batch of clips as the settings say.
+
+    Args:
+        generator: a captioner in evaluation mode.
+        video: clips as the generator takes them.
+        end_id: the token before and after a caption.
+        samples: index of each clip in the data set: sampling depends on it and on the seed, not on the batch.
+        prompt_VP: int64, first tokens of each text; the end token by default.
+    """
+    if prompt_VP is None:
+        prompt_VP = torch.full((len(samples), 1), end_id, device=video.device)
+    limits = {"end_id": end_id, "min_tokens": settings.min_tokens, "max_tokens": max_tokens_of(settings)}
+    if settings.method == "beam":
+        return beam_search(
+            generator,
+            video,
+            prompt_VP,
+            num_beams=num_beams_of(settings),
+            length_penalty=length_penalty_of(settings),
+            early_stopping=bool(settings.early_stopping),
+            **limits,
+        )
+    choose = greedy if settings.method == "greedy" else sampling(settings, samples, device=prompt_VP.device)
+    return generate(generator, video, prompt_VP, choose=choose, **limits)
 
 
-def warmed(logits_RW: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits at a temperature: below 1 the likely becomes likelier."""
-    return logits_RW / temperature
-
-
-def among_likeliest(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The K likeliest tokens alone (Fan et al. 2018, section 5.4), and those that are as likely as the K-th."""
-    if top_k >= logits_RW.shape[1]:
-        return logits_RW
-    least_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
-    return logits_RW.masked_fill(logits_RW < least_R1, -torch.inf)
-
-
-def in_nucleus(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The fewest likeliest tokens whose probabilities have `top_p` as their sum (Holtzman et al. 2020, section 3.1)."""
-    if top_p >= 1:
-        return logits_RW
-    sorted_RW, order_RW = logits_RW.sort(dim=1, descending=True, stable=True)
-    probabilities_RW = sorted_RW.softmax(dim=1)
-    # Those before it do not have enough yet; the first is always in.
-    before_RW = probabilities_RW.cumsum(dim=1) - probabilities_RW
-    is_out_RW = before_RW >= top_p
-    is_out_RW[:, 0] = False
-    return logits_RW.masked_fill(is_out_RW.gather(1, order_RW.argsort(dim=1)), -torch.inf)
-
-
-def drawn(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
-    """The token that a number from [0, 1) draws, int64 [R]: tokens share the interval by their probabilities."""
-    sums_RW = logits_RW.double().softmax(dim=1).cumsum(dim=1)
-    # Sums of probabilities end near 1, not at it.
-    wanted_R1 = (uniform_R[:, None] * sums_RW[:, -1:]).to(sums_RW.dtype)
-    return torch.searchsorted(sums_RW, wanted_R1, right=True)[:, 0].clamp(max=logits_RW.shape[1] - 1)
-
-
-# Chooses the next tokens: of logits [r, W], of the numbers of the videos [r], and of the token's number.
-Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-# Finished texts are computed on with the others until so few are left that copying the caches of those pays.
-_FEW = 0.5
-
-
-def write_single(
-    writer: Writer[C],
+def generate(
+    generator: Generator[C],
     video: torch.Tensor,
     prompt_VP: torch.Tensor,
     *,
@@ -120,44 +114,43 @@ def write_single(
     end_id: int,
     min_tokens: int,
     max_tokens: int,
-) -> Written:
-    """Writes until all texts have ended, or have `max_tokens`."""
+) -> Generated:
+    """Generate one text per video until all have ended, or have `max_tokens`."""
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
-    cache = writer.start(video, num_tokens=prompt_length + max_tokens - 1)
-    written_VL = torch.full((num_videos, max_tokens), end_id, device=device)
+    cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1)
+    tokens_VL = torch.full((num_videos, max_tokens), end_id, device=device)
     videos_r = torch.arange(num_videos, device=device)
     is_open_r = torch.ones(num_videos, dtype=torch.bool, device=device)
     given = prompt_VP
     for number in range(max_tokens):
-        logits_rW = writer.step(given, cache)
+        logits_rW = generator.step(given, cache)
         if number < min_tokens:
             logits_rW[:, end_id] = -torch.inf
         tokens_r = choose(logits_rW, videos_r, number).masked_fill(~is_open_r, end_id)
-        written_VL[videos_r, number] = tokens_r
+        tokens_VL[videos_r, number] = tokens_r
         is_open_r &= tokens_r != end_id
         num_open = int(is_open_r.sum())
         if num_open == 0:
-            return Written(tokens_VL=written_VL[:, : number + 1])
+            return Generated(tokens_VL=tokens_VL[:, : number + 1])
         if num_open <= _FEW * len(is_open_r) and number + 1 < max_tokens:
             rows = is_open_r.nonzero()[:, 0]
             cache.keep(rows, rows)
             videos_r, is_open_r, tokens_r = videos_r[rows], is_open_r[rows], tokens_r[rows]
         given = tokens_r[:, None]
-    return Written(tokens_VL=written_VL)
+    return Generated(tokens_VL=tokens_VL)
 
 
-def likeliest(logits_rW: torch.Tensor, videos_r: torch.Tensor, number: int) -> torch.Tensor:
-    """Greedy: the token with the largest logit."""
+def greedy(logits_rW: torch.Tensor, videos_r: torch.Tensor, number: int) -> torch.Tensor:
+    """Greedy search: the token with the highest logit."""
     return logits_rW.argmax(dim=1)
 
 
-def drawing(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
-    """Draws tokens: temperature, then the likeliest K, then the nucleus.
+def sampling(settings: DecodingSettings, samples: Sequence[int], *, device: torch.device) -> Choose:
+    """Sampling with temperature, then top-k, then top-p.
 
     Args:
-        samples: a number of each video; with the seed and the token's number it decides what is drawn, whatever else
-            is in the batch.
+        samples: index of each video in the data set.
     """
     positions = np.asarray(samples, dtype=np.int64)
     draws_VL = torch.from_numpy(
@@ -165,33 +158,53 @@ def drawing(settings: DecodingSettings, samples: Sequence[int], *, device: torch
     ).to(device)
 
     def choose(logits_rW: torch.Tensor, videos_r: torch.Tensor, number: int) -> torch.Tensor:
-        logits_rW = warmed(logits_rW.to(torch.promote_types(logits_rW.dtype, torch.float32)), temperature_of(settings))
+        logits_rW = logits_rW.to(torch.promote_types(logits_rW.dtype, torch.float32))
+        logits_rW = with_temperature(logits_rW, temperature_of(settings))
         if settings.top_k is not None:
-            logits_rW = among_likeliest(logits_rW, settings.top_k)
+            logits_rW = top_k_filtered(logits_rW, settings.top_k)
         if settings.top_p is not None:
-            logits_rW = in_nucleus(logits_rW, settings.top_p)
-        return drawn(logits_rW, draws_VL[videos_r, number])
+            logits_rW = top_p_filtered(logits_rW, settings.top_p)
+        return sampled(logits_rW, draws_VL[videos_r, number])
 
     return choose
 
 
-# Beam search, with the rules of transformers' `generate`.
-#
-# Of all continuations of a video's running texts the best 2 B are looked at, which always holds B that have not
-# ended. Those that have ended and are among the best B are finished: with their sum of log probabilities, over their
-# length to the power of the penalty, they compete for the B places of finished texts. A video is done when its
-# finished texts cannot be improved on, judged by the best running text at its present length; or, with early
-# stopping, as soon as there are B of them. At the last token everything counts as ended.
-#
-# Shape suffixes: V videos, v those that are not done, B beams, r rows (v * B), c candidates (2 B), L tokens, P tokens
-# of the prompt, W words of the vocabulary.
+def with_temperature(logits_RW: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits at a temperature; below 1, likely tokens become more likely."""
+    return logits_RW / temperature
 
 
-_NEVER = -1e9  # the score of what is not there
+def top_k_filtered(logits_RW: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Top-k (Fan et al. 2018, section 5.4): -inf for tokens less likely than the k-th."""
+    if top_k >= logits_RW.shape[1]:
+        return logits_RW
+    least_R1 = logits_RW.topk(top_k, dim=1).values[:, -1:]
+    return logits_RW.masked_fill(logits_RW < least_R1, -torch.inf)
 
 
-def write_by_beams(
-    writer: Writer[C],
+def top_p_filtered(logits_RW: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Nucleus (Holtzman et al. 2020, section 3.1): -inf outside the fewest tokens that sum to `top_p`."""
+    if top_p >= 1:
+        return logits_RW
+    sorted_RW, order_RW = logits_RW.sort(dim=1, descending=True, stable=True)
+    probabilities_RW = sorted_RW.softmax(dim=1)
+    # A token is in if those before it do not reach top_p; the first is always in.
+    before_RW = probabilities_RW.cumsum(dim=1) - probabilities_RW
+    is_out_RW = before_RW >= top_p
+    is_out_RW[:, 0] = False
+    return logits_RW.masked_fill(is_out_RW.gather(1, order_RW.argsort(dim=1)), -torch.inf)
+
+
+def sampled(logits_RW: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:
+    """Tokens, int64 [R], by inverting the cumulative distribution at uniform numbers from [0, 1)."""
+    sums_RW = logits_RW.double().softmax(dim=1).cumsum(dim=1)
+    # Rounded sums of probabilities end near 1.
+    wanted_R1 = (uniform_R[:, None] * sums_RW[:, -1:]).to(sums_RW.dtype)
+    return torch.searchsorted(sums_RW, wanted_R1, right=True)[:, 0].clamp(max=logits_RW.shape[1] - 1)
+
+
+def beam_search(
+    generator: Generator[C],
     video: torch.Tensor,
     prompt_VP: torch.Tensor,
     *,
@@ -201,15 +214,22 @@ def write_by_beams(
     end_id: int,
     min_tokens: int,
     max_tokens: int,
-) -> Written:
-    """Writes the best text of each video."""
+) -> Generated:
+    """Find the best text of each video, by the rules of transformers' `generate`.
+
+    Of all continuations of a video's running texts, the best 2 B are candidates, which always include B that have not
+    ended. Those that have ended and are among the best B compete for the B finished texts by their sum of log
+    probabilities / length ** length_penalty. A video is done when its finished texts cannot be improved on, judged by
+    the best running text at its present length, or with early stopping as soon as there are B of them. At the last
+    token every text counts as ended.
+    """
     num_videos, prompt_length = prompt_VP.shape
     device = prompt_VP.device
-    cache = writer.start(video, num_tokens=prompt_length + max_tokens - 1, rows_per_video=num_beams)
+    cache = generator.start(video, num_tokens=prompt_length + max_tokens - 1, rows_per_video=num_beams)
     given = prompt_VP.repeat_interleave(num_beams, 0)
     running_vBL = torch.full((num_videos, num_beams, max_tokens), end_id, device=device)
     running_scores_vB = torch.full((num_videos, num_beams), _NEVER, device=device)
-    running_scores_vB[:, 0] = 0  # at first all are the same text
+    running_scores_vB[:, 0] = 0  # at first, all beams are the same text
     finished_vBL = running_vBL.clone()
     finished_scores_vB = torch.full_like(running_scores_vB, _NEVER)
     best_VL = running_vBL[:, 0].clone()
@@ -217,7 +237,7 @@ def write_by_beams(
     videos_v = torch.arange(num_videos, device=device)
 
     for number in range(max_tokens):
-        log_probabilities = writer.step(given, cache).float().log_softmax(dim=1)
+        log_probabilities = generator.step(given, cache).float().log_softmax(dim=1)
         if number < min_tokens:
             log_probabilities[:, end_id] = -torch.inf
         vocabulary = log_probabilities.shape[1]
@@ -245,7 +265,7 @@ def write_by_beams(
         best_VL[videos_v], best_scores_V[videos_v] = finished_vBL[:, 0], finished_scores_vB[:, 0]
         left = (~is_done_v).nonzero()[:, 0]
         if len(left) == 0 or number + 1 == max_tokens:
-            return Written(tokens_VL=best_VL[:, : number + 1], scores_V=best_scores_V)
+            return Generated(tokens_VL=best_VL[:, : number + 1], scores_V=best_scores_V)
         rows_r = (left[:, None] * num_beams + beams_vB[left]).flatten()
         cache.keep(rows_r, left if len(left) < len(is_done_v) else None)
         if len(left) < len(is_done_v):
@@ -253,48 +273,8 @@ def write_by_beams(
                 x[left] for x in (videos_v, running_vBL, running_scores_vB, finished_vBL, finished_scores_vB)
             )
         given = running_vBL[:, :, number].reshape(-1, 1)
-    raise AssertionError("the last token ends everything")
+    raise AssertionError("every text ends at the last token")
 
 
 def _rows(texts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return texts.gather(1, numbers[..., None].expand(-1, -1, texts.shape[2]))
-
-
-# Writes the captions of a batch of clips as the settings say.
-
-
-@torch.no_grad()
-def write_captions(
-    writer: Writer[C],
-    video: torch.Tensor,
-    settings: DecodingSettings,
-    *,
-    end_id: int,
-    samples: Sequence[int],
-    prompt_VP: torch.Tensor | None = None,
-) -> Written:
-    """Captions of clips.
-
-    Args:
-        writer: a captioner, in evaluation mode.
-        video: clips as the writer takes them.
-        end_id: the token before and behind a caption.
-        samples: a number of each clip, of its own in the data set: what is drawn for a clip depends on it and on the
-            seed, not on the batch.
-        prompt_VP: int64, what each text begins with, instead of the end alone.
-    """
-    if prompt_VP is None:
-        prompt_VP = torch.full((len(samples), 1), end_id, device=video.device)
-    limits = {"end_id": end_id, "min_tokens": settings.min_tokens, "max_tokens": max_tokens_of(settings)}
-    if settings.method == "beam":
-        return write_by_beams(
-            writer,
-            video,
-            prompt_VP,
-            num_beams=num_beams_of(settings),
-            length_penalty=length_penalty_of(settings),
-            early_stopping=bool(settings.early_stopping),
-            **limits,
-        )
-    choose = likeliest if settings.method == "greedy" else drawing(settings, samples, device=prompt_VP.device)
-    return write_single(writer, video, prompt_VP, choose=choose, **limits)

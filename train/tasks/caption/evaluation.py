@@ -1,4 +1,4 @@
-"""Captions of clips by a run's latest checkpoint, and their metrics."""
+"""Evaluate a trained captioner: captions of the clips of a split, their metrics, and pages of them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +9,12 @@ import numpy as np
 from manifests.errors import UserError
 from manifests.publish import publish_json
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
-from train.evaluation.runner import OpenedRun, Score, every_for
+from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for
 from train.run.folder import COCO_SUFFIX
-from train.tasks.caption.constant import RULE, best_constant
 from train.tasks.caption.generation import captions_of, comparable, loss_of
 from train.tasks.caption.metrics.java import Meteor, check_jars
-from train.tasks.caption.metrics.scores import CaptionScores, named, score_captions
-from train.tasks.caption.page import write_captions_page
+from train.tasks.caption.metrics.scores import CONSTANT_RULE, CaptionScores, best_constant, named, score_captions
+from train.tasks.caption.page import ScoredCaptions, write_captions_page
 from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import (
     CaptionerSettings,
@@ -26,7 +24,6 @@ from train.tasks.caption.settings import (
     num_beams_of,
     temperature_of,
 )
-from train.tasks.caption.shown import all_shown, shown_json
 from train.tasks.caption.spec import CaptionFlags
 from train.tasks.caption.task import CaptionTask
 
@@ -35,8 +32,7 @@ _PROTOCOL = (
     "one caption of each clip, compared with all its references; tokens as Stanford's PTBTokenizer makes them, without "
     "punctuation; idf from"
 )
-
-# What the page of all captions says of them, of the result.
+# The protocol on the page of all captions: label -> key of the result.
 _ON_PAGE = {
     **{name: name for name in ("split", "step", "weights", "data", "clip", "decoding", "protocol", "command")},
     "data folder": "shards",
@@ -46,9 +42,9 @@ _ON_PAGE = {
 
 
 def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True) -> Score:
-    """Has a run's latest checkpoint caption each clip of a split, and scores the captions.
+    """Caption the clips of a split with a run's latest checkpoint, and score the captions.
 
-    The best caption that ignores the clip is scored beside them.
+    The best constant caption is scored for comparison.
 
     Args:
         with_java: see `score_captions`.
@@ -64,27 +60,34 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
     samples = task.samples(split, World())
     every = every_for(len(samples), at_most=wanted.max_samples)
     with trained.precision.autocast():
-        said = captions_of(
-            trained.fill(task.build_model()),
+        found = captions_of(
+            trained.fill(task.build_model(samples)),
             samples.evaluation_batches(every=every),
             inputs=task.inputs,
             tokenizer=task.decoder.tokenizer,
             decoding=how,
             device=trained.device,
         )
-    loss = loss_of([said])
-    names = clip_names(samples, sorted(said.captions))
+    loss = loss_of([found])
+    names = clip_names(samples, sorted(found.captions))
     captions, references, left_out = comparable(
-        {name: said.captions[number] for number, name in names.items()},
-        {name: samples.references(number) for number, name in names.items()},
+        {name: found.captions[index] for index, name in names.items()},
+        {name: samples.references(index) for index, name in names.items()},
     )
-    names = {number: name for number, name in names.items() if name in captions}
     constant, chosen = _constant(task, settings, references)
     with Meteor() as meteor:
         scores, of_constant = (
-            score_captions(said_of, references, with_java=with_java, spice_jars=wanted.spice_jars, meteor=meteor)
-            for said_of in (captions, dict.fromkeys(references, constant))
+            score_captions(candidates, references, with_java=with_java, spice_jars=wanted.spice_jars, meteor=meteor)
+            for candidates in (captions, dict.fromkeys(references, constant))
         )
+    scored = ScoredCaptions(
+        samples=samples,
+        names={index: name for index, name in names.items() if name in captions},
+        captions=captions,
+        references=references,
+        scores=scores,
+        num_frames=settings.num_frames,
+    )
     name = f"captions-{split}"
     values = {
         "data": "; ".join([samples.describe(), *_left_out(samples, every=every), *_without_words(scores, left_out)]),
@@ -100,7 +103,7 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         "empty": list(scores.empty),
         "without_words": left_out,
         "constant": {"caption": constant, "chosen": chosen, "means": of_constant.means},
-        "said": shown_json(samples, names, captions, references, scores, num_frames=settings.num_frames),
+        "said": scored.examples(),
         "all_said": f"evaluations/{opened.result_name(name)}.html",
     }
 
@@ -108,38 +111,43 @@ def score_run(opened: OpenedRun, wanted: CaptionFlags, *, with_java: bool = True
         write_coco_results(path.with_name(f"{path.stem}{COCO_SUFFIX}"), captions)
         write_captions_page(
             path.with_suffix(".html"),
-            all_shown(samples, names, captions, references, scores, num_frames=settings.num_frames),
-            title=f"What “{opened.run.path.resolve().name}” says of split “{split}”",
+            scored.videos(),
+            title=f"Captions of split “{split}” by “{opened.run.path.resolve().name}”",
             means=scores.means,
             absent=scores.absent,
-            protocol={words: str(result[key]) for words, key in _ON_PAGE.items()},
+            protocol={label: str(result[key]) for label, key in _ON_PAGE.items()},
         )
 
     return Score(
-        name=name, samples=samples, clip=clip_in_words(settings), values=values, failed=said.failed, beside=beside
+        name=name, samples=samples, clip=describe_clip(settings), values=values, failed=found.failed, beside=beside
     )
 
 
-def clip_names(samples: CaptionedClips, numbers: Sequence[int]) -> dict[int, str]:
-    """A name of each clip: its video, and where a video has several of the split their times as well."""
-    videos = {number: samples.key(number).rpartition("_")[0] for number in range(len(samples))}
+def write_coco_results(path: Path, captions: Mapping[str, str]) -> None:
+    """Publish captions by video id in COCO's results format, in their order."""
+    publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in captions.items()])
+
+
+def clip_names(samples: CaptionedClips, indices: Sequence[int]) -> dict[int, str]:
+    """Names of clips: the video, and the times as well if a video has several clips of the split."""
+    videos = {index: samples.key(index).rpartition("_")[0] for index in range(len(samples))}
     is_alone = len(set(videos.values())) == len(videos)
     names = {}
-    for number in numbers:
-        begin_s, end_s = samples.span_s(number)
-        names[number] = videos[number] if is_alone else f"{videos[number]} {begin_s:.2f}-{end_s:.2f} s"
+    for index in indices:
+        begin_s, end_s = samples.span_s(index)
+        names[index] = videos[index] if is_alone else f"{videos[index]} {begin_s:.2f}-{end_s:.2f} s"
     return names
 
 
 def describe_decoding(settings: DecodingSettings) -> str:
-    """How captions are written, in words."""
+    """Describe how captions are generated."""
     match settings.method:
         case "greedy":
             how = "greedy"
         case "sample":
-            how = f"drawn at temperature {temperature_of(settings):g}, seed {settings.seed}"
-            how += "" if settings.top_k is None else f", of the likeliest {settings.top_k}"
-            how += "" if settings.top_p is None else f", of the nucleus of {settings.top_p:g}"
+            how = f"sampling at temperature {temperature_of(settings):g}, seed {settings.seed}"
+            how += "" if settings.top_k is None else f", top-k {settings.top_k}"
+            how += "" if settings.top_p is None else f", top-p {settings.top_p:g}"
         case "beam":
             how = f"{num_beams_of(settings)} beams, length penalty {length_penalty_of(settings):g}"
             how += ", early stopping" if settings.early_stopping else ""
@@ -150,49 +158,44 @@ def describe_decoding(settings: DecodingSettings) -> str:
 def _constant(
     task: CaptionTask, settings: CaptionerSettings, references: Mapping[str, Sequence[str]]
 ) -> tuple[str, str]:
-    """The best caption that ignores the clip, and how it was chosen."""
+    """The best constant caption, and how it was chosen."""
     split = settings.split
     try:
-        trained_on = task.samples(split, World())
+        training_set = task.samples(split, World())
     except UserError as error:
-        reason = f"{RULE}: of the references themselves, as there is nothing of split {split!r}: {error}"
+        reason = f"{CONSTANT_RULE}: of the references themselves, as there is nothing of split {split!r}: {error}"
         return best_constant(references), reason
-    every = every_for(len(trained_on), at_most=_MAX_CLIPS_OF_CONSTANT)
-    numbers = range(0, len(trained_on), every)
-    known = {str(number): trained_on.references(number) for number in numbers}
-    return best_constant(known), f"{RULE}: of split {split!r}, {len(known):,} clips spread evenly over it"
+    every = every_for(len(training_set), at_most=_MAX_CLIPS_OF_CONSTANT)
+    known = {str(index): training_set.references(index) for index in range(0, len(training_set), every)}
+    return best_constant(known), f"{CONSTANT_RULE}: of split {split!r}, {len(known):,} clips spread evenly over it"
 
 
 def _left_out(samples: CaptionedClips, *, every: int) -> list[str]:
-    """What of a split is not captioned: videos without captions, and clips that --max-samples passes over."""
+    """Which videos of a split have no captions, and how many clips --max-samples leaves out."""
     chunks = samples.clips.chunks
     captioned = np.unique(chunks.table.video_row[samples.clips.spans.first_chunk])
-    num_without = len(chunks.video_ids) - len(captioned)
-    said = []
-    if num_without:
+    remarks = []
+    if num_without := len(chunks.video_ids) - len(captioned):
         have = "video of it has" if num_without == 1 else "videos of it have"
-        said.append(f"{num_without:,} {have} no captions")
+        remarks.append(f"{num_without:,} {have} no captions")
     if every > 1:
-        said.append(f"one clip in {every:,} is captioned: {len(range(0, len(samples), every)):,}")
-    return said
+        remarks.append(f"one clip in {every:,} is captioned: {len(range(0, len(samples), every)):,}")
+    return remarks
 
 
 def _without_words(scores: CaptionScores, left_out: Sequence[str]) -> list[str]:
-    """What has no words: captions that were found, which are worth 0, and references, whose clips are left out."""
-    said = []
+    """Generated captions without words, which score 0, and clips that are left out for references without words."""
+    remarks = []
     if scores.empty:
-        said.append(f"{len(scores.empty):,} of {scores.num_videos:,} captions found are empty ({named(scores.empty)})")
+        remarks.append(
+            f"{len(scores.empty):,} of {scores.num_videos:,} captions found are empty ({named(scores.empty)})"
+        )
     if left_out:
-        said.append(f"left out for references without words: {len(left_out):,} ({named(left_out)})")
-    return said
+        remarks.append(f"left out for references without words: {len(left_out):,} ({named(left_out)})")
+    return remarks
 
 
 def _loss_rule(settings: CaptionerSettings) -> str:
     count = settings.captions_per_visit
-    which = "the first caption" if count == 1 else f"the first {count} captions"
-    return f"cross-entropy of a token of {which} of each clip, given those before it"
-
-
-def write_coco_results(path: Path, candidates: Mapping[str, str]) -> None:
-    """Publishes captions by video id, in their order."""
-    publish_json(path, [{"image_id": video_id, "caption": caption} for video_id, caption in candidates.items()])
+    which = "the first reference" if count == 1 else f"the first {count} references"
+    return f"mean cross-entropy per token of {which} of each clip"

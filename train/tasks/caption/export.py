@@ -10,8 +10,8 @@ from train.models.attention import attend_with_sdpa
 from train.models.captioner import Captioner
 from train.models.timesformer import TimeSformer
 from train.run.folder import RunFolder
-from train.tasks.caption.building import build_captioner
-from train.tasks.caption.runs import read_decoder_parts
+from train.tasks.caption.decoder import read_decoder_parts
+from train.tasks.caption.model import build_captioner
 from train.tasks.caption.settings import (
     CaptionerSettings,
     DecodingSettings,

@@ -1,4 +1,4 @@
-"""What a captioner says of clips, and how likely it thinks what people said.
+"""Generate captions of the clips of a split, and compute loss and metrics in the training loop.
 
 Shape suffixes: B batch, K captions of a clip, L tokens.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from manifests.errors import FailedWork, UserError
 from train.data.batch import Batch, to_device
 from train.data.outcomes import FailedSample, LoadedBatch
-from train.tasks.caption.decoding import write_captions
+from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.metrics.scores import score_captions, without_words
 from train.tasks.caption.objective import shifted, summed_loss, without_padding
 from train.tasks.caption.settings import DecodingSettings
@@ -21,12 +21,12 @@ from train.tasks.caption.tokenizer import NO_TOKEN, CaptionTokenizer
 
 
 @dataclass
-class Said:
-    """Of this rank's clips.
+class GeneratedCaptions:
+    """Captions of this rank's clips.
 
     Attributes:
-        captions: by the number of the clip.
-        summed_loss: cross-entropy of the first captions of each clip, summed over `num_tokens` tokens.
+        captions: by the index of the clip.
+        summed_loss: cross-entropy of the first reference captions of each clip, summed over `num_tokens` tokens.
     """
 
     captions: dict[int, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Said:
     failed: list[FailedSample] = field(default_factory=list)
 
 
-@torch.no_grad()  # not inference_mode: what a model keeps of a pass must serve training too
+@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
 def captions_of(
     model: nn.Module,
     batches: Iterable[LoadedBatch],
@@ -44,36 +44,35 @@ def captions_of(
     tokenizer: CaptionTokenizer,
     decoding: DecodingSettings,
     device: torch.device,
-) -> Said:
-    """Has a captioner, which is in evaluation mode, say one caption of each clip.
+) -> GeneratedCaptions:
+    """Generate one caption per clip with a captioner in evaluation mode.
 
     Args:
-        inputs: clips [B, C, T, H, W] of a batch.
-        decoding: how captions are found.
+        inputs: from a batch to clips [B, C, T, H, W].
     """
-    said = Said()
+    found = GeneratedCaptions()
     for loaded in batches:
-        said.failed += loaded.failed
+        found.failed += loaded.failed
         if not loaded.batch:
             continue
         batch = to_device(loaded.batch, device)
         clips_BCTHW = inputs(batch)
         targets_BKL = without_padding(batch["targets"])
         logits = model(clips_BCTHW, shifted(targets_BKL, end_id=tokenizer.end_id))
-        said.summed_loss += summed_loss(logits, targets_BKL).item()
-        said.num_tokens += int((targets_BKL != NO_TOKEN).sum())
-        numbers = batch["clip_id"].tolist()
-        written = write_captions(model, clips_BCTHW, decoding, end_id=tokenizer.end_id, samples=numbers)  # type: ignore[arg-type]
-        texts = (tokenizer.text(row) for row in written.tokens_VL.tolist())
-        said.captions |= dict(zip(numbers, texts, strict=True))
-    return said
+        found.summed_loss += summed_loss(logits, targets_BKL).item()
+        found.num_tokens += int((targets_BKL != NO_TOKEN).sum())
+        indices = batch["clip_id"].tolist()
+        generated = generate_captions(model, clips_BCTHW, decoding, end_id=tokenizer.end_id, samples=indices)  # type: ignore[arg-type]
+        texts = (tokenizer.text(row) for row in generated.tokens_VL.tolist())
+        found.captions |= dict(zip(indices, texts, strict=True))
+    return found
 
 
-def loss_of(parts: Sequence[Said]) -> float:
-    """Cross-entropy of a token, mean over those of all parts.
+def loss_of(parts: Sequence[GeneratedCaptions]) -> float:
+    """Mean cross-entropy per token over all parts.
 
     Raises:
-        FailedWork: nothing could be decoded, or predictions are no numbers.
+        FailedWork: nothing could be decoded, or predictions are not finite.
     """
     num_tokens = sum(part.num_tokens for part in parts)
     if not num_tokens:
@@ -84,15 +83,17 @@ def loss_of(parts: Sequence[Said]) -> float:
     return loss
 
 
-def numbers_of(parts: Sequence[Said], *, references: Callable[[int], Sequence[str]]) -> dict[str, float]:
-    """What all ranks' captions are worth: loss, metrics without Java, exact matches; how many clips failed, how many
-    captions are empty, and how many clips are left out because no reference has words.
+def metrics_of(parts: Sequence[GeneratedCaptions], *, references: Callable[[int], Sequence[str]]) -> dict[str, float]:
+    """Metrics of the captions of all ranks: loss, metrics that need no Java, and exact matches.
+
+    The numbers of failed clips, of empty captions and of clips whose references have no words are added if they are
+    not 0.
 
     Args:
-        references: all captions of a clip.
+        references: all captions of a clip, by its index.
 
     Raises:
-        FailedWork: as `loss_of`.
+        FailedWork: see `loss_of`.
         UserError: no clip has references with words.
     """
     loss = loss_of(parts)
@@ -110,7 +111,7 @@ def numbers_of(parts: Sequence[Said], *, references: Callable[[int], Sequence[st
 def comparable(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, str], dict[str, Sequence[str]], list[str]]:
-    """Captions and references of the clips that can be scored, and the clips whose references have no words.
+    """Captions and references of clips that can be scored, and names of clips whose references have no words.
 
     Raises:
         UserError: no clip has references with words.

@@ -1,31 +1,95 @@
-"""Writes the page: one file that loads nothing, whatever captions and names contain."""
+"""Pages of generated captions: examples for the results page, and a page of all captions of an evaluation.
+
+Both load nothing, whatever captions and names contain.
+"""
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manifests.publish import published
-from train.evaluation.examples import from_middles
+from train.evaluation.pages import PicturedSamples, clip_figure, evenly_spaced, evenly_within, load_template
+from train.evaluation.runner import every_for
+from train.tasks.caption.metrics.scores import CaptionScores
 from train.tasks.caption.settings import METRIC_LABELS
+from train.tasks.caption.tokenizer import one_line
 
 _FOLDER = Path(__file__).parent
-_PAGES = Path(__file__).parents[2] / "report"  # the style that all pages have
+_NUM_EXAMPLES = 12
+# On the page of all captions; each is decoded once more, and has some 8 kB.
+_MAX_WITH_PICTURES = 2000
+# The contact sheet of a clip.
+_NUM_COLUMNS = 2
+_MAX_FRAMES = 4
+_HEIGHT_PX = 96
+_QUALITY = 78
+_GAP_PX = 2
+_GAP_GREY = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredCaptions:
+    """Generated captions of clips, their references and scores.
+
+    Attributes:
+        samples: the split.
+        names: name of each captioned clip, by its index in `samples`.
+        captions, references: by name.
+        num_frames: of a clip.
+    """
+
+    samples: PicturedSamples
+    names: Mapping[int, str]
+    captions: Mapping[str, str]
+    references: Mapping[str, Sequence[str]]
+    scores: CaptionScores
+    num_frames: int
+
+    def examples(self) -> list[dict[str, Any]]:
+        """Clips spread evenly over the split, regardless of their scores, as plain values."""
+        return [
+            {
+                **clip_figure(self.samples, index, num_frames=self.num_frames),
+                "caption": self.captions[name],
+                "references": [one_line(reference) for reference in self.references[name]],
+                "cider_d": self.scores.per_video[name]["cider_d"],
+                "is_right": bool(self.scores.per_video[name]["exact_match"]),
+            }
+            for index, name in evenly_spaced(list(self.names.items()), at_most=_NUM_EXAMPLES)
+        ]
+
+    def videos(self) -> "Iterator[CaptionedVideo]":
+        """All clips, at most 2,000 of them with pictures."""
+        every = every_for(len(self.names), at_most=_MAX_WITH_PICTURES)
+        for row, (index, name) in enumerate(self.names.items()):
+            begin_s, end_s = self.samples.span_s(index)
+            times = f"{begin_s:.2f}-{end_s:.2f} s"
+            pictures = self.samples.pictures(index, num_frames=self.num_frames) if row % every == 0 else []
+            yield CaptionedVideo(
+                name=name,
+                detail="" if name.endswith(times) else times,
+                caption=self.captions[name],
+                references=[one_line(reference) for reference in self.references[name]],
+                scores=self.scores.per_video[name],
+                picture=sheet_uri(pictures),
+            )
 
 
 @dataclass(frozen=True)
 class CaptionedVideo:
-    """One row of the page.
+    """One row of the page of all captions.
 
     Attributes:
         name: of the video, or of the clip where a video has several.
-        detail: what else is said of it, such as its times.
+        detail: shown next to the name, such as its times.
         scores: metric to value, with keys of METRIC_LABELS.
-        picture: a data URI, or nothing.
+        picture: a data URI, or empty.
     """
 
     name: str
@@ -45,67 +109,40 @@ def write_captions_page(
     absent: Mapping[str, str],
     protocol: Mapping[str, str],
 ) -> None:
-    """Publishes the page.
+    """Publish the page of all captions.
 
     Args:
-        videos: in the order in which the page shows them first; drawn one at a time.
-        means: metric to value of all of them.
-        absent: metric to the reason why it is not there.
-        protocol: what the numbers are of, by name.
+        videos: rows in their initial order; rendered one at a time.
+        means: metric to value over all videos.
+        absent: metric to the reason why it is missing.
+        protocol: what must be known to compare the values with others.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=FileSystemLoader([_FOLDER, _PAGES]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"score": score_text}
     script = (_FOLDER / "captions.js").read_text(encoding="utf-8")
-    # The browser runs this script and no other: not one that came with a caption.
+    # The content security policy allows this script only, and none that came with a caption.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = environment.get_template("captions.html.j2").stream(
+    parts = load_template(_FOLDER / "captions.html.j2").stream(
         title=title,
         videos=videos,
         means={name: means[name] for name in METRIC_LABELS if name in means},
         labels=METRIC_LABELS,
         absent=absent,
         protocol=protocol,
-        script=Markup(script),
+        script=script,
         script_hash=f"sha256-{digest}",
     )
     with published(path) as temporary:
         parts.dump(str(temporary), encoding="utf-8", errors="replace")
 
 
-def score_text(value: float) -> str:
-    """A score as people print it: times 100."""
-    return f"{100 * value:.1f}"
-
-
-# A few frames of a clip as one small picture.
-
-
-_NUM_COLUMNS = 2
-_MAX_FRAMES = 4
-_HEIGHT_PX = 96
-_QUALITY = 78
-_GAP_PX = 2
-_GAP_GREY = 128
-
-
 def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
-    """Four of the frames in two rows, from left to right, as the data URI of a JPEG of some 8 kB.
+    """Contact sheet: four of the frames in two rows, as the data URI of a JPEG of some 8 kB.
 
     Args:
-        frames: uint8 RGB [H, W, 3], all of one size; fewer than four stand in one row. Without any, the URI is empty.
+        frames: uint8 RGB [H, W, 3], all of one size; fewer than four are in one row. The URI is empty without frames.
     """
     import cv2
 
-    chosen = from_middles(list(frames), at_most=_MAX_FRAMES)
+    chosen = evenly_within(list(frames), at_most=_MAX_FRAMES)
     if not chosen:
         return ""
     height, width = chosen[0].shape[:2]
@@ -118,6 +155,6 @@ def sheet_uri(frames: Sequence[NDArray[np.uint8]]) -> str:
     columns = _NUM_COLUMNS if len(small) == _MAX_FRAMES else len(small)
     rows = [np.hstack(small[place : place + columns]) for place in range(0, len(small), columns)]
     sheet = np.vstack(rows)[:-_GAP_PX, :-_GAP_PX]
-    # OpenCV writes blue first.
+    # OpenCV expects BGR.
     _, jpeg = cv2.imencode(".jpg", sheet[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
     return "data:image/jpeg;base64," + base64.b64encode(jpeg.tobytes()).decode()

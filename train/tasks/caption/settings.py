@@ -9,11 +9,10 @@ from cyclopts import Parameter
 
 from manifests.errors import UserError
 from manifests.json_text import parse_json
-from train.config import groups
+from train.config import fields as groups
 from train.config.data import CaptionSettings
 from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import SHARE, Checked, Needs, Range, caught
-from train.config.groups import FIRST_RUN, help_group
+from train.config.fields import FIRST_RUN, SHARE, Checked, Needs, Range, caught, help_group
 from train.config.model import PATCH_PX, SIZE, Towers
 from train.config.training import ClipSettings, NumFrames, check_best
 

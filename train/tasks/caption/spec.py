@@ -1,4 +1,4 @@
-"""Captioning as every command knows it."""
+"""`TaskSpec` of the captioner, and its evaluation."""
 
 import re
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
-from train.evaluation.tables import Cell, Row, Table, protocol_of
+from train.evaluation.pages import Cell, Row, Table, protocol_of
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, TaskSpec
 from train.tasks.caption.settings import DECODING, METRIC_LABELS, CaptionerSettings, DecodingSettings
 
-# The first one is the number by which captioners are compared.
+# Columns of the table; the first one is the metric that captioners are compared by.
 _CAPTION_COLUMNS = {
     "cider_d": "CIDEr-D",
     "bleu4": "BLEU-4",
@@ -38,7 +38,7 @@ class CaptionFlags(Checked):
 
 
 def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
-    from train.tasks.caption.runs import read_decoder_parts
+    from train.tasks.caption.decoder import read_decoder_parts
     from train.tasks.caption.task import CaptionTask
 
     # The data may have captions that it did not have when the run began, and tokens are made of captions.
@@ -46,14 +46,14 @@ def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
 
 
 def _effective(settings: Any, source: Any, say: Any) -> Any:
-    from train.tasks.caption.start import effective_settings
+    from train.tasks.caption.model import effective_settings
 
     return effective_settings(settings, source, say=say)
 
 
 def _workloads(settings: Any, num_clips: int) -> Any:
     from train.engine.attention_choice import video_workloads
-    from train.tasks.caption.building import tower_size
+    from train.tasks.caption.model import tower_size
 
     return video_workloads(settings, num_clips, size=tower_size(settings), kind="timesformer")
 
@@ -65,7 +65,7 @@ def _score(opened: Any, wanted: Any) -> Any:
 
 
 def _start_lines(facts: Mapping[str, Any]) -> list[str]:
-    from train.tasks.caption.runs import start_lines
+    from train.tasks.caption.decoder import start_lines
 
     return start_lines(facts)
 
@@ -77,12 +77,12 @@ def _export(request: ExportRequest) -> Any:
 
 
 def caption_table(result: dict[str, Any]) -> Table:
-    """The metrics of captions, beside those of the best caption that ignores the clip."""
+    """The metrics of captions, and those of the best constant caption."""
     shown = [name for name in _CAPTION_COLUMNS if name in result["means"]]
     constant = result["constant"]
     rows = [
         ("captions", f"{result['num_samples']:,} clips, {result['num_references']:,} references", result["means"]),
-        ("one for all", "the same caption of every clip", constant["means"]),
+        ("constant caption", "the same caption for every clip", constant["means"]),
     ]
     table_rows = []
     for label, detail, means in rows:
@@ -92,10 +92,10 @@ def caption_table(result: dict[str, Any]) -> Table:
     absent = "; ".join(f"no {_CAPTION_COLUMNS[name]}: {reason}" for name, reason in result["absent"].items())
     protocol = protocol_of(
         result,
-        f"{result['num_samples']:,} clips (hash of their names {result['ids_hash']}); all numbers times 100",
+        f"{result['num_samples']:,} clips (hash of their names {result['ids_hash']}); all metrics times 100",
         captions=result["decoding"],
         loss=result["loss_rule"],
-        one_for_all=f"“{constant['caption']}”: {constant['chosen']}",
+        constant_caption=f"“{constant['caption']}”: {constant['chosen']}",
         left_out=absent,
     )
     columns = (*(_CAPTION_COLUMNS[name] for name in shown), "loss")
@@ -105,7 +105,7 @@ def caption_table(result: dict[str, Any]) -> Table:
 def _caption_cell(name: str, value: float | None) -> Cell:
     if value is None:
         return Cell("-")
-    # CIDEr has no largest value that a bar could be measured by.
+    # CIDEr has no upper bound, so it has no bar.
     return Cell(f"{100 * value:.1f}", share=None if name.startswith("cider") else min(max(value, 0.0), 1.0))
 
 
@@ -134,7 +134,7 @@ CAPTIONS = EvaluationSpec(
     score=_score,
     table=caption_table,
     pictures="said",
-    section=Path(__file__).with_name("said.html.j2"),
+    section=Path(__file__).with_name("examples.html.j2"),
     strips=_strips,
     curves=_curves(),
 )

@@ -1,4 +1,4 @@
-"""A captioner as a flat list of stages, cut anywhere: what one process of a pipeline has of it.
+"""A captioner as a flat list of layers, which a pipeline cuts into stages anywhere.
 
     video_embedding                 clips -> x
     video_block 0, 1, ...           x -> x
@@ -7,14 +7,17 @@
     text_block 0, 1, ...            video, text -> video, text
     head                            video, text -> logits
 
-What goes from one stage to the next is one or two tensors of floating point numbers; tokens are handed to the part that
-has the token embedding. Parameters keep the names that they have in the whole captioner, wherever it is cut. The token
-embedding belongs to two stages, the first and the last of the decoder: parts that have one of them each have a copy.
+One or two floating point tensors go from one stage to the next; tokens are given to the stage that has the token
+embedding. Parameters keep the names that they have in the whole captioner. The token embedding belongs to two layers,
+the first and the last of the decoder: stages that have one of them each hold a copy.
+
+Shape suffixes: V videos, R rows of text (V * n), L tokens, W words of the vocabulary.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -23,150 +26,148 @@ from torch import nn
 from train.distributed.stages import LayerCost, from_last, run_along
 from train.distributed.world import World
 from train.models.captioner import Captioner, tower_of
-from train.models.gpt2 import Gpt2
-from train.models.gpt2_block import TextCache
+from train.models.gpt2 import Gpt2, TextCache
 
-StageKind = Literal["video_embedding", "video_block", "video_norm", "token_embedding", "text_block", "head"]
+LayerKind = Literal["video_embedding", "video_block", "video_norm", "token_embedding", "text_block", "head"]
 
 TIED = "decoder.token_embedding.weight"
+
 _BLOCK = re.compile(r"(video|decoder)\.transformer\.resblocks\.(\d+)\..+")
+
 _NORM = ("video.ln_post.", "projection.")
+
 _HEAD = (TIED, "decoder.ln_final.")
+
+_BLOCK_KIND = "block"
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One link of the chain; `number` tells blocks apart."""
+class Layer:
+    """One layer of a captioner; `number` is that of a block."""
 
-    kind: StageKind
+    kind: LayerKind
     number: int = 0
 
 
-def stages_of(*, video_depth: int, text_depth: int) -> tuple[Stage, ...]:
-    """The stages of a captioner with so many blocks."""
+def layers_for(*, video_depth: int, text_depth: int) -> tuple[Layer, ...]:
+    """The layers of a captioner with so many blocks, in order."""
     return (
-        Stage("video_embedding"),
-        *(Stage("video_block", number) for number in range(video_depth)),
-        Stage("video_norm"),
-        Stage("token_embedding"),
-        *(Stage("text_block", number) for number in range(text_depth)),
-        Stage("head"),
+        Layer("video_embedding"),
+        *(Layer("video_block", number) for number in range(video_depth)),
+        Layer("video_norm"),
+        Layer("token_embedding"),
+        *(Layer("text_block", number) for number in range(text_depth)),
+        Layer("head"),
     )
 
 
-def owners_of(name: str) -> tuple[Stage, ...]:
-    """The stages that a parameter or buffer of a captioner belongs to; two for the tied embedding.
-
-    Raises:
-        ValueError: a captioner has none of that name.
-    """
-    if match := _BLOCK.fullmatch(name):
-        return (Stage("video_block" if match[1] == "video" else "text_block", int(match[2])),)
-    if name.startswith(_NORM):
-        return (Stage("video_norm"),)
-    if name.startswith("video."):
-        return (Stage("video_embedding"),)
-    if name == TIED:
-        return (Stage("token_embedding"), Stage("head"))
-    if name.startswith(_HEAD):
-        return (Stage("head"),)
-    if name == "decoder.positional_embedding":
-        return (Stage("token_embedding"),)
-    raise ValueError(f"no stage of a captioner has {name}")
-
-
-def parameters_by_stage(captioner: Captioner) -> list[int]:
-    """How many parameters each stage has, in the order of the stages; the tied ones count in both."""
-    stages = all_stages(captioner)
-    counts = dict.fromkeys(stages, 0)
-    for name, parameter in captioner.named_parameters():
-        for stage in owners_of(name):
-            counts[stage] += parameter.numel()
-    return [counts[stage] for stage in stages]
-
-
-def all_stages(captioner: Captioner) -> tuple[Stage, ...]:
-    """The stages of a captioner."""
-    return stages_of(
+def all_layers(captioner: Captioner) -> tuple[Layer, ...]:
+    """The layers of a captioner, in order."""
+    return layers_for(
         video_depth=len(tower_of(captioner).transformer.resblocks),
         text_depth=len(captioner.decoder.transformer.resblocks),
     )
 
 
-class CaptionerPart(nn.Module):
-    """Some stages of a captioner that follow one another.
+def owners_of(name: str) -> tuple[Layer, ...]:
+    """The layers that a parameter or buffer of a captioner belongs to; two for the tied embedding.
 
-    It takes the captioner over: parameters of the other stages are gone from it afterwards. One that was made on the
-    meta device never needs memory for them.
+    Raises:
+        ValueError: a captioner has no parameter or buffer of that name.
+    """
+    if match := _BLOCK.fullmatch(name):
+        return (Layer("video_block" if match[1] == "video" else "text_block", int(match[2])),)
+    if name.startswith(_NORM):
+        return (Layer("video_norm"),)
+    if name.startswith("video."):
+        return (Layer("video_embedding"),)
+    if name == TIED:
+        return (Layer("token_embedding"), Layer("head"))
+    if name.startswith(_HEAD):
+        return (Layer("head"),)
+    if name == "decoder.positional_embedding":
+        return (Layer("token_embedding"),)
+    raise ValueError(f"no layer of a captioner has {name}")
+
+
+def parameters_by_layer(captioner: Captioner) -> list[int]:
+    """Number of parameters of each layer; tied ones count in both."""
+    counts = dict.fromkeys(all_layers(captioner), 0)
+    for name, parameter in captioner.named_parameters():
+        for layer in owners_of(name):
+            counts[layer] += parameter.numel()
+    return list(counts.values())
+
+
+def layers_of(captioner: Captioner) -> list[LayerCost]:
+    """The layers with their costs, in order; blocks of tower and decoder are of one kind."""
+    kinds = [_BLOCK_KIND if layer.kind.endswith(_BLOCK_KIND) else layer.kind for layer in all_layers(captioner)]
+    return [LayerCost(*layer) for layer in zip(kinds, parameters_by_layer(captioner), strict=True)]
+
+
+class CaptionerPart(nn.Module):
+    """Consecutive layers of a captioner.
+
+    Parameters of other layers are removed from the captioner; on the meta device they never need memory.
 
     Args:
-        begin, end: numbers of the first stage and of the one after the last.
+        begin, end: index of the first layer and of the one after the last.
     """
 
     def __init__(self, captioner: Captioner, *, begin: int, end: int) -> None:
         super().__init__()
-        every = all_stages(captioner)
+        every = all_layers(captioner)
         if not 0 <= begin < end <= len(every):
-            raise ValueError(f"stages {begin} to {end} of a captioner with {len(every)}")
-        self.stages = every[begin:end]
+            raise ValueError(f"layers {begin} to {end} of a captioner with {len(every)}")
+        self.layers = every[begin:end]
         self.video, self.projection, self.decoder = captioner.video, captioner.projection, captioner.decoder
-        drop_all_but(captioner, self.stages)
+        _drop_all_but(captioner, self.layers)
 
-    def has(self, kind: StageKind) -> bool:
-        """Whether one of its stages is of a kind."""
-        return any(stage.kind == kind for stage in self.stages)
-
-    @property
-    def has_text(self) -> bool:
-        """It has a stage of the decoder: it takes part in writing."""
-        return any(not stage.kind.startswith("video_") for stage in self.stages)
-
-    @property
-    def is_first(self) -> bool:
-        """It is given clips."""
-        return self.has("video_embedding")
+    def has(self, kind: LayerKind) -> bool:
+        """Whether one of its layers is of a kind."""
+        return any(layer.kind == kind for layer in self.layers)
 
     @property
     def is_last(self) -> bool:
-        """It gives logits."""
+        """Whether its output is logits."""
         return self.has("head")
 
     def forward(
         self, *given: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """What its last stage gives, of what its first is given.
+        """Run all layers.
 
         Args:
-            given: clips for the first part, else what the part before gave.
-            tokens: as `Captioner.forward` takes them; for the part that embeds them.
+            given: clips for the first part, otherwise the outputs of the part before.
+            tokens: see `Captioner.forward`; for the part that embeds them.
         """
         carried = given
-        for stage in self.stages:
-            carried = self._run(stage, carried, tokens)
+        for layer in self.layers:
+            carried = self._run(layer, carried, tokens)
         return carried[0] if len(carried) == 1 else carried
 
     def encode(self, *given: torch.Tensor) -> torch.Tensor:
-        """As `forward`, through the stages of the tower alone; what it is given where it has none of them."""
+        """Run the layers of the tower alone; the input is returned if there are none."""
         carried = given
-        for stage in self.stages:
-            if stage.kind.startswith("video_"):
-                carried = self._run(stage, carried, None)
+        for layer in self.layers:
+            if layer.kind.startswith("video_"):
+                carried = self._run(layer, carried, None)
         return carried[0]
 
     def start(self, video_VND: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
         """A cache of this part's text blocks; see `Gpt2.start`."""
-        numbers = [stage.number for stage in self.stages if stage.kind == "text_block"]
+        numbers = [layer.number for layer in self.layers if layer.kind == "text_block"]
         decoder = self._decoder()
         return decoder.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video, numbers=numbers)
 
     def step(self, given: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Its text stages on the tokens that follow those in the cache.
+        """Run the decoder's layers on the tokens that follow those in the cache.
 
         Args:
-            given: int64 [R, L] for the part that embeds tokens, else what the part before gave, [R, L, D].
+            given: int64 [R, L] for the part that embeds tokens, otherwise the output of the part before, [R, L, D].
 
         Returns:
-            Logits [R, K] of what follows, from the last part; else [R, L, D].
+            Logits [R, W] of the next token from the last part; otherwise [R, L, D].
         """
         decoder = self._decoder()
         x_RLD = decoder.embed(given, begin=cache.num_tokens) if self.has("token_embedding") else given
@@ -174,15 +175,15 @@ class CaptionerPart(nn.Module):
         return decoder.logits(x_RLD[:, -1]) if self.is_last else x_RLD
 
     def _run(
-        self, stage: Stage, carried: tuple[torch.Tensor, ...], tokens: torch.Tensor | None
+        self, layer: Layer, carried: tuple[torch.Tensor, ...], tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         decoder = self._decoder()
         tower = tower_of(self)
-        match stage.kind:
+        match layer.kind:
             case "video_embedding":
                 return (tower.embed(carried[0]),)
             case "video_block":
-                return (tower.transformer.run(stage.number, carried[0]),)
+                return (tower.transformer.run(layer.number, carried[0]),)
             case "video_norm":
                 x = tower.finish(carried[0])
                 return (x if self.projection is None else self.projection(x),)
@@ -192,7 +193,7 @@ class CaptionerPart(nn.Module):
                 return (carried[0], decoder.embed(tokens.flatten(0, -2)))
             case "text_block":
                 video, text = carried
-                return (video, decoder.transformer.run(stage.number, text, video))
+                return (video, decoder.transformer.run(layer.number, text, video))
             case "head":
                 return (decoder.logits(carried[1]),)
 
@@ -201,10 +202,15 @@ class CaptionerPart(nn.Module):
         return self.decoder
 
 
-def drop_all_but(captioner: nn.Module, stages: Sequence[Stage]) -> None:
-    """Takes all parameters and buffers out of a captioner that belong to none of these stages."""
-    kept = set(stages)
-    names = [name for name, _ in _tensors(captioner)]
+def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
+    """Some layers of a captioner, which become those of the part."""
+    return CaptionerPart(captioner, begin=layers.start, end=layers.stop)
+
+
+def _drop_all_but(captioner: nn.Module, layers: Sequence[Layer]) -> None:
+    """Remove all parameters and buffers of a captioner that belong to none of these layers."""
+    kept = set(layers)
+    names = [name for name, _ in chain(captioner.named_parameters(), captioner.named_buffers())]
     for name in names:
         if kept.isdisjoint(owners_of(name)):
             path, _, leaf = name.rpartition(".")
@@ -215,18 +221,8 @@ def drop_all_but(captioner: nn.Module, stages: Sequence[Stage]) -> None:
                 module.register_buffer(leaf, None)
 
 
-def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-# A captioner whose layers lie on the stages of a pipeline, as one that is whole: every stage calls it alike.
-#
-# Shape suffixes: V videos, R rows of text (V * n), L tokens, W words of the vocabulary.
-
-
 def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) -> nn.Module:
-    """What every stage of a pipeline can call as a whole captioner; the model itself where there is one stage."""
+    """A module that every pipeline stage can call like a whole captioner; the model itself if there is one stage."""
     if stages.size == 1:
         return model
     assert isinstance(model, CaptionerPart)
@@ -234,10 +230,10 @@ def whole_captioner(model: nn.Module, *, stages: World, device: torch.device) ->
 
 
 class StagedCaptioner(nn.Module):
-    """What `train.models.captioner.Captioner` computes; only the first stage is asked what the clips look like.
+    """Computes what `train.models.captioner.Captioner` does; only the first stage needs the pixels of the clips.
 
-    The states of the encoder go through the stages once, and each keeps what its own blocks know of the texts. What the
-    last one finds is sent to all, R * W numbers a token: so all of them choose the same tokens.
+    The encoder's output passes through the stages once, and each stage caches keys and values of its own blocks. The
+    last one broadcasts its logits, R * W numbers per token, so that all choose the same tokens.
 
     Args:
         part: this stage's layers.
@@ -247,7 +243,7 @@ class StagedCaptioner(nn.Module):
         super().__init__()
         self.part = part
         self._stages, self._device = stages, device
-        # Those before have no text.
+        # The first stage that has text.
         self._first = stages.gather_objects(part.has("token_embedding")).index(True)
 
     def forward(self, video_VCTHW: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -269,7 +265,7 @@ class StagedCaptioner(nn.Module):
         return self.part.start(video_VND, num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens_RL: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """Logits [R, W] of what follows these tokens; see `Captioner.step`."""
+        """Logits [R, W] of the next token; see `Captioner.step`."""
 
         def run(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (self.part.step(given[0] if given else tokens_RL, cache),)
@@ -279,20 +275,3 @@ class StagedCaptioner(nn.Module):
     def _from_last(self, found: tuple[torch.Tensor, ...]) -> torch.Tensor:
         is_last = self._stages.rank == self._stages.size - 1
         return from_last(self._stages, found[0] if is_last else None, device=self._device)
-
-
-# A captioner as the layers that a pipeline is cut between.
-
-
-_BLOCK_KIND = "block"
-
-
-def layers_of(captioner: Captioner) -> list[LayerCost]:
-    """The layers, in order; blocks of tower and decoder are of one kind."""
-    kinds = [_BLOCK_KIND if stage.kind.endswith(_BLOCK_KIND) else stage.kind for stage in all_stages(captioner)]
-    return [LayerCost(*layer) for layer in zip(kinds, parameters_by_stage(captioner), strict=True)]
-
-
-def part_of(captioner: Captioner, layers: range) -> CaptionerPart:
-    """Some layers of a captioner, which they take over."""
-    return CaptionerPart(captioner, begin=layers.start, end=layers.stop)

@@ -1,17 +1,15 @@
-"""Captioning: what a decoder says of a clip that a video tower sees.
+"""Train a captioner: a video tower, and a decoder that attends to its tokens.
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from train.augment.draws import draw
-from train.augment.pictures import to_model_input
 from train.config.model import kind_of
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
@@ -19,30 +17,29 @@ from train.data.inputs import clip_shape, loader_settings, open_folder
 from train.data.prefetch import batches_on_all_stages
 from train.distributed.stages import LayerCost
 from train.distributed.world import World
-from train.evaluation.runner import every_for
+from train.engine.task import ClipTask
+from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
 from train.models.captioner import Captioner
-from train.models.transformer import blocks_of, compile_blocks
-from train.tasks.caption.building import DecoderParts, build_captioner, copy_decoder, freeze, open_decoder, tower_size
-from train.tasks.caption.generation import captions_of, numbers_of
+from train.tasks.caption.decoder import DecoderParts, decoder_facts, decoder_of_start, open_decoder, start_facts
+from train.tasks.caption.generation import captions_of, metrics_of
+from train.tasks.caption.model import build_captioner, copy_decoder, freeze, start_of_captioner, tower_size
 from train.tasks.caption.objective import CaptionLoss
-from train.tasks.caption.runs import decoder_facts, start_facts
 from train.tasks.caption.samples import CaptionedClips
 from train.tasks.caption.settings import CaptionerSettings, DecodingSettings, within
 from train.tasks.caption.stages import layers_of, part_of, whole_captioner
-from train.tasks.caption.start import decoder_of_start, start_of_captioner
 from train.tasks.caption.tokenizer import TOKENIZER_FILE, CaptionTokenizer
 from train.weights.conversion import MEANS, STDS
-from train.weights.loading import Loaded, copy_into
+from train.weights.loading import Loaded
 from train.weights.sources import Say, Source
 
 
-class CaptionTask:
+class CaptionTask(ClipTask[CaptionerSettings, CaptionedClips | None, Captioner]):
     """The task of `train caption`.
 
     Args:
-        decoder: of a run that there is; else the one that the settings name.
+        decoder: of an existing run; otherwise the one that the settings name.
     """
 
     name = "caption"
@@ -57,37 +54,39 @@ class CaptionTask:
         decoder: DecoderParts | None = None,
         say: Say = print,
     ) -> None:
-        tower_size(settings)  # a mistake in it ends the run before it begins
-        self._settings, self._attention, self._device, self._say = settings, attention, device, say
+        super().__init__(settings, attention=attention, device=device)
+        tower_size(settings)  # a mistake in it is reported before training starts
+        self._say = say
         self._decoder, self._is_of_run = decoder, decoder is not None
-        self._start: Loaded | None = None
         self._held_out: CaptionedClips | None = None
 
     @property
     def decoder(self) -> DecoderParts:
-        """What says captions, and what they are in tokens."""
+        """Tokenizer, size and weights of the decoder."""
         assert self._decoder is not None  # given, or made by training_set
         return self._decoder
 
     def facts(self) -> dict[str, Any]:
-        """For run.json."""
-        model, parts = self._on_meta(), self.decoder
+        """Entries of run.json: size of the decoder, its weights, number of parameters."""
+        parts = self.decoder
+        with torch.device("meta"):
+            model = self.new_model()
         freeze(model, self._settings.freeze)
         return {"decoder": decoder_facts(parts.size), **start_facts(model, parts, frozen=self._settings.freeze)}
 
     def files(self) -> dict[str, bytes]:
-        """The tokenizer, without which a run's weights say nothing."""
+        """The tokenizer, which the weights cannot be used without."""
         return {TOKENIZER_FILE: self.decoder.tokenizer.as_json()}
 
     def training_set(self, world: World) -> CaptionedClips:
         """This rank's part of the clips and captions of the split that the settings name.
 
         Raises:
-            UserError: there are none, or the decoder that is named cannot be had or does not write so long captions.
+            UserError: there are none, or the named decoder is not available or has too short a context.
         """
         settings = self._settings
         samples = self.samples(settings.split, world)
-        # Mistakes in what writes captions later end the run before it begins.
+        # Checked now, so that a mistake in --decoding is reported before training starts.
         self.decoding()
         if settings.evaluate.every:
             self._held_out = self.samples(settings.evaluate.split, world)
@@ -97,7 +96,7 @@ class CaptionTask:
         """This rank's part of the clips and captions of any split.
 
         Raises:
-            UserError: there are none, or the decoder that is named cannot be had.
+            UserError: there are none, or the named decoder is not available.
         """
         settings = self._settings
         folder = open_folder(settings, reason="train caption reads data folders")
@@ -114,24 +113,20 @@ class CaptionTask:
             tars=folder.tars,
         )
 
-    def start_from(self, source: Source, samples: CaptionedClips, *, say: Say) -> Loaded:
-        """Has `build_model` give models these weights, once they fit.
+    def new_model(self, samples: CaptionedClips | None = None) -> Captioner:
+        """A captioner with new weights, and those of `--decoder.weights`."""
+        model = build_captioner(self._settings, self.decoder.size, attend=self._attention.attend)
+        copy_decoder(model, self.decoder)
+        return model
 
-        Raises:
-            UserError: they do not, and nothing explains why.
-        """
-        self._start = start_of_captioner(self._on_meta(), source, allow=self._settings.init.allow, say=say)
-        return self._start
+    def fit_weights(self, model: Captioner, source: Source, *, say: Say) -> Loaded:
+        """Fit weights to the captioner, or to its tower."""
+        return start_of_captioner(model, source, allow=self._settings.init.allow, say=say)
 
     def build_model(self, samples: CaptionedClips | None = None) -> Captioner:
-        """A captioner for the task's tokens."""
-        model = self._captioner()
-        copy_decoder(model, self.decoder)
-        if self._start is not None:
-            copy_into(model, self._start)
+        """A captioner with the weights to start from, and frozen parts."""
+        model = super().build_model(samples)
         freeze(model, self._settings.freeze)
-        if self._settings.compile:
-            compile_blocks(model)
         return model
 
     def build_objective(self, samples: CaptionedClips, world: World) -> Objective:
@@ -140,12 +135,8 @@ class CaptionTask:
         end_id = self.decoder.tokenizer.end_id
         return CaptionLoss(inputs, end_id=end_id, label_smoothing=self._settings.label_smoothing)
 
-    def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The blocks of tower and decoder."""
-        return blocks_of(model)
-
     def layers(self, model: Captioner) -> list[LayerCost]:
-        """What a pipeline is cut between."""
+        """The layers that a pipeline is cut between."""
         return layers_of(model)
 
     def part(self, model: Captioner, layers: range) -> nn.Module:
@@ -154,22 +145,11 @@ class CaptionTask:
 
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
         """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
-        settings, init = self._settings, self._settings.init
-        kind = kind_of(settings.towers)
         if "video" not in batch:
-            # On a later stage of a pipeline, where only the number of clips is asked for.
+            # On later pipeline stages, only the number of clips matters.
             return torch.empty(len(batch["position"][rows]), 0, device=self._device)
-        drawn = None
-        if is_training:
-            drawn = draw(batch["position"][rows].numpy(), settings.augment, seed=settings.seed)
-        return to_model_input(
-            batch["video"][rows],
-            batch["colour"][rows],
-            size_px=settings.size_px,
-            mean=init.pixel_mean or MEANS[kind],
-            std=init.pixel_std or STDS[kind],
-            draw=drawn,
-        )
+        kind = kind_of(self._settings.towers)
+        return self.pixels(batch, rows, mean=MEANS[kind], std=STDS[kind], is_training=is_training)
 
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
         """Loss, metrics and exact matches on the split that the settings name, as `<split>/<name>`."""
@@ -185,14 +165,13 @@ class CaptionTask:
             decoding=self.decoding(),
             device=self._device,
         )
-        numbers = numbers_of(world.gather_objects(own), references=samples.references)
-        return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
+        return split_metrics(wanted.split, metrics_of(world.gather_objects(own), references=samples.references))
 
     def decoding(self, wanted: DecodingSettings | None = None) -> DecodingSettings:
-        """How captions are written: as wanted, or as the run says; they end where the decoder's context does.
+        """Settings of decoding: the given ones, or the run's; limited by the decoder's context.
 
         Raises:
-            UserError: a limit that was asked for is beyond the context.
+            UserError: a requested limit exceeds the context.
         """
         is_of_run = wanted is None and self._is_of_run
         return within(wanted or self._settings.decoding, self.decoder.size.context_length, is_of_run=is_of_run)
@@ -202,10 +181,3 @@ class CaptionTask:
             of_start = decoder_of_start(self._settings)
             self._decoder = of_start or open_decoder(self._settings.decoder, texts, say=self._say)
         return self._decoder.tokenizer
-
-    def _on_meta(self) -> Captioner:
-        with torch.device("meta"):
-            return self._captioner()
-
-    def _captioner(self) -> Captioner:
-        return build_captioner(self._settings, self.decoder.size, attend=self._attention.attend)

@@ -1,1 +1,1 @@
-"""Classification of clips: fine-tuning a video tower on labelled sets."""
+"""Classification of clips: fine-tune a video tower on a labelled data set."""

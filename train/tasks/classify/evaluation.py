@@ -1,20 +1,194 @@
-"""Accuracies of a run's latest checkpoint on a split."""
+"""Accuracy of a classifier: top-1, top-5 and mean class accuracy.
 
-from manifests.errors import UserError
+The probability of a class is the mean over a clip's views of the softmax of the logits. The probability of a verb or
+noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none has. Logits are never summed.
+
+Shape suffixes: N samples, B batch, K classes, M marginal classes (verbs or nouns).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from manifests.errors import FailedWork, UserError
+from train.data.batch import Batch, to_device
 from train.data.classes import ClassList
 from train.data.decoding.clip import Views
+from train.data.outcomes import FailedSample, LoadedBatch
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
-from train.evaluation.runner import OpenedRun, Score
+from train.evaluation.runner import OpenedRun, Score, describe_clip
 from train.run.folder import RunFolder
 from train.tasks.classify.settings import ClassEvaluation
 
+_TOP = (1, 5)
+
+
+def view_mean(logits_BVK: torch.Tensor) -> torch.Tensor:
+    """Probabilities [B, K] of clips: the mean over their views of the softmax of each."""
+    return logits_BVK.float().softmax(dim=-1).mean(dim=1)
+
+
+def marginal(probabilities_BK: torch.Tensor, part_K: torch.Tensor) -> torch.Tensor:
+    """Marginal probabilities [B, M] of the parts of classes.
+
+    Args:
+        part_K: int64, the part of each class; M is the highest + 1.
+    """
+    num_parts = int(part_K.max()) + 1
+    sums_BM = probabilities_BK.new_zeros(len(probabilities_BK), num_parts)
+    return sums_BM.index_add(1, part_K, probabilities_BK)
+
+
+def hits(probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+    """Whether the right class is the first, and among the first five: bool [B, 2].
+
+    Of classes with equal probabilities, the lowest comes first.
+    """
+    own_B1 = probabilities_BK.gather(1, label_B[:, None])
+    before_BK = probabilities_BK > own_B1
+    lower_BK = torch.arange(probabilities_BK.shape[1], device=label_B.device) < label_B[:, None]
+    rank_B = (before_BK | ((probabilities_BK == own_B1) & lower_BK)).sum(dim=1)
+    return torch.stack([rank_B < k for k in _TOP], dim=1)
+
+
+@dataclass
+class Tally:
+    """Counts of correct predictions per class.
+
+    Attributes:
+        num_right: int64 [K, 2], per class, top-1 and top-5.
+        num_all: int64 [K].
+    """
+
+    num_right: torch.Tensor
+    num_all: torch.Tensor
+
+    @staticmethod
+    def of(num_classes: int, device: torch.device) -> "Tally":
+        """Zero counts."""
+        return Tally(
+            torch.zeros(num_classes, len(_TOP), dtype=torch.int64, device=device),
+            torch.zeros(num_classes, dtype=torch.int64, device=device),
+        )
+
+    def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
+        """Counts a batch."""
+        self.num_right.index_add_(0, label_B, hits(probabilities_BK, label_B).long())
+        self.num_all.index_add_(0, label_B, torch.ones_like(label_B))
+
+    def summed(self, world: World) -> "Tally":
+        """The counts of all ranks; collective."""
+        return Tally(world.sum(self.num_right), world.sum(self.num_all))
+
+    def metrics(self) -> dict[str, float]:
+        """top1 and top5 over samples; mean_class: top-1 of each class that occurs, averaged over these classes."""
+        num_samples = int(self.num_all.sum())
+        top1, top5 = (self.num_right.sum(dim=0).double() / max(num_samples, 1)).tolist()
+        there = self.num_all > 0
+        by_class = self.num_right[there, 0].double() / self.num_all[there].double()
+        return {"top1": top1, "top5": top5, "mean_class": by_class.mean().item() if len(by_class) else 0.0}
+
+
+@dataclass
+class ClassTallies:
+    """The tallies of a classifier: of its classes, and of verbs and nouns if its classes are actions."""
+
+    classes: ClassList
+    device: torch.device
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts: dict[str, NDArray[np.int64]] = self.classes.parts
+        self.parts = {name: torch.from_numpy(part_K).to(self.device) for name, part_K in parts.items()}
+        for name, part_K in self.parts.items():
+            self.tallies[name] = Tally.of(int(part_K.max()) + 1, self.device)
+        self.tallies[self.classes.label] = Tally.of(len(self.classes), self.device)
+
+    def add(self, probabilities_BK: torch.Tensor, label_B: torch.Tensor) -> None:
+        """Counts a batch."""
+        self.tallies[self.classes.label].add(probabilities_BK, label_B)
+        for name, part_K in self.parts.items():
+            self.tallies[name].add(marginal(probabilities_BK, part_K), part_K[label_B])
+
+    def metrics(self, world: World) -> dict[str, float]:
+        """`<label>_top1` and so on, of all ranks; collective."""
+        metrics: dict[str, float] = {}
+        for name, tally in self.tallies.items():
+            metrics |= {f"{name}_{key}": value for key, value in tally.summed(world).metrics().items()}
+        return metrics
+
+
+@dataclass(frozen=True)
+class ClassResult:
+    """Result of an evaluation.
+
+    Attributes:
+        metrics: see `ClassTallies.metrics`; of all ranks.
+        num_samples, num_failed: of all ranks.
+        failed: of this rank.
+    """
+
+    metrics: dict[str, float]
+    num_samples: int
+    num_failed: int
+    failed: tuple[FailedSample, ...]
+
+
+@torch.no_grad()  # not inference_mode: tensors that a model caches are used in training too
+def score_classifier(
+    model: nn.Module,
+    batches: Iterable[LoadedBatch],
+    *,
+    inputs: Callable[[Batch], torch.Tensor],
+    classes: ClassList,
+    num_views: int,
+    world: World,
+    device: torch.device,
+) -> ClassResult:
+    """Score a model in evaluation mode on this rank's part of a split; all ranks call it.
+
+    Args:
+        inputs: clips [B, C, T, H, W] of a batch, the with the frames of all views one after another.
+
+    Raises:
+        FailedWork: nothing could be decoded, or logits are not finite.
+    """
+    tallies = ClassTallies(classes, device)
+    failed: list[FailedSample] = []
+    is_finite = True
+    for loaded in batches:
+        failed += loaded.failed
+        if not loaded.batch:
+            continue
+        batch = to_device(loaded.batch, device)
+        views = inputs(batch).unflatten(2, (num_views, -1)).unbind(2)
+        logits_BVK = torch.stack([model(view_BCTHW) for view_BCTHW in views], dim=1)
+        is_finite &= bool(logits_BVK.isfinite().all())
+        tallies.add(view_mean(logits_BVK), batch["label"])
+    num_samples = int(world.sum(tallies.tallies[classes.label].num_all).sum())
+    counts = world.sum(torch.tensor([len(failed), not is_finite], device=device)).tolist()
+    metrics = tallies.metrics(world)
+    if counts[1]:
+        raise FailedWork("logits are not finite: the weights have diverged")
+    if not num_samples:
+        raise FailedWork(f"none of the {counts[0]} clips could be decoded")
+    return ClassResult(metrics, num_samples, counts[0], tuple(failed))
+
+
+# Score a trained classifier on a split; the classes of a run.
+
+
 _PROTOCOL = "probabilities are means over views"
-_OF_PARTS = "; those of verbs and nouns are sums over their actions"
+_PARTS = "; those of verbs and nouns are sums over their actions"
 
 
 def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
-    """Scores a run's latest checkpoint on all clips of a split.
+    """Score a run's latest checkpoint on all clips of a split.
 
     Raises:
         UserError: there are no such clips.
@@ -32,13 +206,15 @@ def score_run(opened: OpenedRun, wanted: ClassEvaluation) -> Score:
     return Score(
         name=f"classification-{wanted.split}{suffix}",
         samples=samples,
-        clip=clip_in_words(settings, views=views, mean_of="probabilities", is_in_row=settings.sampling == "stride"),
+        clip=describe_clip(
+            settings, views=views, mean_of="probabilities", is_consecutive=settings.sampling == "stride"
+        ),
         values={
             "label": classes.label,
             "num_classes": {**num_classes, classes.label: len(classes)},
-            "protocol": _PROTOCOL + (_OF_PARTS if classes.parts else ""),
+            "protocol": _PROTOCOL + (_PARTS if classes.parts else ""),
             "num_samples": found.num_samples,
-            "numbers": found.numbers,
+            "numbers": found.metrics,
         },
         failed=found.failed,
     )

@@ -1,37 +1,37 @@
-"""A video tower with one linear layer behind it.
+"""A video tower followed by one linear layer, and the weights that it is initialised from.
 
 Shape suffixes: B batch, C channels, T frames, H and W pixels, D width, K classes.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from train.config.model import Towers, kind_of
+from train.engine.task import UNUSED_PARTS, without_parts
 from train.models.attention import Attend
 from train.models.transformer import LayerNorm, checkpoint_blocks, drop_path_of
 from train.models.video_vit import VideoViT, VideoViTSize
 from train.models.videomae import VideoMAEEncoder
-from train.weights.conversion import LOGIT_SCALE
 from train.weights.loading import Loaded, fit_to
 from train.weights.sources import Say, Source
 
-# Of the last layer at the start: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.
+_FEATURE_NORM = "fc_norm."
+# Of the last layer's initial weights: AVION's; VideoMAE's 0.02 times its init_scale of 0.001.
 _HEAD_STD = {"clip": 0.01, "videomae": 2e-5}
 
 
 class VideoClassifier(nn.Module):
-    """Logits of clips: a vector a clip through dropout and a linear layer, which starts small and without bias.
+    """Logits of clips: one feature vector per clip, dropout and a linear layer with small initial weights.
 
-    The vector is a CLIP tower's class token, without CLIP's projection, or the mean of all tokens of a videomae tower
-    through a layer norm of its own (in place of the tower's last one, as VideoMAE fine-tunes).
+    The feature vector is the class token of a CLIP tower, without CLIP's projection, or the mean of all tokens of a
+    videomae tower, through a layer norm that replaces the tower's last one (as in VideoMAE's fine-tuning).
 
-    Parameters are named as where the towers were trained, `video.*`, and `fc_norm.*`, `head.*`.
+    Parameters keep the names `video.*` of other tasks' towers; `fc_norm.*` and `head.*` are the classifier's.
 
     Args:
-        size: of the tower, of the kind that `towers` says.
+        size: of the tower, whose kind `towers` has.
     """
 
     video: VideoViT | VideoMAEEncoder
@@ -85,7 +85,7 @@ class VideoClassifier(nn.Module):
         return logits_BK
 
     def features(self, video_BCTHW: torch.Tensor) -> torch.Tensor:
-        """What the last layer sees of clips, [B, D]."""
+        """Input of the last layer, [B, D]."""
         if isinstance(self.video, VideoMAEEncoder):
             assert self.fc_norm is not None
             features_BD: torch.Tensor = self.fc_norm(self.video.features(video_BCTHW))
@@ -94,46 +94,24 @@ class VideoClassifier(nn.Module):
         return class_BD
 
 
-# The weights that a classifier starts from: those of a video tower, whoever trained it and for what.
-
-
-_HEAD = "head."
-_FEATURE_NORM = "fc_norm."
-# What a classifier has no use for, by how the names begin, and in which words that is said.
-_OTHER_PARTS = {
-    "text.": "the text tower",
-    _HEAD: "another classifier's last layer (head)",
-    "video.proj": "the projection (video.proj)",
-    LOGIT_SCALE: "the temperature (logit_scale)",
-    "decoder.": "the decoder and its mask token (decoder)",
-}
-_LAST_NORM = {"video.ln_post.": "the encoder's last norm (video.ln_post), in whose place is a new one of their mean"}
-
-
 def start_of_classifier(model: VideoClassifier, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
-    """Fits the video tower of `source` to a classifier, which may be on the meta device.
+    """Fit the video tower of `source` to a classifier, which may be on the meta device.
 
-    Left aside are the text tower, the projection into the space of both, a decoder, another classifier's last layer,
-    and the last norm of a masked autoencoder's encoder. The norm of another classifier's features is taken.
+    Not used are the text tower, CLIP's projection, a decoder, another classifier's last layer, and the last norm of a
+    masked autoencoder's encoder. The norm of another classifier's features is used.
 
     Raises:
         UserError: the tower does not fit.
     """
-    tensors = source.converted.tensors
-    wanted = _tower_of(model, tensors)
-    parts = dict(_OTHER_PARTS)
+    wanted = _tower_of(model, source.converted.tensors)
+    parts = dict(UNUSED_PARTS)
     if not any(name.startswith("video.ln_post.") for name in wanted.state_dict()):
-        parts |= _LAST_NORM
-    aside = {name: begin for name in tensors for begin in parts if name.startswith(begin)}
-    if aside:
-        said = ", ".join(words for begin, words in parts.items() if begin in aside.values())
-        say(f"weights: left aside, as a classifier has no use for them: {said}")
-    kept = {name: tensor for name, tensor in tensors.items() if name not in aside}
-    return fit_to(wanted, replace(source, converted=replace(source.converted, tensors=kept)), allow=allow, say=say)
+        parts["video.ln_post."] = "the encoder's last norm (video.ln_post), which a new norm of their mean replaces"
+    return fit_to(wanted, without_parts(source, parts, model="a classifier", say=say), allow=allow, say=say)
 
 
 def _tower_of(model: VideoClassifier, names: Iterable[str]) -> nn.Module:
-    """The parts of a classifier that are asked of weights with these names."""
+    """The parts of a classifier that are initialised from weights with these names."""
     wanted = nn.Module()
     wanted.video = model.video
     norm = getattr(model, "fc_norm", None)

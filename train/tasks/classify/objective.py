@@ -1,6 +1,9 @@
-"""Cross-entropy with mixed targets.
+"""Cross-entropy with mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019).
 
-Shape suffixes: B batch of a rank, R a part of it, C channels, T frames, H and W pixels, K classes.
+One share and one kind of mixing are drawn per batch, from torch's CPU generator. Clip i of B is mixed with clip
+B - 1 - i, and its target with that clip's target by the same share. Cutmix replaces one rectangle in all frames.
+
+Shape suffixes: B batch of a rank, R rows of a microbatch, C channels, T frames, H and W pixels, K classes.
 """
 
 import math
@@ -12,20 +15,20 @@ from torch import nn
 
 from train.data.batch import Batch
 from train.device.transfer import Scalar
-from train.distributed.step import Step
-from train.losses.objective import Objective
+from train.distributed.world import Step
+from train.losses.objective import Objective, backward_microbatches
 from train.tasks.classify.settings import ClassifySettings
 
-# Seeds the drawing of a batch's mix; parts of a batch are numbered from 0.
+# Number of the random draw of a batch's mix; microbatches are numbered from 0.
 _MIXING = -1
 
 
 class SoftCrossEntropy(Objective):
-    """Mean over the batch of - sum over classes of target x log probability.
+    """Cross-entropy with soft targets, mean over the batch.
 
     Args:
         inputs: clips [R, C, T, H, W] of some rows of a batch.
-        side: of these clips, H and W.
+        side: height and width of these clips.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class SoftCrossEntropy(Objective):
         self._inputs, self._settings, self._num_classes, self._side = inputs, settings, num_classes, side
 
     def backward(self, model: nn.Module, batch: Batch, step: Step) -> dict[str, Scalar]:
-        """Adds the gradients of this rank's share of the batch; says the whole batch's loss."""
+        """Add the gradients of this rank's share of the batch; return the loss of the whole batch."""
         settings = self._settings
         num_samples = len(batch["label"])
         with step.random(_MIXING):
@@ -48,38 +51,25 @@ class SoftCrossEntropy(Objective):
         targets_BK = mixed_targets(
             batch["label"], num_classes=self._num_classes, smoothing=settings.label_smoothing, mix=mix
         )
-        size = min(step.microbatch or num_samples, num_samples)
-        total = torch.zeros((), device=targets_BK.device)
-        for part, begin in enumerate(range(0, num_samples, size)):
-            rows = slice(begin, min(begin + size, num_samples))
-            with step.synced(rows.stop == num_samples), step.random(part):
-                clips_RCTHW = self._inputs(batch, rows)
-                if mix != NOTHING:
-                    opposite = slice(num_samples - rows.stop, num_samples - rows.start)
-                    partners = clips_RCTHW if opposite == rows else self._inputs(batch, opposite)
-                    clips_RCTHW = mix_clips(clips_RCTHW, partners.flip(0), mix)
-                with step.autocast():
-                    logits_RK = model(clips_RCTHW)
-                loss = soft_cross_entropy(logits_RK.float(), targets_BK[rows]) * (
-                    (rows.stop - rows.start) / num_samples
-                )
-                step.scale(loss).backward()
-            total += loss.detach()
-        return {"loss": step.world.sum(total).double() / step.world.size}
+
+        def loss_of(rows: slice) -> torch.Tensor:
+            clips_RCTHW = self._inputs(batch, rows)
+            if mix != NO_MIX:
+                opposite = slice(num_samples - rows.stop, num_samples - rows.start)
+                partners = clips_RCTHW if opposite == rows else self._inputs(batch, opposite)
+                clips_RCTHW = mix_clips(clips_RCTHW, partners.flip(0), mix)
+            with step.autocast():
+                logits_RK = model(clips_RCTHW)
+            share = (rows.stop - rows.start) / num_samples
+            return soft_cross_entropy(logits_RK.float(), targets_BK[rows]) * share
+
+        losses = backward_microbatches(loss_of, num_samples=num_samples, step=step)
+        return {"loss": step.world.sum(sum(losses[1:], losses[0])).double() / step.world.size}
 
 
 def soft_cross_entropy(logits_RK: torch.Tensor, targets_RK: torch.Tensor) -> torch.Tensor:
     """Mean over rows of the cross-entropy between targets and softmax of logits."""
     return -(targets_RK * logits_RK.log_softmax(dim=1)).sum(dim=1).mean()
-
-
-# Mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019) of clips: each with the one that stands opposite in its
-# batch.
-#
-# One share and one kind are drawn for a batch, from torch's generator of the CPU. Clip i of B is mixed with clip
-# B - 1 - i, and its target with that clip's target by the same share. A cut is one rectangle through all frames.
-#
-# Shape suffixes: B batch, C channels, T frames, H and W pixels, K classes.
 
 
 @dataclass(frozen=True)
@@ -88,25 +78,25 @@ class Mix:
 
     Attributes:
         share: of a clip's own target; the rest is its partner's.
-        box: rows and columns [top, bottom), [left, right) that come from the partner; None where pictures are blended.
+        box: rows [top, bottom) and columns [left, right) that come from the partner; None for mixup.
     """
 
     share: float
     box: tuple[int, int, int, int] | None = None
 
 
-NOTHING = Mix(1.0)
+NO_MIX = Mix(1.0)
 
 
 def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
-    """Draws how a batch is mixed.
+    """Draw how a batch is mixed.
 
     Args:
-        mixup, cutmix: alpha of the Beta distribution of shares, 0 for none; where both are given, each in half of
-            the batches.
+        mixup, cutmix: alpha of the Beta distribution of shares, 0 for none. With both, each applies to half of the
+            batches.
     """
     if not mixup and not cutmix:
-        return NOTHING
+        return NO_MIX
     is_cut = bool(cutmix) and (not mixup or torch.rand(()).item() < 0.5)
     alpha = torch.tensor(cutmix if is_cut else mixup, dtype=torch.float64)
     share = torch.distributions.Beta(alpha, alpha).sample().item()
@@ -117,7 +107,7 @@ def draw_mix(*, mixup: float, cutmix: float, size_px: int) -> Mix:
 
 
 def cut_around(row: int, column: int, *, share: float, size_px: int) -> Mix:
-    """A square of 1 - `share` of a picture's area around a pixel, cut off at the edges; the share is what is left."""
+    """A square of area 1 - `share` around a pixel, clipped at the borders; the share is computed from the rest."""
     half = int(size_px * math.sqrt(1 - share)) // 2
     top, bottom = max(row - half, 0), min(row + half, size_px)
     left, right = max(column - half, 0), min(column + half, size_px)
@@ -138,9 +128,9 @@ def mixed_targets(label_B: torch.Tensor, *, num_classes: int, smoothing: float, 
     """Targets float32 [B, K] of a whole batch: each row sums to 1.
 
     Args:
-        smoothing: part of a target that is spread evenly over all classes (Szegedy et al. 2016, section 7).
+        smoothing: label smoothing (Szegedy et al. 2016, section 7).
     """
-    # torch's one_hot looks at the labels' range first, for which a host may wait for its device.
+    # torch's one_hot checks the range of the labels, for which the host would wait for the device.
     one_hot_BK = (label_B[:, None] == torch.arange(num_classes, device=label_B.device)).float()
     smooth_BK = one_hot_BK * (1 - smoothing) + smoothing / num_classes
     return mix.share * smooth_BK + (1 - mix.share) * smooth_BK.flip(0)

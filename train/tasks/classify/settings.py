@@ -7,11 +7,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config import groups
+from train.config import fields as groups
 from train.config.data import Augment
 from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import SHARE, Range, caught
-from train.config.groups import FIRST_RUN, help_group
+from train.config.fields import FIRST_RUN, SHARE, Range, caught, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings
 

@@ -1,11 +1,11 @@
-"""Classification of clips as every command knows it."""
+"""`TaskSpec` of the classifier, and its evaluation."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from train.config.fields import Checked
+from train.evaluation.pages import FEW_CLASSES, Row, Table, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
-from train.evaluation.tables import FEW_CLASSES, Row, Table, protocol_of, share_cell
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.classify.settings import VIEWS, ClassEvaluation, ClassifySettings
 

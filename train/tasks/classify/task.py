@@ -1,9 +1,9 @@
-"""Fine-tuning a video tower to tell the classes of a labelled set apart.
+"""Fine-tune a video tower to classify the clips of a labelled set.
 
-Shape suffixes: B batch, C channels, T frames, H and W pixels (or numbers of a latent).
+Shape suffixes: B batch, C channels, T frames, H and W pixels (or values of a latent).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,43 +13,36 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.augment.draws import draw
-from train.augment.pictures import to_model_input
 from train.data.batch import Batch
 from train.data.classes import ClassList, read_classes
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames, window_frames
-from train.data.inputs import (
-    clip_shape,
-    loader_settings,
-    open_labelled_folder,
-    open_latents,
-    size_on_latents,
-)
+from train.data.inputs import clip_shape, loader_settings, open_labelled_folder, open_latents, size_on_latents
 from train.data.labelled_clips import LabelledClips
 from train.data.latents.loader import LabelledLatents
 from train.device.random import Positions, uniform
 from train.distributed.world import World
+from train.engine.task import ClipTask
+from train.evaluation.runner import every_for, split_metrics
 from train.losses.objective import Objective
 from train.models.attention import AttentionBackend
 from train.models.dual_encoder import size_of
-from train.models.transformer import blocks_of, compile_blocks
+from train.tasks.classify.evaluation import ClassResult, score_classifier
 from train.tasks.classify.model import VideoClassifier, start_of_classifier
 from train.tasks.classify.objective import SoftCrossEntropy
-from train.tasks.classify.scoring import ClassResult, score_classifier
 from train.tasks.classify.settings import ClassEvaluation, ClassifySettings
 from train.weights.conversion import CLIP_MEAN, CLIP_STD
-from train.weights.loading import Loaded, copy_into
+from train.weights.loading import Loaded
 from train.weights.sources import Say, Source
 
 Samples = LabelledClips | LabelledLatents
 
 
-class ClassifyTask:
+class ClassifyTask(ClipTask[ClassifySettings, Samples, VideoClassifier]):
     """The task of `train classify`.
 
     Args:
-        classes: of a run that there is; else they are read with the training set.
+        classes: of an existing run; if they are left out, they are read with the training set.
     """
 
     name = "classify"
@@ -62,25 +55,20 @@ class ClassifyTask:
         device: torch.device,
         classes: ClassList | None = None,
     ) -> None:
-        self._settings, self._attention, self._device = settings, attention, device
+        super().__init__(settings, attention=attention, device=device)
         self._classes = classes
-        self._start: Loaded | None = None
         self._held_out: Samples | None = None
         self.columns: tuple[str, ...] = ("latents",) if settings.input == "latents" else ("video",)
 
     @property
     def classes(self) -> ClassList:
-        """What a model tells apart."""
+        """The classes of the model."""
         assert self._classes is not None  # given, or read by training_set
         return self._classes
 
     def facts(self) -> dict[str, Any]:
-        """For run.json."""
+        """Entry of run.json."""
         return {"classes": self.classes.as_json()}
-
-    def files(self) -> dict[str, bytes]:
-        """None."""
-        return {}
 
     def training_set(self, world: World) -> Samples:
         """This rank's part of the labelled clips, or segments of latents, of the split that the settings name.
@@ -101,7 +89,7 @@ class ClassifyTask:
                 hint="use more data, or another --label",
             )
         if settings.evaluate.every:
-            # Made now, so that a mistake in its settings ends the run before it begins.
+            # Opened now, so that a mistake in its settings is reported before training starts.
             self._held_out = self.samples(settings.evaluate.split, world, views=_views(settings.evaluate))
         return samples
 
@@ -122,7 +110,7 @@ class ClassifyTask:
         loading = loader_settings(settings, world, device=self._device)
         loading = replace(loading, group=loading.group * repeats)
         if views is not None:
-            # A clip of an evaluation takes the memory of all its views.
+            # A clip takes the memory of all its views.
             loading = replace(loading, batch=max(1, loading.batch // len(views)))
         return LabelledClips(
             folder.path,
@@ -150,25 +138,9 @@ class ClassifyTask:
             world=world,
         )
 
-    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
-        """Has `build_model` give towers these weights, once they fit; the last layer is always new.
-
-        Raises:
-            UserError: they do not fit, and nothing explains why.
-        """
-        with torch.device("meta"):
-            model = self._classifier(samples)
-        self._start = start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
-        return self._start
-
-    def build_model(self, samples: Samples) -> VideoClassifier:
-        """A tower for clips as `samples` has them, and a new last layer."""
-        model = self._classifier(samples)
-        if self._start is not None:
-            copy_into(model, self._start)
-        if self._settings.compile:
-            compile_blocks(model)
-        return model
+    def fit_weights(self, model: VideoClassifier, source: Source, *, say: Say) -> Loaded:
+        """Fit weights to the tower; the last layer is always new."""
+        return start_of_classifier(model, source, allow=self._settings.init.allow, say=say)
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """Cross-entropy with mixed targets."""
@@ -177,27 +149,15 @@ class ClassifyTask:
             inputs, self._settings, num_classes=len(self.classes), side=_side(self._settings, samples)
         )
 
-    def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The blocks of the tower."""
-        return blocks_of(model)
-
     def inputs(self, batch: Batch, rows: slice = slice(None), *, is_training: bool = False) -> torch.Tensor:
         """Clips [B, C, T, H, W] of some rows of a batch, as the model takes them."""
-        settings, init = self._settings, self._settings.init
-        positions = batch["position"][rows].numpy()
         if batch["input"] == "latents":
-            return self._shown(batch["latents"][rows], positions if is_training else None).float().transpose(1, 2)
-        return to_model_input(
-            batch["video"][rows],
-            batch["colour"][rows],
-            size_px=settings.size_px,
-            mean=init.pixel_mean or CLIP_MEAN,
-            std=init.pixel_std or CLIP_STD,
-            draw=draw(positions, settings.augment, seed=settings.seed) if is_training else None,
-        )
+            positions = batch["position"][rows].numpy() if is_training else None
+            return self._frames(batch["latents"][rows], positions).float().transpose(1, 2)
+        return self.pixels(batch, rows, mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
-    def _shown(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
-        """The frames of segments that make clips, [B, T, C, H, W]: drawn for `positions`, else those in the middle."""
+    def _frames(self, latents_BFCHW: torch.Tensor, positions: Positions | None) -> torch.Tensor:
+        """Frames [B, T, C, H, W] of segments of latents: random ones for `positions`, otherwise centred ones."""
         count, seed = self._settings.num_frames, self._settings.seed
         if self._settings.sampling == "stride":
             within = None if positions is None else uniform(positions, 1, seed=seed, purpose="window")[:, 0]
@@ -210,15 +170,12 @@ class ClassifyTask:
         if self._held_out is None:
             return {}
         wanted = self._settings.evaluate
-        every = -(-len(self._held_out) // wanted.max_samples)
+        every = every_for(len(self._held_out), at_most=wanted.max_samples)
         result = self.score(model, self._held_out, world, views=_views(wanted), every=every)
-        numbers = dict(result.numbers)
-        if result.num_failed:
-            numbers["num_failed"] = float(result.num_failed)
-        return {f"{wanted.split}/{name}": value for name, value in numbers.items()}
+        return split_metrics(wanted.split, result.metrics, num_failed=result.num_failed)
 
     def score(self, model: nn.Module, samples: Samples, world: World, *, views: Views, every: int = 1) -> ClassResult:
-        """Scores a model, which is in evaluation mode, on samples that were opened with `views`; collective."""
+        """Score a model in evaluation mode on samples that were opened with `views`; collective."""
         return score_classifier(
             model,
             samples.evaluation_batches(every=every),
@@ -229,7 +186,8 @@ class ClassifyTask:
             device=self._device,
         )
 
-    def _classifier(self, samples: Samples) -> VideoClassifier:
+    def new_model(self, samples: Samples) -> VideoClassifier:
+        """A tower for clips as `samples` has them, and a new last layer."""
         settings = self._settings
         size = size_of(settings.model, settings.towers).video
         return VideoClassifier(

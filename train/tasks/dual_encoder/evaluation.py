@@ -1,35 +1,185 @@
-"""The evaluation that is made while a model is trained, by all ranks together."""
+"""Scores embeddings by a protocol: plain values for the result file, and metrics for the training log."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from manifests.errors import UserError
+from manifests.errors import FailedWork, UserError
 from train.config.evaluation import DualEncoderEvaluation
 from train.data.decoding.clip import Views
 from train.data.loader import TrainingSet
-from train.data.remote.folder import open_data_folder
+from train.data.remote import open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
-from train.evaluation.embeddings import Embeddings, TakesBatches, distinct_texts, embed_all, embed_texts, gathered
-from train.evaluation.examples import ShownSet, clip_in_words, retrieval_examples
-from train.evaluation.runner import OpenedRun, Score, every_for
-from train.evaluation.scoring import Scorer, make_scorer
+from train.evaluation.pages import PicturedSamples, clip_figure, evenly_spaced
+from train.evaluation.runner import OpenedRun, Score, describe_clip, every_for, split_metrics
+from train.tasks.dual_encoder.embeddings import (
+    Embeddings,
+    TakesBatches,
+    distinct_texts,
+    embed_all,
+    embed_texts,
+    gathered,
+)
+from train.tasks.dual_encoder.metrics import ranks, score_mir, score_retrieval
+from train.tasks.dual_encoder.mir_table import MirTable, open_mir_table
 from train.tasks.dual_encoder.settings import DualEncoderSettings
+from train.tasks.dual_encoder.zero_shot import (
+    PLAIN_TEMPLATE,
+    ClassPrompts,
+    class_embeddings,
+    open_class_prompts,
+    score_classes,
+)
+
+EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
+
+
+class Scorer(Protocol):
+    """A protocol with its files read, ready to score embeddings."""
+
+    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        """The result as plain values; `embed_texts` gives unit-length embeddings of texts that are not captions."""
+        ...
+
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        """The metrics of a result that are logged during training."""
+        ...
+
+
+class RetrievalScorer:
+    """Text-video retrieval (train.tasks.dual_encoder.metrics)."""
+
+    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        first_rows, text_of_clip = distinct_texts(found.text_key)
+        return score_retrieval(found.video @ found.text[first_rows].T, text_of_clip).as_json()
+
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for direction in ("text_to_video", "video_to_text"):
+            scores = result[direction]
+            metrics |= {f"{direction}_r{k}": share for k, share in scores["recall"].items()}
+            metrics[f"{direction}_median_rank"] = scores["median_rank"]
+        return metrics
+
+
+@dataclass(frozen=True)
+class MirScorer:
+    """EPIC-KITCHENS-100 multi-instance retrieval (train.tasks.dual_encoder.metrics)."""
+
+    table: MirTable
+
+    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        table = self.table
+        rows, place = table.rows_shown(found.caption_id)
+        if not len(rows):
+            raise FailedWork("none of the clips that could be decoded has a row in the relevancy")
+        similarity = found.video[place] @ embed_texts(table.sentences).T
+        relevancy = table.relevancy.take(rows, np.arange(len(table.sentences)))
+        scores = score_mir(similarity, relevancy).as_json()
+        num_clips, num_sentences = table.relevancy.shape
+        coverage = f"{len(rows):,} of {num_clips:,} clips, {num_sentences:,} sentences"
+        return {**scores, "relevancy": table.source, "coverage": coverage}
+
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        pairs = {
+            f"{direction}_{name}": result[direction][name]
+            for direction in ("average", "video_to_text", "text_to_video")
+            for name in ("mean_ap", "ndcg")
+        }
+        return {name: value for name, value in pairs.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ZeroShotScorer:
+    """Zero-shot classification (train.tasks.dual_encoder.zero_shot)."""
+
+    classes: ClassPrompts
+
+    def score(self, found: Embeddings, embed_texts: EmbedTexts) -> dict[str, Any]:
+        classes = self.classes
+        has_class = np.isin(found.caption_id, classes.caption_ids)
+        if not has_class.any():
+            raise FailedWork("none of the clips that could be decoded has a class")
+        class_of_clip = classes.class_of_N[np.searchsorted(classes.caption_ids, found.caption_id[has_class])]
+        texts, class_of_prompt = classes.prompts()
+        embedded = class_embeddings(embed_texts(texts), class_of_prompt)
+        scores = score_classes(found.video[has_class] @ embedded.T, class_of_clip).as_json()
+        templates = list(classes.templates)
+        prompts = "the bare name" if templates == [PLAIN_TEMPLATE] else f"{len(templates)} templates"
+        return {
+            **scores,
+            "classes": classes.source,
+            "prompts": f"{len(texts):,} prompts: {prompts}, {sum(map(len, classes.names)):,} names",
+            "templates": templates,
+            "num_without_class": int((~has_class).sum()),
+        }
+
+    def metrics(self, result: dict[str, Any]) -> dict[str, float]:
+        top = {f"top{k}": share for k, share in result["top"].items()}
+        return {**top, "mean_class_accuracy": result["mean_class_accuracy"]}
+
+
+def make_scorer(settings: DualEncoderEvaluation, *, data_dir: Path | None, has_text_tower: bool) -> Scorer:
+    """The scorer of `settings.protocol`, with its files read.
+
+    Args:
+        data_dir: the data folder; None for tars, which have no manifest.
+        has_text_tower: whether the run has a text tower, which embeds prompts.
+
+    Raises:
+        UserError: a file cannot be read or does not fit, or the data lacks what the protocol needs.
+    """
+    if settings.protocol == "retrieval":
+        return RetrievalScorer()
+    if data_dir is None:
+        raise UserError(
+            f"{settings.protocol} needs the labels of a manifest, and tars have none",
+            hint="give a data folder: --shards DIR",
+        )
+    if not has_text_tower:
+        raise UserError(
+            f"{settings.protocol} embeds texts, and this run has no text tower: its embeddings are stored",
+            hint="use a run of --text-tower trained",
+        )
+    if settings.protocol == "mir":
+        table = open_mir_table(
+            data_dir, split=settings.split, relevancy=settings.relevancy, sentences=settings.sentences
+        )
+        return MirScorer(table)
+    classes = open_class_prompts(
+        data_dir,
+        split=settings.split,
+        classes=settings.classes,
+        templates=settings.templates,
+        label=settings.label,
+    )
+    return ZeroShotScorer(classes)
+
+
+# Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together.
+
+
+_NUM_QUERIES = 6
+_NUM_FOUND = 4
 
 
 class EmbedsTexts(Protocol):
     """A model with a text tower of its own."""
 
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, L] to embeddings [B, E] of unit length."""
+        """Token ids [B, L] to unit-length embeddings [B, E]."""
         ...
 
 
 class LoopEvaluation:
-    """Evaluates a model again and again on the same samples.
+    """Evaluates a model repeatedly on the same samples while it is trained.
 
     Args:
         samples: this rank's part of the split.
@@ -45,29 +195,26 @@ class LoopEvaluation:
         self._split = settings.evaluate.split
         if samples.num_samples is None:
             raise UserError(
-                "tars cannot be evaluated while they are trained on: they know no splits",
+                "tars cannot be evaluated while they are trained on: they have no splits",
                 hint="leave out --evaluate.every, and use train eval with --shards afterwards",
             )
         self._every = every_for(samples.num_samples, at_most=settings.evaluate.max_samples)
         self._scorer = open_scorer(settings.evaluate, settings)
 
     def __call__(self, model: nn.Module, world: World) -> dict[str, float]:
-        """The protocol's numbers as `<split>/<name>`, equal on all ranks; collective."""
+        """The protocol's metrics as `<split>/<name>`, equal on all ranks; collective."""
         batches = self._samples.evaluation_batches(every=self._every)
         own = embed_all(self._task, model, batches, device=self._device)
         found = gathered(own, world, device=self._device)
-        result = score(self._scorer, found, model, device=self._device)
-        numbers = self._scorer.numbers(result)
-        if found.num_failed:
-            numbers["num_failed"] = float(found.num_failed)
-        return {f"{self._split}/{name}": value for name, value in numbers.items()}
+        metrics = self._scorer.metrics(score(self._scorer, found, model, device=self._device))
+        return split_metrics(self._split, metrics, num_failed=found.num_failed)
 
 
 def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) -> Scorer:
     """The scorer of a protocol for a run's data.
 
     Raises:
-        UserError: see `make_scorer`; or multi-instance retrieval is asked of latents.
+        UserError: see `make_scorer`; also for multi-instance retrieval on latents.
     """
     if wanted.protocol == "mir" and settings.input == "latents":
         raise UserError("mir scores the clips of captions, and latents are in segments", hint="use --input pixels")
@@ -77,18 +224,18 @@ def open_scorer(wanted: DualEncoderEvaluation, settings: DualEncoderSettings) ->
     return make_scorer(wanted, data_dir=data_dir, has_text_tower=settings.text_tower == "trained")
 
 
-def score(scorer: Scorer, found: Any, model: nn.Module, *, device: torch.device) -> dict[str, Any]:
-    """The result of a protocol for embeddings that `model` made."""
-    # A wrapped model's own method: what wraps it knows only how to be called.
+def score(scorer: Scorer, found: Embeddings, model: nn.Module, *, device: torch.device) -> dict[str, Any]:
+    """The result of a protocol for the embeddings of `model`."""
+    # A wrapper such as DDP forwards calls of the model, but not its other methods.
     towers = cast(EmbedsTexts, getattr(model, "module", model))
     return scorer.score(found, lambda texts: embed_texts(towers.embed_text, texts, device=device))
 
 
 def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: int) -> Score:
-    """Scores a run's latest checkpoint by a protocol.
+    """Score a run's latest checkpoint by a protocol.
 
     Args:
-        num_clips: looks at each clip, whose embeddings are averaged.
+        num_clips: temporal views of each clip, whose embeddings are averaged.
 
     Raises:
         UserError: the run's data lack what the protocol needs.
@@ -96,9 +243,9 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
     """
     settings, trained, task = opened.settings, opened.trained, opened.task
     if num_clips > 1 and settings.input == "latents":
-        raise UserError(f"--clips is {num_clips}", hint="latents are looked at once: leave it out")
+        raise UserError(f"--clips is {num_clips}", hint="leave it out: latents have a single view")
     scorer = open_scorer(wanted, settings)
-    # Two narrations of one span are two queries of multi-instance retrieval.
+    # In multi-instance retrieval, two narrations of one span are two queries.
     samples = task.samples(wanted.split, World(), num_clips=num_clips, each_caption=wanted.protocol == "mir")
     model = trained.fill(task.build_model(samples))
     with trained.precision.autocast():
@@ -106,30 +253,46 @@ def score_run(opened: OpenedRun, wanted: DualEncoderEvaluation, *, num_clips: in
         found = gathered(own, World(), device=trained.device)
         values = {"split": samples.split, **score(scorer, found, model, device=trained.device)}
     if wanted.protocol == "retrieval":
-        values["examples"] = _examples(found, samples, num_frames=settings.num_frames)
+        values["examples"] = retrieval_examples(found, samples, num_frames=settings.num_frames)
     return Score(
-        name=_file_name(wanted, num_clips=num_clips),
+        name=_result_name(wanted, num_clips=num_clips),
         samples=samples,
-        clip=clip_in_words(settings, views=Views(num_clips=num_clips), mean_of="embeddings"),
+        clip=describe_clip(settings, views=Views(num_clips=num_clips), mean_of="embeddings"),
         values=values,
         failed=found.failed,
     )
 
 
-def _examples(found: Embeddings, samples: ShownSet, *, num_frames: int) -> list[dict[str, Any]]:
+def retrieval_examples(found: Embeddings, samples: PicturedSamples, *, num_frames: int) -> list[dict[str, Any]]:
+    """Text queries spread evenly over the split, whatever their rank, each with the clips that score best."""
     first_rows, text_of_clip = distinct_texts(found.text_key)
-    return retrieval_examples(
-        samples,
-        found.samples,
-        num_frames=num_frames,
-        similarity_NM=found.video @ found.text[first_rows].T,
-        first_rows=first_rows,
-        text_of_clip=text_of_clip,
-    )
+    similarity_NM = found.video @ found.text[first_rows].T
+    num_texts = similarity_NM.shape[1]
+    rank_M = ranks(similarity_NM.T, (text_of_clip[:, None] == np.arange(num_texts)).T)
+
+    def retrieved(clip: int, text: int) -> dict[str, Any]:
+        sample = int(found.samples[clip])
+        return {
+            **clip_figure(samples, sample, num_frames=num_frames),
+            "text": samples.text(sample),
+            "score": float(similarity_NM[clip, text]),
+            "is_right": bool(text_of_clip[clip] == text),
+        }
+
+    return [
+        {
+            "text": samples.text(int(found.samples[first_rows[text]])),
+            "rank": int(rank_M[text]),
+            "found": [
+                retrieved(clip, text) for clip in np.argsort(-similarity_NM[:, text], kind="stable")[:_NUM_FOUND]
+            ],
+        }
+        for text in evenly_spaced(range(num_texts), at_most=_NUM_QUERIES)
+    ]
 
 
-def _file_name(wanted: DualEncoderEvaluation, *, num_clips: int) -> str:
-    """Results by other protocols stand beside one another; the same one again takes the place of the old one."""
+def _result_name(wanted: DualEncoderEvaluation, *, num_clips: int) -> str:
+    """Results of different protocols are kept side by side; the same protocol again replaces its result."""
     parts: list[str] = [wanted.protocol, wanted.split]
     parts += [path.stem for path in (wanted.relevancy, wanted.classes) if path is not None]
     parts += [] if wanted.label is None else [wanted.label]

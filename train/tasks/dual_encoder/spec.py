@@ -1,4 +1,4 @@
-"""The dual encoder as every command knows it."""
+"""`TaskSpec` of the dual encoder, and its evaluations."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from train.config.evaluation import DualEncoderEvaluation
 from train.config.fields import Checked, Range
+from train.evaluation.pages import Cell, Row, Table, protocol_of, share_cell
 from train.evaluation.probe.spec import PROBE
-from train.evaluation.tables import Cell, Row, Table, protocol_of, share_cell
 from train.spec import CurveGroup, EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 
@@ -72,10 +72,9 @@ class ZeroShotFlags(RetrievalFlags):
         )
 
 
-def _make(settings: Any, **opened: Any) -> Any:
+def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
     from train.tasks.dual_encoder.task import DualEncoderTask
 
-    opened.pop("run")
     return DualEncoderTask(settings, **opened)
 
 
@@ -183,7 +182,7 @@ RETRIEVAL = EvaluationSpec(
     score=_score,
     table=retrieval_table,
     pictures="examples",
-    section=Path(__file__).with_name("examples.html.j2"),
+    section=Path(__file__).with_name("retrievals.html.j2"),
     strips=_strips,
     curves=(
         CurveGroup(r"text_to_video_r(\d+)", "Recall, text → video, %", lambda group: f"R@{group}"),

@@ -1,11 +1,9 @@
-"""Contrastive training of clips and captions (CLIP's recipe on video, as AVION's).
+"""Train a CLIP-style dual encoder of clips and captions with a contrastive loss.
 
-Clips are pixels, or latents that a VAE made once; captions go through a text tower, or come as embeddings that
-another one made once.
+Clips are pixels or precomputed VAE latents; captions are tokens for a text tower or precomputed text embeddings.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,8 +12,6 @@ import torch
 from torch import nn
 
 from manifests.errors import UserError
-from train.augment.draws import draw
-from train.augment.pictures import to_model_input
 from train.config.data import CaptionSettings
 from train.config.model import Towers
 from train.data.batch import Batch
@@ -23,14 +19,14 @@ from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames
 from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents
 from train.data.latents.loader import CaptionedLatents
-from train.data.remote.files import is_remote
-from train.data.remote.folder import open_data_folder
+from train.data.remote import is_remote, open_data_folder
 from train.data.streams.stream import VideoStream
 from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
 from train.device.random import uniform
 from train.distributed.world import World
 from train.engine.attention_choice import video_workloads
+from train.engine.task import ClipTask
 from train.losses.contrastive import DatasetSize
 from train.losses.objective import Objective
 from train.losses.registry import build_contrast
@@ -38,32 +34,28 @@ from train.models.attention import AttentionBackend
 from train.models.attention_kernels import Workload
 from train.models.dual_encoder import DualEncoder, size_of
 from train.models.text import Tokenize, load_tokenizer
-from train.models.transformer import NORM_EPS, blocks_of, compile_blocks
+from train.models.transformer import NORM_EPS
 from train.tasks.dual_encoder.evaluation import LoopEvaluation
 from train.tasks.dual_encoder.settings import DualEncoderSettings
 from train.weights.conversion import CLIP_MEAN, CLIP_STD, LOGIT_SCALE, require_finite
 from train.weights.effective import KINDS, effective_clip_settings
-from train.weights.loading import Loaded, copy_into, fit_to
 from train.weights.sources import Say, Source
 
 Samples = VideoCaptions | VideoStream | CaptionedLatents
-# Losses in which a temperature means what it means in CLIP's. The others have starting values of their own.
+# Losses whose temperature has the meaning of CLIP's. The others have initial values of their own.
 _CLIPS_TEMPERATURE = frozenset({"infonce", "mbcl"})
-# Tokens of narrations and other short captions, in a measurement of attention.
+# Typical lengths of short captions in tokens, for the measurement of attention backends.
 _CAPTION_LENGTHS = (12, 9, 17, 11, 8, 14, 10, 22)
 
 
-class DualEncoderTask:
+class DualEncoderTask(ClipTask[DualEncoderSettings, Samples, DualEncoder]):
     """The task of `train dual-encoder`."""
 
     name = "dual-encoder"
 
     def __init__(self, settings: DualEncoderSettings, *, attention: AttentionBackend, device: torch.device) -> None:
-        self._settings = settings
-        self._attention = attention
-        self._device = device
+        super().__init__(settings, attention=attention, device=device)
         self._evaluation: LoopEvaluation | None = None
-        self._start: Loaded | None = None
         pictures = "latents" if settings.input == "latents" else "video"
         self.columns: tuple[str, ...] = (pictures, "text") if settings.text_tower == "frozen" else (pictures,)
 
@@ -73,15 +65,15 @@ class DualEncoderTask:
         if not isinstance(samples, VideoStream):
             samples.require_different_texts()
         if self._settings.evaluate.every:
-            # Made now, so that a mistake in its settings ends the run before it begins.
+            # Opened now, so that a mistake in its settings is reported before training starts.
             self._evaluation = self._open_evaluation(world)
         return samples
 
     def samples(self, split: str, world: World, *, num_clips: int = 1, each_caption: bool = False) -> Samples:
-        """This rank's part of the clips and captions of any split; tars that are streamed know no splits.
+        """This rank's part of the clips and captions of any split; streamed tars have no splits.
 
         Args:
-            num_clips: looks at each clip in an evaluation.
+            num_clips: temporal views of each clip in an evaluation.
             each_caption: see `VideoCaptions`.
 
         Raises:
@@ -124,35 +116,8 @@ class DualEncoderTask:
         make = partial(CaptionedLatents, tokenize=tokenize, sources=settings.captions.sources)
         return open_latents(make, settings, segment=settings.segment, split=split, world=world)
 
-    def start_from(self, source: Source, samples: Samples, *, say: Say) -> Loaded:
-        """Has `build_model` give models these weights, once they fit.
-
-        Raises:
-            UserError: they do not, and nothing explains why.
-        """
-        with torch.device("meta"):
-            model = self._towers(samples)
-        self._start = fit_to(model, source, allow=self._settings.init.allow, say=say)
-        return self._start
-
-    def facts(self) -> dict[str, Any]:
-        """Nothing more."""
-        return {}
-
-    def files(self) -> dict[str, bytes]:
-        """None."""
-        return {}
-
-    def build_model(self, samples: Samples) -> DualEncoder:
+    def new_model(self, samples: Samples) -> DualEncoder:
         """The two towers in the size that the settings name, for clips as `samples` has them."""
-        model = self._towers(samples)
-        if self._start is not None:
-            copy_into(model, self._start)
-        if self._settings.compile:
-            compile_blocks(model)
-        return model
-
-    def _towers(self, samples: Samples) -> DualEncoder:
         settings = self._settings
         size = size_of(settings.model, settings.towers)
         image_px = settings.size_px
@@ -176,7 +141,7 @@ class DualEncoderTask:
         return self.clips(batch, is_training=is_training), _captions(batch)
 
     def _training_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """The same in training, with the lengths of captions, which the host knows."""
+        """`inputs` in training, with the lengths of captions on the host."""
         clips, captions = self.inputs(batch, is_training=True)
         return clips, captions, batch["length"].numpy() if "length" in batch else None
 
@@ -190,14 +155,7 @@ class DualEncoderTask:
                 within_BK = uniform(positions, count, seed=settings.seed, purpose="frames")
             latents_BTCHW = spread_frames(batch["latents"], num_frames=settings.num_frames, offset_BK=within_BK)
             return latents_BTCHW.float().transpose(1, 2)
-        return to_model_input(
-            batch["video"],
-            batch["colour"],
-            size_px=settings.size_px,
-            mean=settings.init.pixel_mean or CLIP_MEAN,
-            std=settings.init.pixel_std or CLIP_STD,
-            draw=draw(batch["position"].numpy(), settings.augment, seed=settings.seed) if is_training else None,
-        )
+        return self.pixels(batch, slice(None), mean=CLIP_MEAN, std=CLIP_STD, is_training=is_training)
 
     def build_objective(self, samples: Samples, world: World) -> Objective:
         """The loss that `--loss.*` names."""
@@ -205,26 +163,22 @@ class DualEncoderTask:
         dataset = _dataset_size(samples, self._settings)
         return build_contrast(self._settings.loss, inputs=inputs, dataset=dataset, world=world)
 
-    def units(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The blocks of both towers."""
-        return blocks_of(model)
-
     def evaluate(self, model: nn.Module, world: World) -> dict[str, float]:
-        """Numbers of the protocol that the settings name, as `<split>/<name>`."""
+        """Metrics of the protocol that the settings name, as `<split>/<name>`."""
         return {} if self._evaluation is None else self._evaluation(model, world)
 
     def _open_evaluation(self, world: World) -> LoopEvaluation:
-        # Two narrations of one span are two queries there.
+        # In multi-instance retrieval, two narrations of one span are two queries.
         each_caption = self._settings.evaluate.protocol == "mir"
         samples = self.samples(self._settings.evaluate.split, world, each_caption=each_caption)
         return LoopEvaluation(self, samples, self._settings, device=self._device)
 
 
 def _dataset_size(samples: Samples, settings: DualEncoderSettings) -> DatasetSize | None:
-    """What a global loss keeps state for; None for other losses.
+    """Size of the training set, for losses that keep state for each of its samples.
 
     Raises:
-        UserError: the samples are a stream, without ids for a global loss.
+        UserError: the samples are a stream, without ids.
     """
     if not settings.loss.spec.is_global:
         return None
@@ -242,7 +196,7 @@ def _captions(batch: Batch) -> torch.Tensor:
 
 
 def effective_settings(settings: DualEncoderSettings, source: Source | None, *, say: Say) -> DualEncoderSettings:
-    """The settings with activation, eps, normalisation and temperature of the weights, where they say so.
+    """The settings with activation, eps, normalisation and temperature of the initial weights, if these define them.
 
     Raises:
         UserError: the weights need something that the towers do not have.
@@ -273,7 +227,7 @@ def _of_clip(towers: Towers) -> Towers:
 
 
 def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
-    """The temperature of the weights where the loss shall start with it."""
+    """The temperature of the weights, if the loss starts with it."""
     loss, tensors = settings.loss, source.converted.tensors
     if loss.temperature is not None or loss.kind not in _CLIPS_TEMPERATURE or LOGIT_SCALE not in tensors:
         return None
@@ -286,7 +240,7 @@ def _temperature(settings: DualEncoderSettings, source: Source) -> float | None:
 
 
 def workloads_of(settings: DualEncoderSettings, num_clips: int) -> tuple[Workload, ...]:
-    """The attention of both towers; captions of packed text count as short ones."""
+    """The attention shapes of both towers; packed captions are assumed to be short."""
     found = video_workloads(settings, num_clips)
     if settings.text_tower != "trained" or not settings.towers.packed_text:
         return found

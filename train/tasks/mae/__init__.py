@@ -1,1 +1,1 @@
-"""Masked autoencoders of videos: learning by reconstructing what is hidden."""
+"""Masked autoencoders of videos (VideoMAE)."""

@@ -1,41 +1,56 @@
-"""The reconstruction of masked cubes by a run's latest checkpoint: the loss on clips of a split, and pictures."""
+"""Evaluate the reconstruction of masked cubes: the loss on clips of a split, and pictures for the results page."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from manifests.errors import FailedWork, UserError
+from train.data.latents.loader import FALSE_COLOUR_STDS, LatentLoader
+from train.data.latents.segments import times_us
+from train.data.loader import SampleRequest
 from train.distributed.world import World
-from train.evaluation.examples import clip_in_words
-from train.evaluation.runner import OpenedRun, Score, evaluate, every_for
+from train.evaluation.pages import evenly_spaced, evenly_within, jpeg_uri, png_uri
+from train.evaluation.runner import OpenedRun, Score, describe_clip, evaluate, every_for
 from train.models.video_vit import CubeGrid
 from train.run.folder import RunFolder
 from train.spec import EvaluationSpec, TaskSpec
-from train.tasks.mae.reconstruction import evaluate_reconstruction
+from train.tasks.mae.reconstruction import Pictures, ReconstructedClip, ToDisplay, evaluate_reconstruction
+from train.tasks.mae.samples import ChunkClips
 from train.tasks.mae.settings import MaeSettings, num_masked_places
-from train.tasks.mae.shown import chosen_pictures, has_few_pixels, shown_json
 from train.tasks.mae.spec import ReconstructionFlags
+from train.weights.conversion import IMAGENET_MEAN, IMAGENET_STD
 from train.weights.sources import Say
 
+_NUM_CLIPS = 4
+_MAX_FRAMES = 4
+_FEW_PX = 96  # pictures with shorter sides are enlarged without interpolation, and stored without loss
 _PROTOCOL = (
-    "mean squared error of the values of hidden cubes, normalised within each cube and channel; flat cubes: the same "
-    "of a prediction that knows the mean of each cube and nothing else; explained: the part of it that is not left"
+    "mean squared error of the normalised values of masked cubes (per cube and channel); baseline: the error of "
+    "predicting the mean of each cube; explained: 1 - loss / baseline"
 )
 _PICTURES = {
-    "pixels": "The model sees what is not grey, and says how each hidden cube looks apart from its brightness and "
-    "contrast, which are no part of what it learns. Here they are taken from the visible cubes, the nearer the more: "
-    "cubes that are too bright or too dark as a whole are this rule's doing, their patterns are the model's.",
-    "latents": "False colours: the first three channels of the latents. The model sees what is not grey, and says what "
-    "each hidden cube holds apart from the mean and the spread of its channels, which are no part of what it learns. "
-    "Here they are taken from the visible cubes, the nearer the more: cubes whose colour is wrong as a whole are this "
-    "rule's doing.",
+    "pixels": "The model sees the cubes that are not grey. It predicts masked cubes up to their mean and standard "
+    "deviation, which its targets do not contain; the pictures take both from visible cubes, weighted by "
+    "distance. Cubes that are too bright or too dark as a whole are therefore due to this rule, and patterns "
+    "within a cube to the model.",
+    "latents": "False colours: the first three channels of the latents. The model sees the cubes that are not grey. It "
+    "predicts masked cubes up to the mean and standard deviation of each channel, which its targets do not "
+    "contain; the pictures take both from visible cubes, weighted by distance. Cubes whose colour is wrong as "
+    "a whole are therefore due to this rule.",
 }
+Samples = ChunkClips | LatentLoader
 
 
 def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "") -> Score:
-    """Has a run's latest checkpoint reconstruct masked cubes of a split.
+    """Reconstruct masked cubes of clips of a split with a run's latest checkpoint.
 
     Args:
-        chosen: why it is this split, where nobody named it.
+        chosen: why it is this split, if nobody asked for it.
 
     Raises:
         UserError: there are no such clips.
@@ -53,14 +68,18 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
         masking=masking,
         size=task.size(samples),
         std=task.std,
-        pictures=chosen_pictures(settings, len(samples), every=every),
+        pictures=Pictures(
+            samples=frozenset(evenly_spaced(range(0, len(samples), every), at_most=_NUM_CLIPS)),
+            frames=evenly_within(range(settings.num_frames), at_most=_MAX_FRAMES),
+            to_display=_to_display(settings),
+        ),
         autocast=trained.precision.autocast,
         device=trained.device,
     )
     return Score(
         name=f"reconstruction-{wanted.split}",
         samples=samples,
-        clip=clip_in_words(settings, is_in_row=True),
+        clip=describe_clip(settings, is_consecutive=True),
         values={
             "split_chosen": chosen,
             "mask": describe_mask(settings, masking.grid),
@@ -70,8 +89,8 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
             "loss": found.loss,
             "flat_loss": found.flat_loss,
             "picture_rule": _PICTURES[settings.input],
-            "has_few_pixels": has_few_pixels(found.shown),
-            "shown": shown_json(found.shown, samples, num_frames=settings.num_frames),
+            "has_few_pixels": any(clip.original.shape[2] < _FEW_PX for clip in found.clips),
+            "shown": _figures(found.clips, samples, num_frames=settings.num_frames),
         },
         failed=found.failed,
     )
@@ -80,24 +99,69 @@ def score_run(opened: OpenedRun, wanted: ReconstructionFlags, *, chosen: str = "
 def reconstruct_at_end(
     spec: TaskSpec, evaluation: EvaluationSpec, run: RunFolder, settings: MaeSettings, *, say: Say
 ) -> None:
-    """Reconstructs clips at the end of a run: of the held-out split, or where it has none of the training split.
+    """Reconstruct clips at the end of a run: of the evaluation split, or of the training split if there is no other.
 
-    What goes wrong is said, and does not fail the run.
+    Errors are printed, and do not fail the run.
     """
     held_out = settings.evaluate.split
     try:
         try:
             evaluate(spec, evaluation, run, ReconstructionFlags(split=held_out))
         except UserError as error:
-            chosen = f"{settings.split}, which was trained on, as there is nothing to show of {held_out}: {error}"
+            chosen = f"{settings.split}, which the model was trained on, because {held_out} cannot be used: {error}"
             say(f"reconstruction: split {chosen}")
-            told = replace(evaluation, score=partial(score_run, chosen=chosen))
-            evaluate(spec, told, run, ReconstructionFlags(split=settings.split))
+            with_reason = replace(evaluation, score=partial(score_run, chosen=chosen))
+            evaluate(spec, with_reason, run, ReconstructionFlags(split=settings.split))
     except (UserError, FailedWork) as error:
         say(f"reconstruction: no pictures: {error}")
 
 
 def describe_mask(settings: MaeSettings, grid: CubeGrid) -> str:
-    """What is hidden, in words."""
+    """Describe which cubes are masked."""
     num_masked = num_masked_places(settings.mask_ratio, num_places=grid.patches)
     return f"the same {num_masked:,} of {grid.patches:,} places at all {grid.steps} moments, seed {settings.seed}"
+
+
+def _to_display(settings: MaeSettings) -> ToDisplay:
+    """From model inputs to values from 0 to 1: undo the normalisation of pixels, or map latents to false colours."""
+    if settings.input == "latents":
+        return lambda latents: latents / (2 * FALSE_COLOUR_STDS) + 0.5
+    mean_C111, std_C111 = (
+        torch.tensor(values)[:, None, None, None]
+        for values in (settings.init.pixel_mean or IMAGENET_MEAN, settings.init.pixel_std or IMAGENET_STD)
+    )
+    return lambda pixels: pixels * std_C111.to(pixels.device) + mean_C111.to(pixels.device)
+
+
+def _figures(clips: Sequence[ReconstructedClip], samples: Samples, *, num_frames: int) -> list[dict[str, Any]]:
+    """Clips as plain values, in the order of the split."""
+    figures = []
+    for clip in sorted(clips, key=lambda clip: clip.sample):
+        begin_s, end_s = span_s(samples, clip.sample, num_frames=num_frames)
+        pictures = {
+            name: [picture_uri(frame) for frame in getattr(clip, name)] for name in ("original", "masked", "filled")
+        }
+        figures.append({"key": clip.key, "begin_s": begin_s, "end_s": end_s, "loss": clip.loss, **pictures})
+    return figures
+
+
+def span_s(samples: Samples, sample: int, *, num_frames: int) -> tuple[float, float]:
+    """Begin and end of the frames of an evaluated clip in its video, in seconds."""
+    if isinstance(samples, ChunkClips):
+        frames = samples.clips.plan(SampleRequest(sample, sample, None)).frames
+        times = [(samples.clips.chunks.table.times(chunk), frame) for chunk, frame in (frames[0], frames[-1])]
+        (first, first_frame), (last, last_frame) = times
+        return (
+            first.start_ms / 1000 + first_frame * first.fps_den / first.fps_num,
+            last.start_ms / 1000 + (last_frame + 1) * last.fps_den / last.fps_num,
+        )
+    segments = samples.samples
+    begin_us, _ = times_us(segments.records, segments.segments, np.array([sample]))
+    fps = samples.frame_shape.fps
+    begin_s = float(begin_us[0]) / 1e6 + float((samples.segment_frames - num_frames) // 2 / fps)
+    return begin_s, begin_s + float(num_frames / fps)
+
+
+def picture_uri(frame: NDArray[np.uint8]) -> str:
+    """A picture (uint8 RGB [H, W, 3]) as a data URI: JPEG, or PNG for small ones."""
+    return png_uri(frame) if min(frame.shape[:2]) < _FEW_PX else jpeg_uri(frame)

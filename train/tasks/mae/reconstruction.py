@@ -1,7 +1,14 @@
-"""A masked autoencoder over clips of a split: how well it fills in what is hidden, and some clips to look at.
+"""Reconstruct masked cubes of the clips of a split: the loss, and pictures of some clips.
 
-Shape suffixes: B clips at once, C channels, T frames, H and W pixels, N cubes of a clip, M hidden ones, V values of a
-cube, G frames that are shown, S shown clips.
+A model predicts the values of each masked cube minus their mean and divided by their standard deviation, per channel
+(train.tasks.mae.objective). A picture needs that mean and deviation from elsewhere: here they are those of the clip's
+visible cubes, averaged with weights 1 / d^4, where d is the distance between cubes in cubes along time, height and
+width. Nothing of the masked cubes enters a picture. Published pictures often use the masked cubes' own statistics;
+docs/mae.md discusses what that hides.
+
+Shape suffixes: B clips, C channels, T frames, H and W pixels, N cubes of a clip, M masked cubes of a clip, R masked
+cubes of all clips, V values of a cube in one channel, K all values of a cube (V * C, channels last), G displayed
+frames.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,16 +25,17 @@ from train.data.batch import Batch, to_device
 from train.data.outcomes import FailedSample, LoadedBatch
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, grid_of
-from train.tasks.mae.masks import Masking
-from train.tasks.mae.objective import normalised_cubes
+from train.tasks.mae.objective import Masking, normalised_cubes
 
-_AT_ONCE = 32  # clips that a model takes: batches of training may be those of many GPUs
-Look = Callable[[torch.Tensor], torch.Tensor]
+_AT_ONCE = 32  # clips: batches of training may be larger than one GPU can hold
+_POWER = 4  # docs/mae.md compares it with others
+GREY = 0.5
+ToDisplay = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class ShownClip:
-    """Frames of one clip, uint8 RGB [G, H, W, 3] each: as they are, what of them is visible, and filled in."""
+class ReconstructedClip:
+    """Frames of one clip, uint8 RGB [G, H, W, 3] each: original, masked, and with masked cubes filled in."""
 
     sample: int
     key: str
@@ -39,33 +47,34 @@ class ShownClip:
 
 @dataclass(frozen=True)
 class ReconstructionResult:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
-        loss: mean squared error of the normalised values of hidden cubes, over all of them.
-        flat_loss: the same of a prediction that knows the mean of each cube and nothing else.
+        loss: mean squared error of the normalised values of all masked cubes.
+        flat_loss: the same for predicting the mean of each cube.
+        clips: those to display.
     """
 
     loss: float
     flat_loss: float
     num_samples: int
     failed: tuple[FailedSample, ...]
-    shown: tuple[ShownClip, ...]
+    clips: tuple[ReconstructedClip, ...]
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Which clips are shown, and how.
+    """Which clips are displayed, and how.
 
     Attributes:
-        samples: their numbers.
-        frames: of a clip, by number.
-        look: from clips as the model takes them [B, C, T, H, W] to values that are shown from 0 to 1.
+        samples: their indices.
+        frames: indices of frames of a clip.
+        to_display: from clips as the model takes them [B, C, T, H, W] to values from 0 to 1.
     """
 
     samples: Collection[int]
     frames: Sequence[int]
-    look: Look
+    to_display: ToDisplay
 
 
 @torch.no_grad()
@@ -81,18 +90,18 @@ def evaluate_reconstruction(
     autocast: Callable[[], AbstractContextManager[None]],
     device: torch.device,
 ) -> ReconstructionResult:
-    """Runs a model, which is in evaluation mode, over samples; a sample's mask is that of its number.
+    """Evaluate a model in evaluation mode; the mask of a sample depends on its index and the seed alone.
 
     Args:
         inputs: clips [B, C, T, H, W] of some rows of a batch, as in an evaluation.
-        size, std: as for `normalised_cubes`.
+        size, std: see `normalised_cubes`.
 
     Raises:
-        FailedWork: nothing could be decoded, or predictions are no numbers.
+        FailedWork: nothing could be decoded, or predictions are not finite.
     """
     losses: list[torch.Tensor] = []
     failed: list[FailedSample] = []
-    shown: list[ShownClip] = []
+    clips: list[ReconstructedClip] = []
     for loaded in batches:
         failed += loaded.failed
         if not loaded.batch:
@@ -122,13 +131,13 @@ def evaluate_reconstruction(
                     one = slice(row, row + 1)
                     frames = _frames(clips_BCTHW[one], values_BMV[one], masked_BN[one], size=size, pictures=pictures)
                     key = batch["key"][begin + row]
-                    shown.append(ShownClip(number, key, losses_B2[row, 0].item(), *frames))
+                    clips.append(ReconstructedClip(number, key, losses_B2[row, 0].item(), *frames))
     if not losses:
         raise FailedWork(f"none of the {len(failed)} clips could be decoded")
     loss, flat_loss = torch.cat(losses).mean(0).tolist()
     if not np.isfinite(loss):
         raise FailedWork("predictions are not finite: the weights have diverged")
-    return ReconstructionResult(loss, flat_loss, sum(map(len, losses)), tuple(failed), tuple(shown))
+    return ReconstructionResult(loss, flat_loss, sum(map(len, losses)), tuple(failed), tuple(clips))
 
 
 def _frames(
@@ -139,42 +148,24 @@ def _frames(
     size: VideoViTSize,
     pictures: Pictures,
 ) -> list[NDArray[np.uint8]]:
-    """The shown frames of one clip: original, masked, filled in."""
-    # To normalise a cube undoes what `look` does to its channels, so what is predicted suits both.
+    """The displayed frames of one clip: original, masked, filled in."""
+    # Predictions are normalised per cube and channel, so an affine `to_display` of the channels does not change them.
     found = reconstruct(
-        pictures.look(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
+        pictures.to_display(clip_1CTHW), values_1MV, masked_1N, cube_frames=size.cube_frames, patch_px=size.patch_px
     )
     return [as_pictures(one[0][:, list(pictures.frames)]) for one in (found.original, found.masked, found.filled)]
 
 
 def as_pictures(video_CGHW: torch.Tensor) -> NDArray[np.uint8]:
-    """Values from 0 to 1 as uint8 RGB [G, H, W, 3]: the first three channels, over again where there are fewer."""
+    """Values from 0 to 1 as uint8 RGB [G, H, W, 3]: the first three channels, repeated if there are fewer."""
     colours = video_CGHW[torch.arange(3) % len(video_CGHW)].permute(1, 2, 3, 0)
     found: NDArray[np.uint8] = (colours.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
     return found
 
 
-# From predictions of hidden cubes back to pictures.
-#
-# A model predicts the values of each hidden cube less their mean and divided by their deviation, channel by channel
-# (train.tasks.mae.objective). Mean and deviation of a hidden cube are in nothing that the model sees or says, so a
-# picture needs them from elsewhere. Here they are those of the clip's visible cubes, averaged with weights 1 / d^4 of
-# the distance d between cubes, in cubes along time, height and width: what is visible nearby decides. Nothing of what
-# is hidden enters.
-#
-# Published pictures often borrow the hidden cubes' own mean and deviation; docs/mae.md says what that hides.
-#
-# Shape suffixes: B batch, C channels, T frames, H and W pixels, N cubes of a clip, V values of a cube in one channel,
-# M hidden cubes of a clip, R those of all clips, K all values of a cube (V * C, channels last).
-
-
-GREY = 0.5
-_POWER = 4  # docs/mae.md has the errors of others
-
-
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and unbiased deviation of each cube's channels, [B, N, C] each."""
+    """Mean and unbiased standard deviation of each cube and channel, [B, N, C] each."""
 
     mean_BNC: torch.Tensor
     std_BNC: torch.Tensor
@@ -182,7 +173,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A clip as it is, as the model sees it and as the model fills it in; each [B, C, T, H, W]."""
+    """Clips: original, masked, and with masked cubes filled in; each [B, C, T, H, W]."""
 
     original: torch.Tensor
     masked: torch.Tensor
@@ -190,31 +181,31 @@ class Reconstruction:
 
 
 def values_of(video_BCTHW: torch.Tensor, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """The values of all cubes of clips, [B, N, V, C], in the order in which a model predicts them."""
+    """Values of all cubes of clips, [B, N, V, C], in the order in which a model predicts them."""
     cubes = cubes_of(video_BCTHW, cube_frames=cube_frames, patch_px=patch_px)
     return cubes.permute(0, 1, 2, 3, 5, 6, 7, 4).flatten(4, 6).flatten(1, 3)
 
 
 def clips_of(values_BNVC: torch.Tensor, grid: CubeGrid, *, cube_frames: int, patch_px: int) -> torch.Tensor:
-    """Clips [B, C, T, H, W] of the values of all their cubes."""
+    """The inverse of `values_of`: clips [B, C, T, H, W]."""
     places = (grid.steps, grid.rows, grid.columns)
     cubes = values_BNVC.unflatten(1, places).unflatten(4, (cube_frames, patch_px, patch_px))
     return cubes.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 def true_statistics(values_BNVC: torch.Tensor) -> Statistics:
-    """Those that targets are made with."""
+    """The statistics that targets are normalised by."""
     return Statistics(values_BNVC.mean(2), values_BNVC.std(2))
 
 
 def visible_statistics(values_BNVC: torch.Tensor, masked_BN: torch.Tensor, *, grid: CubeGrid) -> Statistics:
-    """Those of visible cubes, and for hidden ones the averages of the visible ones' with weights 1 / distance^4.
+    """Statistics of visible cubes; for masked ones, averages of the visible ones with weights 1 / distance^4.
 
     Raises:
-        ValueError: nothing of a clip is visible.
+        ValueError: a clip has no visible cube.
     """
     if masked_BN.all(dim=1).any():
-        raise ValueError("no cube of a clip is visible: there is nothing to take statistics from")
+        raise ValueError("a clip has no visible cube to take statistics from")
     true = true_statistics(values_BNVC)
     mean_BNC, std_BNC = true.mean_BNC.clone(), true.std_BNC.clone()
     lengths = (grid.steps, grid.rows, grid.columns)
@@ -236,12 +227,12 @@ def reconstruct(
     patch_px: int,
     statistics: Statistics | None = None,
 ) -> Reconstruction:
-    """Clips with their hidden cubes filled in; visible ones stay as they are.
+    """Fill in the masked cubes of clips; visible ones stay unchanged.
 
     Args:
-        video_BCTHW: values as they are shown, grey at GREY.
-        predicted_BMK: normalised values of the hidden cubes, in the order of their numbers, channels last.
-        statistics: to undo the normalisation with; `visible_statistics` when left out.
+        video_BCTHW: values as they are displayed, from 0 to 1.
+        predicted_BMK: normalised values of the masked cubes, in the order of their indices, channels last.
+        statistics: to undo the normalisation; `visible_statistics` by default.
     """
     size = {"cube_frames": cube_frames, "patch_px": patch_px}
     grid, num_channels = grid_of(video_BCTHW, **size), video_BCTHW.shape[1]

@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import UserError
-from train.config import groups
+from train.config import fields as groups
 from train.config.evaluation import ProbeEvaluation, number_names
-from train.config.fields import SHARE, GoesWith, Range, caught
-from train.config.groups import FIRST_RUN, help_group
+from train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
 from train.config.model import PATCH_PX, Kind, Towers, check_picture, of_clip_alone
 from train.config.optim import OptimizerSettings
 from train.config.training import COUNT, ClipSettings, Crop, LearningRate, NumFrames, Sampling, WeightDecay, check_best

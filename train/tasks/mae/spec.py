@@ -1,12 +1,12 @@
-"""Masked autoencoding as every command knows it."""
+"""`TaskSpec` of the masked autoencoder."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from train.config.fields import Checked, Range
+from train.evaluation.pages import Cell, Row, Table, percent, protocol_of
 from train.evaluation.probe.spec import PROBE
-from train.evaluation.tables import Cell, Row, Table, percent, protocol_of
 from train.spec import EvaluationSpec, ExportRequest, Features, TaskSpec
 from train.tasks.mae.settings import MaeSettings, without_effect
 
@@ -21,10 +21,9 @@ class ReconstructionFlags(Checked):
     """Maximum number of clips: every k-th of the split, with the smallest sufficient k (12 of 52: every 5th, 11)."""
 
 
-def _make(settings: Any, **opened: Any) -> Any:
+def _make(settings: Any, *, run: Any, **opened: Any) -> Any:
     from train.tasks.mae.task import MaeTask
 
-    opened.pop("run")
     return MaeTask(settings, **opened)
 
 
@@ -62,7 +61,7 @@ def _export(request: ExportRequest) -> Any:
 
 
 def reconstruction_table(result: dict[str, Any]) -> Table:
-    """The loss beside that of a prediction which knows the mean of each cube alone."""
+    """The loss next to that of predicting the mean of each cube."""
     loss, flat = result["loss"], result["flat_loss"]
     explained = 1 - loss / flat if flat else None
     cells = (
@@ -70,18 +69,18 @@ def reconstruction_table(result: dict[str, Any]) -> Table:
         Cell(f"{flat:.4f}"),
         Cell(percent(explained), share=None if explained is None else min(max(explained, 0.0), 1.0)),
     )
-    detail = f"{result['num_samples']:,} clips, {percent(result['share_hidden'])} hidden"
+    detail = f"{result['num_samples']:,} clips, {percent(result['share_hidden'])} masked"
     more = {"mask": result["mask"], "split": result["split_chosen"]}
     protocol = protocol_of(result, f"{result['num_samples']:,} clips", **more)
-    columns = ("loss", "flat cubes", "explained")
+    columns = ("loss", "baseline", "explained")
     return Table(
-        "Reconstruction of hidden cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol
+        "Reconstruction of masked cubes", columns, (Row(f"clips of {result['split']}", detail, cells),), protocol
     )
 
 
 def _strips(result: dict[str, Any]) -> list[dict[str, Any]]:
     clip = result["shown"][0]
-    rows = (("original", clip["original"]), ("masked", clip["masked"]), ("filled in", clip["filled"]))
+    rows = (("original", clip["original"]), ("masked", clip["masked"]), ("reconstruction", clip["filled"]))
     return [{"words": name, "frames": frames, "is_right": None} for name, frames in rows]
 
 
@@ -94,7 +93,7 @@ RECONSTRUCTION = EvaluationSpec(
     score=_score,
     table=reconstruction_table,
     pictures="shown",
-    section=Path(__file__).with_name("shown.html.j2"),
+    section=Path(__file__).with_name("reconstructions.html.j2"),
     strips=_strips,
 )
 TASK = TaskSpec(

@@ -11,10 +11,10 @@ import torch
 
 from tests.train.models.small_captioners import END, PAD, clips, for_them, ours_with_weights_of, their_captioner
 from train.models.captioner import Captioner
-from train.models.gpt2_block import TextCache
-from train.tasks.caption.decoding import write_captions
+from train.models.gpt2 import TextCache
+from train.tasks.caption.decoding import generate_captions
 from train.tasks.caption.settings import DecodingSettings
-from train.tasks.caption.stages import CaptionerPart, all_stages
+from train.tasks.caption.stages import CaptionerPart, all_layers
 
 NUM_CLIPS, MAX_TOKENS = 6, 12
 
@@ -73,7 +73,9 @@ def test_greedy_captions(both: tuple[Any, Captioner], prompt_length: int, min_to
     prompt = prompts(prompt_length)
     expected = generated(theirs, prompt, min_new_tokens=min_tokens)
     settings = DecodingSettings(max_tokens=MAX_TOKENS, min_tokens=min_tokens)
-    written = write_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt)
+    written = generate_captions(
+        ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt
+    )
     assert_same(written.tokens_VL, expected)
     # They are worth comparing.
     assert len(expected.unique()) > 3
@@ -108,14 +110,16 @@ def test_captions_of_a_beam_search(
         max_tokens=MAX_TOKENS,
         min_tokens=min_tokens,
     )
-    written = write_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt)
+    written = generate_captions(
+        ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS), prompt_VP=prompt
+    )
     assert_same(written.tokens_VL, expected)
 
 
 def test_the_score_of_a_beam_is_that_of_its_tokens(both: tuple[Any, Captioner], tmp_path: Path) -> None:
     _, ours = both
     settings = DecodingSettings(method="beam", num_beams=3, length_penalty=0.7, max_tokens=MAX_TOKENS)
-    written = write_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS))
+    written = generate_captions(ours, clips(NUM_CLIPS), settings, end_id=END, samples=range(NUM_CLIPS))
     assert written.scores_V is not None
     for row, tokens in enumerate(written.tokens_VL.tolist()):
         length = tokens.index(END) + 1 if END in tokens else len(tokens)
@@ -129,9 +133,9 @@ class InParts:
     """A captioner cut into parts, as the processes of a pipeline have them."""
 
     def __init__(self, captioner: Captioner, *cuts: int) -> None:
-        borders = (0, *cuts, len(all_stages(captioner)))
+        borders = (0, *cuts, len(all_layers(captioner)))
         self.parts = [CaptionerPart(deepcopy(captioner), begin=begin, end=end) for begin, end in pairwise(borders)]
-        self.of_text = [part for part in self.parts if part.has_text]
+        self.of_text = [part for part in self.parts if not part.layers[-1].kind.startswith("video_")]
 
     def start(self, video: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> "CachesOfParts":
         for part in self.parts:
@@ -164,6 +168,6 @@ def test_parts_of_a_captioner_write_what_the_whole_writes(both: tuple[Any, Capti
         DecodingSettings(method="sample", top_p=0.9, max_tokens=MAX_TOKENS),
     ):
         video, samples = clips(NUM_CLIPS), range(NUM_CLIPS)
-        whole = write_captions(ours, video, settings, end_id=END, samples=samples)
-        parts = write_captions(InParts(ours, *cuts), video, settings, end_id=END, samples=samples)
+        whole = generate_captions(ours, video, settings, end_id=END, samples=samples)
+        parts = generate_captions(InParts(ours, *cuts), video, settings, end_id=END, samples=samples)
         assert parts.tokens_VL.tolist() == whole.tokens_VL.tolist()

@@ -7,7 +7,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from manifests.errors import UserError
 from tests.train.models.small_captioners import END, clips, ours_with_weights_of, their_captioner
 from train.models.captioner import Captioner
-from train.tasks.caption.decoding import among_likeliest, drawn, in_nucleus, warmed, write_captions
+from train.tasks.caption.decoding import generate_captions, sampled, top_k_filtered, top_p_filtered, with_temperature
 from train.tasks.caption.settings import DecodingSettings, max_tokens_of, within
 
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
@@ -20,38 +20,38 @@ def logits(*, spread: float = 3.0) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_temperatures_are_transformers(temperature: float) -> None:
     torch.testing.assert_close(
-        warmed(logits(), temperature), TemperatureLogitsWarper(temperature)(NO_IDS, logits()), atol=0, rtol=0
+        with_temperature(logits(), temperature), TemperatureLogitsWarper(temperature)(NO_IDS, logits()), atol=0, rtol=0
     )
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 199, 200, 5000])
 def test_the_likeliest_k_are_transformers_with_ties_too(top_k: int) -> None:
     given = logits().round()
-    torch.testing.assert_close(among_likeliest(given, top_k), TopKLogitsWarper(top_k)(NO_IDS, given), atol=0, rtol=0)
+    torch.testing.assert_close(top_k_filtered(given, top_k), TopKLogitsWarper(top_k)(NO_IDS, given), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_the_nucleus_is_transformers(top_p: float, spread: float) -> None:
     given = logits(spread=spread)
-    torch.testing.assert_close(in_nucleus(given, top_p), TopPLogitsWarper(top_p)(NO_IDS, given), atol=0, rtol=0)
+    torch.testing.assert_close(top_p_filtered(given, top_p), TopPLogitsWarper(top_p)(NO_IDS, given), atol=0, rtol=0)
 
 
 def test_a_nucleus_of_all_leaves_all() -> None:
-    torch.testing.assert_close(in_nucleus(logits(), 1.0), logits(), atol=0, rtol=0)
+    torch.testing.assert_close(top_p_filtered(logits(), 1.0), logits(), atol=0, rtol=0)
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     given = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, -torch.inf]]).expand(40_000, -1)
     uniform = torch.rand(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    counts = drawn(given, uniform).bincount(minlength=5) / 40_000
+    counts = sampled(given, uniform).bincount(minlength=5) / 40_000
     torch.testing.assert_close(counts, given[0].softmax(0), atol=0.01, rtol=0)
     assert counts[2] == counts[4] == 0
 
 
 def test_the_ends_of_the_interval_draw_tokens_that_may_be_drawn() -> None:
     given = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
-    assert drawn(given, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)).tolist() == [1, 2]
+    assert sampled(given, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)).tolist() == [1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +59,32 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Captioner:
     return ours_with_weights_of(their_captioner(seed=3), tmp_path_factory.mktemp("weights"))
 
 
-def sampled(captioner: Captioner, rows: list[int], settings: DecodingSettings) -> list[list[int]]:
+def samples_of(captioner: Captioner, rows: list[int], settings: DecodingSettings) -> list[list[int]]:
     video = clips(6)[rows]
-    written = write_captions(captioner, video, settings, end_id=END, samples=[100 + row for row in rows]).tokens_VL
+    written = generate_captions(captioner, video, settings, end_id=END, samples=[100 + row for row in rows]).tokens_VL
     padded = torch.nn.functional.pad(written, (0, max_tokens_of(settings) - written.shape[1]), value=END)
     return [list(row) for row in padded.tolist()]
 
 
 def test_what_is_drawn_depends_on_the_clip_and_the_seed_and_not_on_the_batch(captioner: Captioner) -> None:
     settings = DecodingSettings(method="sample", top_p=0.95, temperature=1.5, max_tokens=10, seed=1)
-    together = sampled(captioner, [0, 1, 2, 3, 4, 5], settings)
-    assert sampled(captioner, [4, 2, 0], settings) == [together[row] for row in (4, 2, 0)]
-    assert sampled(captioner, [3], settings) == [together[3]]
+    together = samples_of(captioner, [0, 1, 2, 3, 4, 5], settings)
+    assert samples_of(captioner, [4, 2, 0], settings) == [together[row] for row in (4, 2, 0)]
+    assert samples_of(captioner, [3], settings) == [together[3]]
     assert len({tuple(row) for row in together}) > 1
     another = DecodingSettings(method="sample", top_p=0.95, temperature=1.5, max_tokens=10, seed=2)
-    assert sampled(captioner, [0, 1, 2, 3, 4, 5], another) != together
+    assert samples_of(captioner, [0, 1, 2, 3, 4, 5], another) != together
 
 
 def test_one_likeliest_token_is_greedy(captioner: Captioner) -> None:
-    greedy = sampled(captioner, [0, 1, 2], DecodingSettings(max_tokens=8))
-    assert sampled(captioner, [0, 1, 2], DecodingSettings(method="sample", top_k=1, max_tokens=8)) == greedy
+    greedy = samples_of(captioner, [0, 1, 2], DecodingSettings(max_tokens=8))
+    assert samples_of(captioner, [0, 1, 2], DecodingSettings(method="sample", top_k=1, max_tokens=8)) == greedy
 
 
 def test_one_beam_is_greedy(captioner: Captioner) -> None:
-    greedy = sampled(captioner, [0, 1, 2], DecodingSettings(max_tokens=8))
+    greedy = samples_of(captioner, [0, 1, 2], DecodingSettings(max_tokens=8))
     one_beam = DecodingSettings(method="beam", num_beams=1, early_stopping=True, max_tokens=8)
-    assert sampled(captioner, [0, 1, 2], one_beam) == greedy
+    assert samples_of(captioner, [0, 1, 2], one_beam) == greedy
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from train.tasks.caption.metrics.java import Absent, Dialogue, Meteor, java
+from train.tasks.caption.metrics.java import Dialogue, Meteor, MetricUnavailable, java
 from train.tasks.caption.metrics.scores import score_captions
 
 CANDIDATES = {"a": "a man is playing the guitar", "b": "", "c": "cooking a woman ||| x", "d": "日本"}
@@ -77,9 +77,12 @@ def test_a_program_that_fails_makes_metrics_absent_with_what_it_said(
 
 def test_a_program_that_hangs_is_killed(tmp_path: Path) -> None:
     java = program(tmp_path / "bin", "time.sleep(600)") / "java"
-    with Dialogue([str(java)], folder=tmp_path, timeout_s=0.5) as dialogue, pytest.raises(Absent, match="status -9"):
-        dialogue.say("SCORE")
-        dialogue.hear()
+    with (
+        Dialogue([str(java)], folder=tmp_path, timeout_s=0.5) as dialogue,
+        pytest.raises(MetricUnavailable, match="status -9"),
+    ):
+        dialogue.send("SCORE")
+        dialogue.receive()
 
 
 SPICE = """

@@ -185,7 +185,7 @@ def test_scores_say_what_they_were_computed_from() -> None:
         == list(scores.per_video["x"])
         == [name for name in METRIC_LABELS if name not in scores.absent]
     )
-    assert scores.absent == {"meteor": "not asked for", "spice": "not asked for"}
+    assert scores.absent == {"meteor": "not requested", "spice": "not requested"}
 
 
 @pytest.mark.parametrize(

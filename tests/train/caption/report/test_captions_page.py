@@ -85,7 +85,7 @@ def test_the_policy_allows_this_script_only(page: Path) -> None:
 
 def test_scores_stand_times_a_hundred_and_absent_metrics_with_their_reason(page: Path) -> None:
     texts = tags_of(page.read_text(encoding="utf-8")).texts
-    assert {"87.5", "250.0", "no SPICE", "✓ is a reference", "(nothing)"} <= set(texts)
+    assert {"87.5", "250.0", "no SPICE", "✓ equals a reference", "(empty)"} <= set(texts)
 
 
 def test_a_page_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:

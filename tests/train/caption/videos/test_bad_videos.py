@@ -14,7 +14,7 @@ from prep.synthetic.frame_numbers import write_frame_number_video
 from train.data.frame_sampling import US_PER_S, Sampling
 from train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd, caption_videos
 from train.tasks.caption.videos.clips import WindowClip
-from train.tasks.caption.videos.files import find_videos, shown_name
+from train.tasks.caption.videos.source import find_videos, shown_name
 
 SIZE_PX = 64
 

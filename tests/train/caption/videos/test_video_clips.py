@@ -15,13 +15,12 @@ from prep.synthetic.frame_numbers import frame_times_s, write_frame_number_video
 from shards.reader import Variant
 from tests.prep.running import chunk, manifest
 from train.data.decoding.clip import ClipShape, make_clip
-from train.data.decoding.crop import Rectangle, centre_square
 from train.data.decoding.decoders import ChunkDecoder
-from train.data.decoding.pictures import rgb_pictures
+from train.data.decoding.pictures import Rectangle, centre_square, rgb_pictures
 from train.data.decoding.reading import read_chunk
 from train.data.frame_sampling import US_PER_S, ChunkTimes, Sampling, frame_indices, moments_of
 from train.tasks.caption.videos.clips import WindowClip, shown_square, turned, window_clips
-from train.tasks.caption.videos.source import read_facts
+from train.tasks.caption.videos.source import read_timing
 
 FPS = Fraction(10)
 SIZE_PX = 64
@@ -105,7 +104,7 @@ def test_a_video_with_frames_left_out_ends_with_its_last_frame(
             packet.pts = packet.dts = number
             packet.stream, packet.duration, packet.time_base = stream, duration, 1 / FPS
             container.mux(packet)
-    facts = read_facts(tmp_path / name)
+    facts = read_timing(tmp_path / name)
     assert (facts.last_us, facts.end_us) == pytest.approx((1e6, end_s * 1e6), abs=2)
     if name.endswith("avi"):
         assert clips(tmp_path / name, length_s=10)[0].window.end_us == facts.end_us

@@ -1,1 +1,1 @@
-"""How good captions are, beside what people said: BLEU, ROUGE-L, CIDEr-D, CIDEr; METEOR and SPICE where they are."""
+"""Caption metrics: BLEU, ROUGE-L, CIDEr-D, CIDEr; METEOR and SPICE if Java is available."""

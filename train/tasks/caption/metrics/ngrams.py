@@ -1,4 +1,25 @@
-"""How often each n-gram occurs in each caption, for all captions at once."""
+"""BLEU, CIDEr-D, CIDEr and ROUGE-L from n-grams, computed for all captions at once.
+
+BLEU-1 to BLEU-4 (Papineni et al. 2002) as in pycocoevalcap: precisions are those of the whole corpus, not means over
+videos. The brevity penalty uses the reference length closest to the candidate's, the shorter one of two. All orders
+have equal weights.
+
+CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015) compare
+n-gram vectors whose entries are the count of an n-gram times its idf, log(V) - log(max(1, df)), where df is the number
+of the V videos that have the n-gram in any reference (equation 1; a caption's length cancels). Both are means over the
+orders 1 to 4 and over references, times 10; words are not stemmed, as in all public code.
+
+- CIDEr (equations 2 and 3): the cosine of the vectors of candidate and reference.
+- CIDEr-D (equation 4): entries of the candidate are clipped to those of the reference, and the cosine is multiplied
+  by a Gaussian of the difference in length, sigma 6. It is what pycocoevalcap, and with it most papers, call "CIDEr".
+  As there, a length is the number of bigrams.
+
+With a single video, every idf is log(1) = 0, and so are both scores.
+
+ROUGE-L (Lin 2004) as in pycocoevalcap: beta 1.2, with the best precision and the best recall of all references, which
+may be different ones. In pycocoevalcap, a caption without words equals a reference without words and scores 1; here it
+scores 0, by Lin's definition.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_ORDER = 4
+# Of pycocoevalcap's BLEU: they keep a precision of 0 / 0 at zero, and are part of published scores.
+_TINY = 1e-15
+_SMALL = 1e-9
+_SIGMA = 6.0
+_SCALE = 10.0
+_BETA = 1.2
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -14,13 +41,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GramCounts:
-    """The n-grams of one order: E entries, one for each n-gram of each caption, by caption and then by n-gram.
+    """N-grams of one order: E entries, one per n-gram of each caption, sorted by caption and n-gram.
 
     Attributes:
-        caption: int64 [E], which caption, from 0.
-        gram: int64 [E], which n-gram, from 0.
-        count: int64 [E], how often.
-        num_grams: the highest gram + 1.
+        caption: int64 [E], index of the caption.
+        gram: int64 [E], index of the n-gram.
+        count: int64 [E], number of occurrences.
+        num_grams: number of different n-grams.
     """
 
     caption: Ints
@@ -29,21 +56,21 @@ class GramCounts:
     num_grams: int
 
     def of(self, first: int, last: int) -> "GramCounts":
-        """Those of the captions `first`, ..., `last` - 1, which are counted from 0 again."""
+        """The counts of captions `first` to `last` - 1, renumbered from 0."""
         begin, end = np.searchsorted(self.caption, (first, last))
         return GramCounts(self.caption[begin:end] - first, self.gram[begin:end], self.count[begin:end], self.num_grams)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """One candidate for each of V videos, and R references, those of a video side by side, in the order of videos.
+    """One candidate for each of V videos, and R references, sorted by video.
 
     Attributes:
-        candidates: n-grams by order, of 1 to 4 words; a candidate's number is its video's.
-        references: the same of references.
-        candidate_lengths: int64 [V], in words.
+        candidates: n-grams of the orders 1 to 4; the index of a candidate is that of its video.
+        references: the same for references.
+        candidate_lengths: int64 [V], number of words.
         reference_lengths: int64 [R].
-        video_of_reference: int64 [R], ascending; every video is there.
+        video_of_reference: int64 [R], ascending; every video occurs.
     """
 
     candidates: Sequence[GramCounts]
@@ -54,18 +81,18 @@ class Corpus:
 
 
 def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
-    """The n-grams of captions given as words, of the orders 1 to 4."""
+    """Count the n-grams of captions, given as lists of words, of the orders 1 to 4."""
     known: dict[str, int] = {}
     words = np.array([known.setdefault(word, len(known)) for caption in captions for word in caption], dtype=np.int64)
     lengths = np.array([len(caption) for caption in captions], dtype=np.int64)
     caption = np.repeat(np.arange(len(captions)), lengths)
-    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(words))  # words of the caption from here on
+    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(words))  # words to the end of the caption
 
     counts = []
     code, num_grams = words, max(len(known), 1)
     for order in range(1, MAX_ORDER + 1):
         if order > 1:
-            # An n-gram is the one that is shorter by a word, and the next word.
+            # An n-gram is an (n - 1)-gram and the next word.
             there = left >= order
             pairs = np.zeros_like(code)
             last = np.flatnonzero(there) + order - 1
@@ -81,26 +108,15 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
 
 
 def looked_up(wanted: Ints, keys: Ints, values: Ints) -> Ints:
-    """The values of the wanted keys, 0 for those that are not there; `keys` ascend."""
+    """Values of the wanted keys, 0 for missing ones; `keys` are ascending."""
     if not len(keys):
         return np.zeros_like(wanted)
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[place] == wanted, values[place], 0)
 
 
-# BLEU-1 to BLEU-4 (Papineni et al. 2002) as pycocoevalcap computes them.
-#
-# Precisions are those of the whole corpus, not means over videos. The brevity penalty takes the reference whose
-# length is closest to the candidate's, the shorter of two. Orders have equal weights.
-
-
-# They keep a precision of 0 / 0 at zero, and are part of the published numbers.
-_TINY = 1e-15
-_SMALL = 1e-9
-
-
 def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
-    """BLEU of the orders 1 to 4 for the corpus [4] and for each of its V videos [4, V]."""
+    """BLEU-1 to BLEU-4 of the corpus [4], and of each of its V videos [4, V]."""
     lengths, num_videos = corpus.candidate_lengths, len(corpus.candidate_lengths)
     closest = _closest_lengths(lengths, corpus.reference_lengths, corpus.video_of_reference)
     matches = np.zeros((MAX_ORDER, num_videos))
@@ -113,7 +129,7 @@ def bleu(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_reference: Ints) -> Ints:
-    """Of each video the reference length that is closest to the candidate's."""
+    """For each video, the reference length closest to the candidate's."""
     distance = np.abs(reference_lengths - candidate_lengths[video_of_reference])
     order = np.lexsort((reference_lengths, distance, video_of_reference))
     first = np.searchsorted(video_of_reference, np.arange(len(candidate_lengths)))
@@ -121,7 +137,7 @@ def _closest_lengths(candidate_lengths: Ints, reference_lengths: Ints, video_of_
 
 
 def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> Floats:
-    """How many n-grams of each candidate are in its references, each at most as often as in one of them."""
+    """Clipped matches: n-grams of each candidate, each counted at most as often as in one of its references."""
     keys = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
     order = np.argsort(keys, kind="stable")
     distinct, first = np.unique(keys[order], return_index=True)
@@ -131,29 +147,11 @@ def _clipped_matches(ours: GramCounts, theirs: GramCounts, video_of_reference: I
 
 
 def _scores(matches: Floats, possible: Floats, length: Ints, reference_length: Ints) -> Floats:
-    """BLEU [4, V] of counts [4, V] and lengths [V]."""
+    """BLEU [4, V] from counts [4, V] and lengths [V]."""
     precisions = np.cumprod((matches + _TINY) / (possible + _SMALL), axis=0)
     scores = precisions ** (1 / np.arange(1, MAX_ORDER + 1))[:, None]
     ratio = (length + _TINY) / (reference_length + _SMALL)
     return scores * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
-
-
-# CIDEr-D and CIDEr (Vedantam, Zitnick, Parikh: "CIDEr: Consensus-based Image Description Evaluation", CVPR 2015).
-#
-# Both compare n-gram vectors whose entries are the count of an n-gram times its idf, log(V) - log(max(1, df)), where
-# df is the number of the V videos that have the n-gram in any reference (equation 1; a caption's length cancels).
-# Both are means over the orders 1 to 4 and over references, times 10; words are not stemmed, as in all public code.
-#
-# - CIDEr (equations 2 and 3): the cosine of the candidate's and the reference's vectors.
-# - CIDEr-D (equation 4): a candidate's entries count at most as much as the reference's, and a Gaussian of the
-# difference in length, sigma 6, multiplies the cosine. It is what pycocoevalcap and with it most papers call "CIDEr".
-# As there, a length is the number of bigrams.
-#
-# With a single video every idf is log(1) = 0, and so is either score.
-
-
-_SIGMA = 6.0
-_SCALE = 10.0
 
 
 def cider(corpus: Corpus) -> tuple[Floats, Floats]:
@@ -175,10 +173,10 @@ def cider(corpus: Corpus) -> tuple[Floats, Floats]:
 
 
 def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num_videos: int) -> tuple[Floats, Floats]:
-    """Of each reference and its candidate, for one order: the cosine with clipped entries, and as it is; [R] each."""
+    """Cosines of each reference and its candidate for one order, with clipped entries and plain; [R] each."""
     num_references = len(video_of_reference)
     wanted = video_of_reference[theirs.caption] * theirs.num_grams + theirs.gram
-    ascending = np.sort(wanted)  # np.unique hashes, which takes ten times as long for such keys
+    ascending = np.sort(wanted)  # np.unique hashes, which takes ten times as long
     first_of_video = ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
     num_with = np.bincount(first_of_video % theirs.num_grams, minlength=theirs.num_grams)
     idf = np.log(num_videos) - np.log(np.maximum(num_with, 1))
@@ -187,7 +185,7 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
     their_entry = theirs.count * idf[theirs.gram]
     their_norm = np.sqrt(np.bincount(theirs.caption, weights=their_entry**2, minlength=num_references))
 
-    # Each n-gram of a reference beside the same one of its candidate.
+    # For each n-gram of a reference, the entry of its candidate.
     our_entry = looked_up(wanted, ours.caption * ours.num_grams + ours.gram, ours.count) * idf[theirs.gram]
     clipped = np.bincount(
         theirs.caption, weights=np.minimum(our_entry, their_entry) * their_entry, minlength=num_references
@@ -198,17 +196,8 @@ def _cosines(ours: GramCounts, theirs: GramCounts, video_of_reference: Ints, num
     return clipped / norms, plain / norms
 
 
-# ROUGE-L (Lin 2004) as pycocoevalcap computes it: beta 1.2, the best precision and the best recall of all references.
-#
-# The two need not come from the same reference. There a caption without words is one word that is empty, and equals a
-# reference without words: 1. Here it has nothing in common with any: 0, as by Lin's definition.
-
-
-_BETA = 1.2
-
-
 def rouge_l(candidate: str, references: Sequence[str]) -> float:
-    """ROUGE-L of a tokenized caption beside its tokenized references; at least one."""
+    """ROUGE-L of a tokenized caption against at least one tokenized reference."""
     if not candidate:
         return 0.0
     words = candidate.split(" ")
@@ -225,7 +214,7 @@ def rouge_l(candidate: str, references: Sequence[str]) -> float:
 
 
 def _places(words: Sequence[str]) -> dict[str, int]:
-    """Of each word the set of its places, as bits."""
+    """Positions of each word, as a bit set."""
     places: dict[str, int] = {}
     for place, word in enumerate(words):
         places[word] = places.get(word, 0) | 1 << place
@@ -233,7 +222,7 @@ def _places(words: Sequence[str]) -> dict[str, int]:
 
 
 def _common_length(places: dict[str, int], num_words: int, others: Sequence[str]) -> int:
-    """The length of the longest common subsequence, a row of the usual table at a time (Hyyrö 2004)."""
+    """Length of the longest common subsequence, computed bit-parallel row by row (Hyyrö 2004)."""
     all_places = (1 << num_words) - 1
     row = all_places
     for word in others:

@@ -1,26 +1,265 @@
-"""Captions to tokens as all published caption metrics do it, without Java.
+"""The rules of the Penn Treebank tokenizer as regular expressions.
 
-The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines
--lowerCase`), then without punctuation. `docs/captions.md` says what was compared and where the two differ.
+At each position of a caption, the rule with the longest match determines the next token, the first one of equally long
+ones. The required context after a token counts for the length, but is not part of the token. The rules were derived by
+comparison with the original (Stanford's PTBTokenizer of CoreNLP 3.4.1) on some millions of strings, and agree with it
+on all of them.
+
+The original is from 2014 and knows the characters of that year's Unicode, of the basic plane only. Its treatment of
+each of the 63,000 was measured; `ptb_characters.tsv` lists those beyond ASCII as ranges of three kinds: a `letter`
+(including digits of any script), a `mark`, which may be part of a word but not of a number, and a `symbol`, a token of
+its own. All others that no rule names, such as emoji, are dropped.
 """
 
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
-from train.tasks.caption.metrics import ptb_rules as ptb_words
-from train.tasks.caption.metrics.ptb_rules import Rule, rules
+_TABLE = Path(__file__).parent / "ptb_characters.tsv"
+Rewrite = Callable[[str], str]
 
-# Brackets come out of the tokenizer in small letters ("-lrb-") and so are never dropped, which the list did not mean.
+# Lists of words, separated by spaces.
+
+# These keep their full stop. A sentence may end with those of the first group, but not with those of the second,
+# which matters where a letter follows at once: "etc.x" is two tokens, "mr.x" one.
+ABBREVIATIONS_AT_ENDS = (
+    "al ala apr ariz assn aug bancorp bhd bldg blvd bros calif co colo conn corp cos ct dak dec esq est etc ext feb "
+    "fla fri ga inc ind intl jan jr jul jun kan kans ky ltd mar md mich minn mo mon mont neb nev nov oct okla penn "
+    "plc rd rt sep sept seq sq sr sys tel tenn thu thurs tue tues univ va vt wed wis wisc wyo"
+)
+ABBREVIATIONS_BEFORE_NAMES = (
+    "adj adm adv alex assoc asst atty attys ave brig capt cf cie cmdr col comdr cpl dept det dr drs elec ens ft gen "
+    "gov govs hon insp invt jos lieut lt maj messrs mlle mme mr mrs ms msgr mt natl pfc ph pres prof profs pvt rep "
+    "reps rev sen sens sfc sgt spc st ste supt treas vs wm"
+)
+# Abbreviations only with a capital, because they are words without: "Mass." and "mass".
+ABBREVIATIONS_WITH_CAPITALS = "ark az del ill la mass miss ore pa tex wash"
+# Abbreviations only before a number: "no. 5", but "no."
+ABBREVIATIONS_BEFORE_NUMBERS = "art ca fig figs no nos op pp prop"
+
+# Two tokens each.
+DOUBLE_WORDS = (("can", "not"), ("gim", "me"), ("gon", "na"), ("got", "ta"), ("lem", "me"), ("wan", "na"))
+
+# One token each, in spite of their apostrophe.
+WORDS_WITH_APOSTROPHES = "nor'easter c'mon c'est e'er s'mores ev'ry li'l nat'l cap'n"
+
+# With a capital and after a letter with a full stop, they begin a sentence: "the U.S. The man", "option a. He".
+SENTENCE_STARTERS = (
+    "A About According Additionally After An As At But Earlier He Her Here However If In It Last Many More Mr. Ms. "
+    "Now Once One Other Our She Since So Some Such That The Their Then There These They This We When While What Yet You"
+)
+
+FILE_ENDINGS = (
+    "bat bmp c cgi cpp dll doc docx exe gif gz h htm html jar java jpeg jpg mov mp3 pdf php pl png ppt ps py sql tar "
+    "txt wav x xml zip"
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A kind of token.
+
+    Attributes:
+        pattern: the first group is the token, the rest is required context. Two newlines follow every caption.
+        rewrite: replaces the token; an empty result drops it.
+    """
+
+    pattern: re.Pattern[str]
+    rewrite: Rewrite | None = None
+
+
+def _unspaced(token: str) -> str:
+    """Spaces within a token must differ from those between tokens."""
+    return token.replace(" ", "\u00a0")
+
+
+_BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
+
+
+def _round_brackets(token: str) -> str:
+    return token.replace("(", "-lrb-").replace(")", "-rrb-")
+
+
+def _plain_apostrophe(token: str) -> str:
+    return re.sub("[\u0092\u2019]|&apos;", "'", token)
+
+
+_QUOTES = dict(
+    zip(
+        "\u0091\u0092\u0093\u0094\u2018\u2019\u201b\u201c\u201d\u00ab\u00bb\u2039\u203a",
+        ("`", "'", "``", "''", "`", "'", "`", "``", "''", "``", "''", "`", "'"),
+        strict=True,
+    )
+)
+_FRACTIONS = {"\u00bc": "1/4", "\u00bd": "1/2", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
+# "&quot;" and "&apos;" are recognised in lower case only.
+_ENTITIES = {"&quot;": "''", "&apos;": "'"}
+_ENTITIES_OF_ANY_CASE = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": "", "&md;": "--", "&mdash;": "--"} | {
+    "&ndash;": "--"
+}
+
+
+def _entity(token: str) -> str:
+    return _ENTITIES.get(token) or _ENTITIES_OF_ANY_CASE.get(token.lower(), token)
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern that matches any of the words, longer ones first."""
+    return "(?:" + "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) + ")"
+
+
+def rules() -> tuple[Rule, ...]:
+    """All rules, in order."""
+    inside = character_classes()
+    # Building blocks of words, numbers and so on.
+    accent = "&(?i:[aeiou](?:acute|grave|uml));"
+    alone = f"[A-Za-z{inside['letter']}]"
+    letter = f"(?:[A-Za-z{inside['letter']}{inside['mark']}]|{accent})"
+    word = f"{letter}(?:{letter}|[0-9])*"
+    piece = f"[A-Za-z{inside['letter']}0-9]+"
+    hyphen = "[-_\u058a\u2010\u2011]"
+    apostrophe = "(?:['\u0092\u2019]|&apos;)"
+    any_apostrophe = "(?:['\u0092\u2019`\u2018\u0091]|&apos;)"
+    number = "(?:[0-9]*(?:[.:,\u066b\u066c][0-9]+)+|[0-9]+)"
+    french = f"(?:[dDoOlL]{any_apostrophe}{piece[:-1]})?{piece}"  # d'accord, o'clock
+    hyphenated = f"{french}(?:{hyphen}{french})*"
+    dotted = r"[A-Za-z0-9][A-Za-z0-9.,]*(?:-(?:[A-Za-z](?:\.[A-Za-z])+\.|[A-Za-z0-9]+))+"
+    words = f"{word}(?:[.!?]{word})+"
+    suffix = "(?:[sdm]|ll|re|ve)"
+    tag = "[A-Za-z][A-Za-z0-9_.:-]*"
+    tags = f"(?:<[!?][A-Za-z-][^>]*>|</{tag}[ ]*>|<{tag}(?:[ ]+{tag}(?:=(?:\"[^\"]*\"|'[^']*'))?)*[ ]*/?[ ]*>)"
+    path = r'(?:/[^ \t\n\f\r"<>|()]+[^ \t\n\f\r"<>|.!?(){},-])?'
+    spelled = r"[A-Za-z0-9]+(?:-[A-Za-z]+){0,2}"
+    starters = _any_of({form for name in SENTENCE_STARTERS.split() for form in (name, name.upper())})
+    capitals = "|".join(f"{name[0].upper()}(?i:{name[1:]})" for name in ABBREVIATIONS_WITH_CAPITALS.split())
+    two_more = r"[\s\S]{2}"
+
+    found: list[Rule] = []
+
+    def rule(token: str, then: str = "", rewrite: Rewrite | None = None, *, flags: int = 0) -> None:
+        found.append(Rule(re.compile(f"({token}){then}", flags), rewrite))
+
+    any_case = re.IGNORECASE
+    # Tags.
+    rule(tags, rewrite=_unspaced)
+    # Words, and those that are two tokens: can not, 't is, it 's, do n't.
+    for first, second in DOUBLE_WORDS:
+        rule(first, second, flags=any_case)
+    rule("'t", "(?:is|was)", flags=any_case)
+    rule(word)
+    rule(r"(?:non|canada|sino|korean|eu|japan)-u\.s\.?", flags=any_case)
+    rule(f"{word}(?:[.!?]{word})*", apostrophe + suffix, flags=any_case)
+    rule("[A-Za-z]*[A-MO-Za-mo-z]", f"n{any_apostrophe}t", flags=any_case)
+    rule(f"n{any_apostrophe}t", rewrite=_plain_apostrophe, flags=any_case)
+    rule(f"'{suffix}", r"[^A-Za-z]", _plain_apostrophe, flags=any_case)
+    rule(f"(?:[\u0092\u2019]|&apos;){suffix}", rewrite=_plain_apostrophe, flags=any_case)
+    # Addresses and names of the web.
+    rule(r'https?://[^ \t\n\f\r"<>|(){}]+[^ \t\n\f\r"<>|.!?(){},-]', flags=any_case)
+    rule(r'(?i:www)\.(?:[^ \t\n\f\r"<>|.!?(){},]+\.)+[A-Za-z]{2,4}' + path)
+    rule(r"""(?:[^ \t\n\f\r"`'<>|.!?(){},-_$]+\.)+(?:com|net|org|edu)""" + path)
+    rule(
+        r'(?:&lt;|<)?[A-Za-z0-9][^ \t\n\f\r"<>|()\u00a0{}]*@(?:[^ \t\n\f\r"<>|(){}.\u00a0]+\.)*'
+        r'[^ \t\n\f\r"<>|(){}.\u00a0]+(?:&gt;|>)?',
+    )
+    rule("@[A-Za-z_][A-Za-z_0-9]*")
+    rule(f"#{letter}+")
+    # Words with full stops in or after them.
+    rule(words)
+    rule(_any_of(ABBREVIATIONS_AT_ENDS.split()) + r"\.", two_more, flags=any_case)
+    rule(_any_of(ABBREVIATIONS_BEFORE_NAMES.split()) + r"\.", flags=any_case)
+    rule(f"(?:{capitals})\\.", two_more)
+    rule(r"(?i:p?pt)[ey](?i:s?)\.", two_more)
+    rule(r"(?i:m)[ft](?i:g)\.")
+    rule(r"ph\.d\.", two_more, flags=any_case)
+    rule("[A-Za-z]", f"\\.[ \\t\\n\u00a0]+(?:{starters}|{tags})[ \\t\\n\u00a0]")
+    rule(r"[A-Za-z](?:\.[A-Za-z])*\.?")
+    part = f"(?:{letter}|[0-9])+"
+    extension = f"{part}(?:\\.{part})*\\.{_any_of(FILE_ENDINGS.split())}"
+    rule(extension, "[ \\t\\n\u00a0!,.?]", flags=any_case)
+    rule(_any_of(ABBREVIATIONS_BEFORE_NUMBERS.split()) + r"\.", " ?[0-9]", flags=any_case)
+    for stem in (word, words, hyphenated, dotted):
+        rule(rf"(?:{stem})\.", "[,:;]")
+    # Numbers, fractions, dates, telephones, money.
+    rule(f"[-+]?{number}")
+    rule("[0-9]{1,2}[-/][0-9]{1,2}[-/][0-9]{2,4}")
+    rule("(?:[0-9]{1,4}[- \u00a0])?[0-9]{1,4}(?:\\\\?/|\u2044)[0-9]{1,4}", rewrite=_unspaced)
+    rule(f"[{''.join(_FRACTIONS)}]", rewrite=_FRACTIONS.__getitem__)
+    rule(
+        "(?:\\([0-9]{2,3}\\)[ \u00a0]?|(?:\\+\\+?)?(?:[0-9]{2,4}[- \u00a0])?[0-9]{2,4}[- \u00a0])"
+        "[0-9]{3,4}[- \u00a0]?[0-9]{3,5}"
+        r"|(?:(?:\+\+?)?[0-9]{2,4}\.)?[0-9]{2,4}\.[0-9]{3,4}\.[0-9]{3,5}",
+        rewrite=lambda token: _unspaced(_round_brackets(token)),
+    )
+    rule(r"[A-Z]*\$")
+    rule("[\u0080\u00a4\u20a0\u20ac]", rewrite=lambda token: "$")
+    rule("\u00a3", rewrite=lambda token: "#")
+    rule("\u00a2", rewrite=lambda token: "cents")
+    # Words with hyphens, strokes, ampersands, apostrophes.
+    rule(hyphenated)
+    rule(dotted)
+    rule(rf"{spelled}(?:\\?/{spelled}){{1,2}}")
+    rule("[A-Z]+(?:(?:[+&]|&amp;)[A-Z]+)+", rewrite=lambda token: token.replace("&amp;", "&"))
+    rule(f"{apostrophe}n{apostrophe}?", flags=any_case)
+    rule(f"[lLdDjJ]{apostrophe}")
+    rule(f"(?:dunkin|somethin|ol){apostrophe}|{apostrophe}em", flags=any_case)
+    rule(_any_of(WORDS_WITH_APOSTROPHES.split()), flags=any_case)
+    rule(f"[A-HJ-XZn]{any_apostrophe}{alone}{{2,}}")
+    rule(f"{alone}+[aeiouyAEIOUY]{any_apostrophe}[aeiouA-Z]{alone}*")
+    rule(f"[oO]{any_apostrophe}[oO]")
+    rule(f"{apostrophe}(?:[2-9]0s|[0-9]{{2}}(?=[ \\t\\n\u00a0]))")
+    rule(f"{apostrophe}(?:till?|cause)", flags=any_case)
+    rule(f"y{apostrophe}", letter, flags=any_case)
+    rule("'", "[A-Za-z][^ \\t\\n\\r\u00a0]")
+    # Faces.
+    rule(r"[<>]?[:;=][\-o*']?[()DPdpO\\{@|\[\]]", "[^A-Za-z0-9]", _round_brackets)
+    rule(r"[\-^x=~<>']_[\-^x=~<>']", rewrite=_round_brackets)
+    rule(r"\([\-^x=~<>'][_.]?[\-^x=~<>']\)|\([\^x=~<>']-[\^x=~<>'`]\)", rewrite=_round_brackets)
+    # Signs.
+    rule("&(?:amp|lt|gt|quot|apos|nbsp|md|mdash|ndash);", rewrite=_entity, flags=any_case)
+    rule("&(?:#[0-9]+|cdq|odq|ht|tl|lr|ql|qr|qc|ur);", flags=any_case)
+    rule(r"[cC]\+\+|[CcFf]#")
+    rule(r"[!?]+|_+|\*+|\\\*|<<|>>|@+|#+|-{5,}|--|''|``|['`]")
+    # Which of two quotation marks it is does not matter: punctuation is dropped.
+    rule('"', rewrite=lambda token: "''")
+    rule("-{3,4}|[\u0096\u0097\u2013\u2014\u2015]", rewrite=lambda token: "--")
+    rule("\\.{3,5}|\\. \\. \\.|[\u0085\u2026]", rewrite=lambda token: "...")
+    quotes = f"[`\u201a\u201e\u201f{''.join(_QUOTES)}]{{1,2}}"
+    rule(quotes, rewrite=lambda token: "".join(_QUOTES.get(character, character) for character in token))
+    rule("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079\u2080-\u2089]+")
+    rule(r"[()\[\]{}]", rewrite=_BRACKETS.__getitem__)
+    rule(rf"[!#$%&*+,./:;<=>?@\\^_|~\-{inside['symbol']}]")
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def character_classes() -> dict[str, str]:
+    """Contents of a regular expression's character class for `letter`, `mark` and `symbol`, without ASCII."""
+    inside = {"letter": "", "mark": "", "symbol": ""}
+    for line in _TABLE.read_text(encoding="ascii").splitlines()[1:]:
+        first, last, kind = line.split("\t")
+        inside[kind] += rf"\u{first}-\u{last}"
+    return inside
+
+
+# Tokenize captions as all published caption metrics do, without Java.
+#
+# The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines
+# -lowerCase`), then without punctuation. docs/captions.md describes the comparison and the differences.
+
+
+# The original lower-cases brackets ("-lrb-") before it drops punctuation, so that brackets are never dropped.
 PUNCTUATION = frozenset(["''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", *".?!,:;-", "--", "..."])
 
-# Where the original begins a new line, and its caller counts wrong from there on.
+# Characters at which the original starts a new line, which makes its caller lose count of the captions.
 _LINE_ENDS = re.compile("[\n\r\x0b\x0c\u2028\u2029]")
 _SOFT_HYPHEN = "\u00ad"
-# Most captions are letters and spaces, and perhaps a full stop.
+# Fast path: most captions are letters and spaces, perhaps with a full stop.
 _PLAIN_CAPTION = re.compile(r"[A-Za-z ]*[a-z]{2}\.?")
-# Most words need no rule: letters between spaces.
+# Fast path: most words are letters between spaces.
 _PLAIN = re.compile(r"([A-Za-z]+)(?=[ \n])")
-_DOUBLE = frozenset(first + second for first, second in ptb_words.DOUBLE_WORDS)
+_DOUBLE = frozenset(first + second for first, second in DOUBLE_WORDS)
 _SKIPPED = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
 
 
@@ -30,14 +269,12 @@ def _rules() -> tuple[Rule, ...]:
 
 
 def tokenize(caption: str) -> str:
-    """The caption's tokens without punctuation, in small letters, one space between two; perhaps none."""
+    """The caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
     if _PLAIN_CAPTION.fullmatch(caption):
         words = caption.lower().removesuffix(".").split()
         if words[-1] not in _special() and _DOUBLE.isdisjoint(words):
             return " ".join(words)
-    line = " ".join(
-        tokens_of(caption)
-    ).rstrip()  # as the original does, which matters for an address before a wide space
+    line = " ".join(tokens_of(caption)).rstrip()  # like the original; it matters for an address before a wide space
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
 
 
@@ -45,16 +282,16 @@ def tokenize(caption: str) -> str:
 def _special() -> frozenset[str]:
     """Words that are two tokens, or that keep their full stop."""
     lists = (
-        ptb_words.ABBREVIATIONS_AT_ENDS,
-        ptb_words.ABBREVIATIONS_BEFORE_NAMES,
-        ptb_words.ABBREVIATIONS_WITH_CAPITALS,
+        ABBREVIATIONS_AT_ENDS,
+        ABBREVIATIONS_BEFORE_NAMES,
+        ABBREVIATIONS_WITH_CAPITALS,
         "pte ptes pty ptys ppte ppty mfg mtg",
     )
     return _DOUBLE.union(*(words.split() for words in lists))
 
 
 def tokens_of(caption: str) -> list[str]:
-    """All tokens of a caption, punctuation too."""
+    """All tokens of a caption, including punctuation."""
     text = _LINE_ENDS.sub(" ", caption).replace(_SOFT_HYPHEN, "") + "\n\n"
     end = len(text) - 2
     tokens: list[str] = []
@@ -76,7 +313,7 @@ def tokens_of(caption: str) -> list[str]:
 
 
 def _next_token(text: str, place: int) -> tuple[str, int]:
-    """The token at a place, empty for a character that leaves no trace, and the place after it."""
+    """The token at a position, empty for a dropped character, and the position after it."""
     best: re.Match[str] | None = None
     best_rule: Rule | None = None
     for rule in _rules():

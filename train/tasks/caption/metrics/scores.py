@@ -1,4 +1,4 @@
-"""All caption metrics of a set of videos, with what they were computed from."""
+"""Score generated captions against references with all metrics; the best constant caption as a baseline."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,26 +9,29 @@ from pathlib import Path
 import numpy as np
 
 from manifests.errors import UserError
-from train.tasks.caption.metrics.java import Absent, Meteor, check_jars, spice
+from train.tasks.caption.metrics.java import Meteor, MetricUnavailable, check_jars, spice
 from train.tasks.caption.metrics.ngrams import MAX_ORDER, Corpus, Floats, bleu, cider, count_grams, rouge_l
 from train.tasks.caption.metrics.ptb_tokenizer import tokenize
 from train.tasks.caption.settings import METRIC_LABELS
 
-_NAMED = 3
+_MAX_NAMED = 3
+# How the constant caption is chosen, for result files.
+CONSTANT_RULE = "of all its captions the one with the highest mean CIDEr-D as a caption of every clip"
+_SHORTLIST = 8
 
 
 @dataclass(frozen=True)
 class CaptionScores:
-    """What captions are worth beside their references.
+    """Metrics of captions.
 
     Attributes:
-        means: metric to its value; keys as in METRIC_LABELS. BLEU and METEOR are of the corpus, no means over videos.
+        means: metric to value, keys as in METRIC_LABELS; means over videos, but BLEU and METEOR of the corpus.
         per_video: video to metric to value, in the order of the candidates.
-        absent: metric to the reason why it is not among them.
-        empty: videos whose captions have no words; they are worth 0 in every metric.
-        num_references: references of all videos together.
-        idf: where the document frequencies of CIDEr come from.
-        ids_hash: of the ids of the videos, so that numbers of two sets are not compared by mistake.
+        absent: metric to the reason why it is missing.
+        empty: videos whose captions have no words; they score 0 in every metric.
+        num_references: number of references of all videos.
+        idf: source of CIDEr's document frequencies.
+        ids_hash: hash of the video ids, so that scores of different sets are not compared by mistake.
     """
 
     means: dict[str, float]
@@ -41,7 +44,7 @@ class CaptionScores:
 
     @property
     def num_videos(self) -> int:
-        """How many videos were scored."""
+        """Number of scored videos."""
         return len(self.per_video)
 
 
@@ -53,15 +56,15 @@ def score_captions(
     spice_jars: Path | None = None,
     meteor: Meteor | None = None,
 ) -> CaptionScores:
-    """Scores one caption for each video against all its references.
+    """Score one caption per video against all its references.
 
     Args:
-        candidates: video id to caption, as it was found; it may be empty.
-        references: video id to captions, as people wrote them; for the same videos, for each one at least that has
-            words (`without_words` names the others).
-        with_java: whether METEOR and SPICE are tried, which take seconds to start and longer for each video.
-        spice_jars: the folder of the two jars that SPICE needs.
-        meteor: is entered already, where several sets of captions are scored; one of its own when left out.
+        candidates: video id to generated caption, which may be empty.
+        references: video id to captions, for the same videos; at least one of each has words (`without_words` lists the
+            others).
+        with_java: compute METEOR and SPICE, which take seconds to start, and time for each video.
+        spice_jars: folder of the two jars that SPICE needs.
+        meteor: an entered instance, to score several sets of captions with one program; a new one by default.
 
     Raises:
         UserError: no videos, not the same videos, a video without references that have words, no jars in `spice_jars`.
@@ -88,9 +91,9 @@ def score_captions(
         for name, metric in _java_metrics(ours, theirs, spice_jars, own).items():
             try:
                 if not with_java:
-                    raise Absent("not asked for")
+                    raise MetricUnavailable("not requested")
                 means[name], columns[name] = metric()
-            except Absent as reason:
+            except MetricUnavailable as reason:
                 absent[name] = str(reason)
     num_references = sum(map(len, theirs.values()))
     return CaptionScores(
@@ -108,24 +111,24 @@ def score_captions(
 
 
 def without_words(references: Mapping[str, Sequence[str]]) -> list[str]:
-    """The videos whose references have no words, if they have any: nothing can be compared with them."""
+    """Videos whose references all lack words, so that no caption can be compared with them."""
     return [video_id for video_id, captions in references.items() if not any(map(tokenize, captions))]
 
 
 def named(video_ids: Sequence[str]) -> str:
-    """The first few of some videos."""
-    return ", ".join(video_ids[:_NAMED]) + (", ..." if len(video_ids) > _NAMED else "")
+    """The first few videos, as text."""
+    return ", ".join(video_ids[:_MAX_NAMED]) + (", ..." if len(video_ids) > _MAX_NAMED else "")
 
 
 def hash_of_ids(ids: Iterable[str]) -> str:
-    """16 hexadecimal digits that say which videos, in whatever order."""
+    """16 hexadecimal digits that identify a set of videos, in any order."""
     return hashlib.sha256("\n".join(sorted(ids)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _plain_scores(
     ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """The metrics that need no Java: of each video, and of all."""
+    """Metrics that need no Java: per video, and overall."""
     captions = [caption.split() for caption in ours.values()]
     captions += [caption.split() for references in theirs.values() for caption in references]
     lengths = np.array([len(words) for words in captions], dtype=np.int64)
@@ -159,7 +162,7 @@ def _java_metrics(
 ) -> dict[str, Callable[[], tuple[float, dict[str, float]]]]:
     def spiced() -> tuple[float, dict[str, float]]:
         if spice_jars is None:
-            raise Absent("its jars were not given (--spice-jars)")
+            raise MetricUnavailable("its jars were not given (--spice-jars)")
         return spice(ours, theirs, jars=spice_jars)
 
     return {"meteor": lambda: meteor(ours, theirs), "spice": spiced}
@@ -177,3 +180,49 @@ def _require_videos(lacking: Sequence[str], what: str) -> None:
         raise UserError(
             f"{len(lacking)} videos are {what}: {named(lacking)}", hint="score the videos that have both, and no others"
         )
+
+
+def best_constant(references: Mapping[str, Sequence[str]]) -> str:
+    """The best caption that ignores the clip: the one with the highest mean CIDEr-D as a caption of every clip.
+
+    CIDEr of one caption with every clip is a single product with their mean; CIDEr-D is not, and is computed for a
+    shortlist by CIDEr.
+
+    Args:
+        references: captions of each clip, at least one; clips whose captions have no words are ignored.
+    """
+    wordless = set(without_words(references))
+    if len(wordless) == len(references):
+        return ""
+    references = {clip: its for clip, its in references.items() if clip not in wordless}
+    captions = [caption for its in references.values() for caption in its]
+    clip_of = np.repeat(np.arange(len(references)), [len(its) for its in references.values()])
+    order = np.argsort(-mean_cider([tokenize(caption).split() for caption in captions], clip_of), kind="stable")
+    shortlist = list(dict.fromkeys(captions[place] for place in order))[:_SHORTLIST]
+    scores = [
+        score_captions(dict.fromkeys(references, caption), references, with_java=False).means["cider_d"]
+        for caption in shortlist
+    ]
+    return shortlist[int(np.argmax(scores))]
+
+
+def mean_cider(captions: Sequence[Sequence[str]], clip_of: np.ndarray) -> Floats:
+    """Mean over clips of the CIDEr of each caption as the caption of every clip, [R], without the factor 10.
+
+    Args:
+        captions: as lists of words.
+        clip_of: int64 [R], the clip of each caption, from 0, ascending; every clip has some.
+    """
+    num_clips = int(clip_of[-1]) + 1
+    share = 1 / (num_clips * np.bincount(clip_of)[clip_of])
+    total: Floats = np.zeros(len(captions))
+    counts = count_grams(captions)
+    for grams in counts:
+        clip_and_gram = np.unique(clip_of[grams.caption] * grams.num_grams + grams.gram)
+        num_with = np.bincount(clip_and_gram % grams.num_grams, minlength=grams.num_grams)
+        entry = grams.count * (np.log(num_clips) - np.log(np.maximum(num_with, 1)))[grams.gram]
+        norm = np.sqrt(np.bincount(grams.caption, weights=entry**2, minlength=len(captions)))
+        unit = entry / np.where(norm == 0, 1.0, norm)[grams.caption]
+        mean = np.bincount(grams.gram, weights=unit * share[grams.caption], minlength=grams.num_grams)
+        total += np.bincount(grams.caption, weights=unit * mean[grams.gram], minlength=len(captions))
+    return total / len(counts)

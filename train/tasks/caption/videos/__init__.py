@@ -1,1 +1,1 @@
-"""Captions of any video files: cut into windows, decoded once, captioned in batches, written as CSV, JSON or SRT."""
+"""Caption video files: split into windows, decoded once, captioned in batches, written as CSV, JSON or SRT."""

@@ -1,4 +1,4 @@
-"""Windows of videos through a captioner, in batches that go on from one video to the next."""
+"""Caption the windows of videos in batches that span several videos, and show the progress."""
 
 import sys
 import time
@@ -15,16 +15,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from train.data.frame_sampling import US_PER_S, Sampling
 from train.tasks.caption.tokenizer import one_line
 from train.tasks.caption.videos.clips import WindowClip, window_clips
-from train.tasks.caption.videos.files import shown_name
-from train.tasks.caption.videos.source import VideoFailed
+from train.tasks.caption.videos.source import VideoFailed, shown_name
 
-# Captions of clips, one each.
+# Generates one caption per clip.
 CaptionClips = Callable[[list[WindowClip]], list[str]]
 
 
 @dataclass(frozen=True)
 class CaptionedWindow:
-    """A window with its caption, which is one line; `video_us` is how long the whole video is."""
+    """A window with its caption, a single line; `video_us` is the duration of the whole video."""
 
     video: Path
     begin_us: int
@@ -35,12 +34,13 @@ class CaptionedWindow:
 
 @dataclass(frozen=True)
 class VideoEnd:
-    """A video is done, or has failed for a reason. Windows that came before are good."""
+    """A video is finished, or has failed for a reason. Its windows before that are valid."""
 
     video: Path
     failure: str | None = None
 
 
+_PLAIN_INTERVAL_S = 10.0
 Clip = tuple[Path, WindowClip]
 Group = list[Clip | VideoEnd]
 
@@ -54,10 +54,10 @@ def caption_videos(
     length_us: int,
     batch: int,
 ) -> Iterator[CaptionedWindow | VideoEnd]:
-    """The captioned windows of videos in their order, each video's followed by its end.
+    """The captioned windows of videos in order; a `VideoEnd` follows those of each video.
 
     Args:
-        batch: windows that are captioned at once.
+        batch: number of windows that are captioned at once.
     """
     clips = _clips(videos, sampling=sampling, size_px=size_px, length_us=length_us)
     for group in _ahead(_groups(clips, batch=batch)):
@@ -65,7 +65,7 @@ def caption_videos(
 
 
 def _ahead(groups: Iterator[Group]) -> Iterator[Group]:
-    """The next group is decoded while the model works on this one."""
+    """Decode the next group while the model runs on this one."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
     try:
         coming = pool.submit(next, groups, None)
@@ -77,7 +77,7 @@ def _ahead(groups: Iterator[Group]) -> Iterator[Group]:
 
 
 def _groups(clips: Iterator[Clip | VideoEnd], *, batch: int) -> Iterator[Group]:
-    """So many clips in a row, with the ends of videos between them."""
+    """Groups of `batch` clips, with the ends of videos between them."""
     group: Group = []
     num_clips = 0
     for one in clips:
@@ -113,17 +113,11 @@ def _captioned(group: Group, caption: CaptionClips) -> Iterator[CaptionedWindow 
             yield CaptionedWindow(video, window.begin_us, window.end_us, one_line(next(captions)), clip.video_us)
 
 
-# How far the captioning of videos is: a bar on a terminal, a plain line now and then elsewhere; on standard error.
-
-
-_PLAIN_INTERVAL_S = 10.0
-
-
 class VideoProgress:
-    """Videos done and seconds of video captioned; failures are said at once.
+    """Progress on standard error: a bar on a terminal, otherwise a line every ten seconds; failures immediately.
 
     Args:
-        num_videos: that are to be captioned.
+        num_videos: number of videos to caption.
     """
 
     def __init__(self, *, num_videos: int) -> None:
@@ -139,7 +133,7 @@ class VideoProgress:
                 TextColumn("{task.completed:.1f}/{task.total:.0f} {task.description}", markup=False),
                 TimeRemainingColumn(),
             )
-            # Captions that go into a pipe must not be turned to the terminal.
+            # Captions that are piped must not be redirected to the terminal.
             has_both = sys.stdout.isatty()
             self._bar = Progress(*columns, console=self._console, redirect_stdout=has_both)
             self._task = self._bar.add_task("", total=num_videos)
@@ -156,7 +150,7 @@ class VideoProgress:
             self._bar.stop()
 
     def show(self, event: CaptionedWindow | VideoEnd) -> None:
-        """Shows that a window is captioned, or that a video is done."""
+        """Show a captioned window, or the end of a video."""
         share = 0.0
         if isinstance(event, CaptionedWindow):
             self._now_us, share = event.end_us, event.end_us / event.video_us

@@ -1,12 +1,13 @@
 """`train caption-video` and its flags."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from train.tasks.caption.settings import DECODING, DecodingSettings
-from train.tasks.caption.videos.files import Format
+
+Format = Literal["csv", "json", "srt"]
 
 
 def caption_video(

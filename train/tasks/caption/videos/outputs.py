@@ -1,9 +1,9 @@
-"""Captions of windows as files: CSV, JSON and SRT, each published whole.
+"""Write captions of windows to standard output, or to CSV, JSON and SRT files, each of which is published whole.
 
-CSV   video, begin_s, end_s, caption. A cell that a spreadsheet would take for a formula has an apostrophe before it.
-JSON  a list of objects with the same names; captions as they are.
-SRT   subtitles of one video. A word joiner (U+2060), which nobody sees, keeps players from reading markup in a
-      caption; windows without a caption have no subtitle.
+CSV   video, begin_s, end_s, caption. An apostrophe precedes cells that a spreadsheet would interpret as a formula.
+JSON  a list of objects with the same keys; captions are not changed.
+SRT   subtitles of one video. An invisible word joiner (U+2060) keeps players from interpreting markup in captions;
+      windows without a caption have no subtitle.
 """
 
 import csv
@@ -14,26 +14,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 from manifests.errors import FailedWork, UserError
 from manifests.publish import TEMPORARY_PREFIX, published
 from train.data.frame_sampling import US_PER_S
 from train.tasks.caption.videos.captioning import CaptionedWindow, VideoEnd
-from train.tasks.caption.videos.files import FORMATS, Format, shown_name
+from train.tasks.caption.videos.flags import Format
+from train.tasks.caption.videos.source import shown_name
 
 COLUMNS = ("video", "begin_s", "end_s", "caption")
 
 Write = Callable[[CaptionedWindow], None]
-# What a cell begins with where Excel and its like take it for a formula.
+Event = CaptionedWindow | VideoEnd
+Take = Callable[[Event], None]
+# First characters of cells that spreadsheets interpret as formulas.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _JOINER = "\u2060"
 
 
 @contextmanager
 def csv_writer(path: Path) -> Iterator[Write]:
-    """A file of all videos; it is there once the block ends well."""
+    """A file of all videos; published at the end of the block."""
     with _text_file(path) as file:
         table = csv.writer(file)
         table.writerow(COLUMNS)
@@ -47,7 +49,7 @@ def csv_writer(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def json_writer(path: Path) -> Iterator[Write]:
-    """A file of all videos; it is there once the block ends well."""
+    """A file of all videos; published at the end of the block."""
     with _text_file(path) as file:
         separator = "["
 
@@ -62,7 +64,7 @@ def json_writer(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def srt_writer(path: Path) -> Iterator[Write]:
-    """The subtitles of one video; they are there once the block ends well."""
+    """The subtitles of one video; published at the end of the block."""
     with _text_file(path) as file:
         number = 0
 
@@ -85,7 +87,7 @@ WRITERS: dict[Format, Callable[[Path], AbstractContextManager[Write]]] = {
 
 
 def srt_time(time_us: int) -> str:
-    """Hours, minutes, seconds and milliseconds, to the nearest."""
+    """Hours, minutes, seconds and milliseconds, rounded."""
     seconds, milliseconds = divmod(round(time_us / 1000), 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
@@ -93,24 +95,24 @@ def srt_time(time_us: int) -> str:
 
 
 def format_of(path: Path, wanted: Format | None) -> Format:
-    """The format that is wanted, or that the suffix of a file names.
+    """The format of --format, or of the file's suffix.
 
     Raises:
-        UserError: neither says, or they contradict each other.
+        UserError: there is neither, or they contradict each other.
     """
-    named = next((known for known in FORMATS if path.suffix.lower() == f".{known}"), None)
+    named = next((known for known in WRITERS if path.suffix.lower() == f".{known}"), None)
     if wanted is not None and named not in (None, wanted):
         raise UserError(
-            f"--out {path} is called {named}, and --format says {wanted}", hint="leave out --format, or the suffix"
+            f"--out {path} ends in .{named}, and --format is {wanted}", hint="leave out --format, or the suffix"
         )
     form = wanted or named
     if form is not None:
         return form
-    raise UserError(f"--out {path} does not say in which format", hint="end it in .csv, .json or .srt, or add --format")
+    raise UserError(f"--out {path} has no known format", hint="end it in .csv, .json or .srt, or add --format")
 
 
 def subtitle_names(videos: Sequence[Path]) -> list[str]:
-    """A file name for the subtitles of each video: its own with .srt, as players look for them, and no two alike."""
+    """File names for the subtitles of each video: its own with .srt, as players expect them, made unique."""
     stems = Counter(video.stem.casefold() for video in videos)
     wanted = [video.stem if stems[video.stem.casefold()] == 1 else video.name for video in videos]
     taken = Counter(name.casefold() for name in wanted)
@@ -127,7 +129,7 @@ def subtitle_names(videos: Sequence[Path]) -> list[str]:
 
 @contextmanager
 def _text_file(path: Path) -> Iterator[TextIO]:
-    # Lines end as each format has it, on every system.
+    # Newlines as each format defines them, on every system.
     with published(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
         file.flush()
@@ -147,95 +149,71 @@ def _subtitle(caption: str) -> str:
     return caption
 
 
-# Where captions go: to standard output, into one file, or into a file for each video.
+@contextmanager
+def printed() -> Iterator[Take]:
+    """Print a line for each window."""
 
-
-Event = CaptionedWindow | VideoEnd
-
-
-class Printed:
-    """Prints a line for each window."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def take(self, event: Event) -> None:
-        """Prints a window."""
+    def take(event: Event) -> None:
         if isinstance(event, CaptionedWindow):
             times = f"{event.begin_us / US_PER_S:.2f}-{event.end_us / US_PER_S:.2f} s"
             sys.stdout.write(f"{shown_name(event.video)}\t{times}\t{event.caption}\n")
             sys.stdout.flush()
 
+    yield take
 
-class OneFile:
-    """Writes all windows into one file, which is published when the block ends well."""
 
-    def __init__(self, writer: AbstractContextManager[Write]) -> None:
-        self._writer = writer
+@contextmanager
+def one_file(writer: AbstractContextManager[Write]) -> Iterator[Take]:
+    """Write all windows to one file, which is published at the end of the block."""
+    with _writing():
+        write = writer.__enter__()
 
-    def __enter__(self) -> Self:
-        with _writing():
-            self._write = self._writer.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with _writing():
-            self._writer.__exit__(kind, error, trace)
-
-    def take(self, event: Event) -> None:
-        """Writes a window."""
+    def take(event: Event) -> None:
         if isinstance(event, CaptionedWindow):
             with _writing():
-                self._write(event)
+                write(event)
+
+    try:
+        yield take
+    except BaseException:
+        with _writing():
+            writer.__exit__(*sys.exc_info())
+        raise
+    with _writing():  # errors of the file become FailedWork, and those of the block do not
+        writer.__exit__(None, None, None)
 
 
-class FilePerVideo:
-    """Subtitles of each video in a file of their own, which is published when the video is done.
+@contextmanager
+def file_per_video(paths: dict[Path, Path]) -> Iterator[Take]:
+    """Write the subtitles of each video to a file of its own, published when the video is finished.
 
-    A video of which nothing could be captioned gets none.
+    A video of which no window could be captioned gets no file.
 
     Args:
-        paths: of the subtitles of each video.
+        paths: video -> file.
     """
+    windows: list[CaptionedWindow] = []
 
-    def __init__(self, paths: dict[Path, Path]) -> None:
-        self._paths = paths
-        self._windows: list[CaptionedWindow] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def take(self, event: Event) -> None:
-        """Keeps a window, or publishes those of a video that is done."""
+    def take(event: Event) -> None:
         if isinstance(event, CaptionedWindow):
-            self._windows.append(event)
+            windows.append(event)
             return
-        if self._windows or event.failure is None:
-            with _writing(), srt_writer(self._paths[event.video]) as write:
-                for window in self._windows:
+        if windows or event.failure is None:
+            with _writing(), srt_writer(paths[event.video]) as write:
+                for window in windows:
                     write(window)
-        self._windows = []
+        windows.clear()
+
+    yield take
 
 
-def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> OneFile | FilePerVideo:
-    """What writes the captions of videos as `out` and the format that is wanted say.
+def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> AbstractContextManager[Take]:
+    """Open the output of `--out` and `--format`.
 
-    SRT has the subtitles of one video in a file: for several, or where `out` is a folder, one file each.
+    An SRT file has the subtitles of one video: for several videos, or if `out` is a folder, there is one file each.
 
     Raises:
-        UserError: they do not say how, a file is there already, or it cannot be written there.
+        UserError: the format is unknown, a file exists already, or cannot be written.
     """
     form = format_of(out, wanted)
     is_folder = form == "srt" and (out.is_dir() or len(videos) > 1)
@@ -247,8 +225,8 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> On
     if out.is_dir() and not is_folder:
         raise UserError(f"--out {out} is a folder", hint=f"name a file, such as {out / 'captions'}.{form}")
     if out.exists() and not out.is_dir() and not out.is_file():
-        # A device or a pipe, which a file would take the place of.
-        raise UserError(f"--out {out} is no file", hint="name a file, or leave --out out to print lines")
+        # A device or a pipe, which publishing would replace by a file.
+        raise UserError(f"--out {out} is not a regular file", hint="name a file, or leave --out out to print lines")
     folder = out if is_folder else out.parent
     files = [out / name for name in subtitle_names(videos)] if is_folder else [out]
     if there := [file for file in files if file.exists()]:
@@ -256,7 +234,7 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> On
         raise UserError(f"{there[0]} exists already{more}", hint="use another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions do not tell of folders that the system keeps for itself.
+        # Permission bits do not tell whether a folder is writable, so try it.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX, suffix=f"-{out.name}"):
             pass
     except OSError as error:
@@ -264,8 +242,8 @@ def open_sink(out: Path, videos: Sequence[Path], *, wanted: Format | None) -> On
             f"--out {out} cannot be made: {error.strerror or error}", hint="name a place where files can be written"
         ) from error
     if is_folder:
-        return FilePerVideo(dict(zip(videos, files, strict=True)))
-    return OneFile(WRITERS[form](out))
+        return file_per_video(dict(zip(videos, files, strict=True)))
+    return one_file(WRITERS[form](out))
 
 
 @contextmanager

@@ -1,22 +1,53 @@
-"""What `train caption-video` does, once its flags are read."""
+"""Caption video files with a trained captioner: what `train caption-video` runs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from manifests.errors import FailedWork, UserError
-from train.data.batch import Batch
+from train.data.batch import Batch, to_device
 from train.data.frame_sampling import Sampling
-from train.tasks.caption.settings import DecodingSettings
-from train.tasks.caption.trained import TrainedCaptioner, open_captioner
+from train.engine.trained_run import TrainedRun
+from train.evaluation.runner import open_for
+from train.models.captioner import Captioner
+from train.run.folder import open_run
+from train.tasks.caption.decoding import generate_captions
+from train.tasks.caption.settings import CaptionerSettings, DecodingSettings
+from train.tasks.caption.spec import TASK
+from train.tasks.caption.task import CaptionTask
 from train.tasks.caption.videos.captioning import CaptionClips, VideoEnd, VideoProgress, caption_videos
 from train.tasks.caption.videos.clips import WindowClip, length_us
-from train.tasks.caption.videos.files import Format, find_videos, shown_name
-from train.tasks.caption.videos.outputs import Printed, open_sink
+from train.tasks.caption.videos.flags import Format
+from train.tasks.caption.videos.outputs import open_sink, printed
+from train.tasks.caption.videos.source import find_videos, shown_name
 
 _MAX_NAMED = 5
+
+
+@dataclass(frozen=True)
+class TrainedCaptioner:
+    """A run and its model with the weights of the latest checkpoint, in evaluation mode."""
+
+    trained: TrainedRun[CaptionerSettings]
+    task: CaptionTask
+    model: Captioner
+
+    @torch.no_grad()
+    def captions(self, batch: Batch, decoding: DecodingSettings, *, samples: Sequence[int]) -> list[str]:
+        """Generate a caption of each clip of a batch.
+
+        Args:
+            samples: index of each clip, which sampling depends on.
+        """
+        tokenizer = self.task.decoder.tokenizer
+        batch = to_device(batch, self.trained.device)
+        with self.trained.precision.autocast():
+            clips = self.task.inputs(batch)
+            generated = generate_captions(self.model, clips, decoding, end_id=tokenizer.end_id, samples=samples)
+        return [tokenizer.text(ids) for ids in generated.tokens_VL.tolist()]
 
 
 def caption_files(
@@ -29,24 +60,24 @@ def caption_files(
     batch: int,
     decoding: DecodingSettings | None,
 ) -> None:
-    """Captions videos, and writes or prints what is said of each window.
+    """Caption videos, and write or print the captions of all windows.
 
     Raises:
         UserError: a flag, the run or a path does not work.
-        FailedWork: some videos could not be read, or not to their ends (all others are done), or what is said of them
-            could not be written.
+        FailedWork: some videos could not be read to their ends (the others are done), or captions could not be
+            written.
     """
     if batch < 1:
         raise UserError(f"--batch is {batch}", hint="it must be 1 or more")
     if wanted is not None and out is None:
-        raise UserError(f"--format {wanted} is of a file", hint="add --out, or leave it out to print lines")
+        raise UserError(f"--format {wanted} is the format of a file", hint="add --out, or leave it out to print lines")
     window_us, videos = length_us(length), find_videos(paths)
-    sink = Printed() if out is None else open_sink(out, videos, wanted=wanted)
+    sink = printed() if out is None else open_sink(out, videos, wanted=wanted)
     captioner = open_captioner(run)
     settings, how = captioner.trained.settings, captioner.task.decoding(decoding)
     sampling = Sampling(num_frames=settings.num_frames, rule=settings.sampling, stride=settings.stride)
     failed = []
-    with sink, VideoProgress(num_videos=len(videos)) as progress:
+    with sink as take, VideoProgress(num_videos=len(videos)) as progress:
         for event in caption_videos(
             videos,
             caption_by(captioner, how),
@@ -55,7 +86,7 @@ def caption_files(
             length_us=window_us,
             batch=batch,
         ):
-            sink.take(event)
+            take(event)
             progress.show(event)
             if isinstance(event, VideoEnd) and event.failure is not None:
                 failed.append(event)
@@ -66,7 +97,7 @@ def caption_files(
 
 
 def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings) -> CaptionClips:
-    """Captions by a model; what is drawn for a window depends on where it begins."""
+    """Caption clips with a model; sampling depends on where a window begins."""
 
     def caption(clips: list[WindowClip]) -> list[str]:
         batch = Batch(
@@ -78,3 +109,15 @@ def caption_by(captioner: TrainedCaptioner, decoding: DecodingSettings) -> Capti
         return captioner.captions(batch, decoding, samples=[clip.window.begin_us for clip in clips])
 
     return caption
+
+
+def open_captioner(run_path: Path) -> TrainedCaptioner:
+    """Open a run's latest checkpoint; no data is needed.
+
+    Raises:
+        UserError: there is no such run, it is of another task, or has no checkpoint that fits it.
+    """
+    run = open_run(run_path)
+    run.require_task(TASK.name)
+    opened = open_for(TASK, run)
+    return TrainedCaptioner(opened.trained, opened.task, opened.trained.fill(opened.task.build_model()))

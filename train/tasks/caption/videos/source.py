@@ -1,18 +1,18 @@
-"""A video file from outside: what its packets say of it, and its frames with their times.
+"""Find and read video files of any origin: their timing, from packets, and their frames.
 
-It is only opened as a video container, through the file protocol: a playlist that poses as a video reads nothing.
-Time 0 is the container's start, as in a player and as in the chunks that prep makes.
+Files are only opened as video containers, through the file protocol, so that a playlist disguised as a video reads
+nothing else. Time 0 is the container's start, as in players and in the chunks that prep makes.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manifests.errors import ClipmillError
+from manifests.errors import ClipmillError, UserError
 from shards.containers import CONTAINERS, FILE_PROTOCOLS
 from train.data.frame_sampling import US_PER_S
 
@@ -21,12 +21,21 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-# Longer than any video: a time that is none. There would be no end of windows.
+# Longer than any video: such times are invalid, and would make endless windows.
 _LONGEST_S = 1_000_000
-# Containers round the durations in their headers, and a last frame may last for longer than others.
+# Containers round the durations in their headers, and a last frame may be longer than others.
 _SLACK_S = 1
-# Of a RIFF list whose end was never written into its head.
+# In the header of a RIFF list that was never finished.
 _UNKNOWN_LENGTHS = (0, 2**32 - 1)
+
+
+# Video files in folders; a file that is named itself is opened whatever its suffix.
+SUFFIXES = frozenset(
+    (
+        *(".3gp", ".asf", ".avi", ".flv", ".gif", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg"),
+        *(".mts", ".mxf", ".ogv", ".rm", ".rmvb", ".ts", ".vob", ".webm", ".wmv", ".wtv"),
+    )
+)
 
 
 class VideoFailed(ClipmillError):
@@ -34,15 +43,15 @@ class VideoFailed(ClipmillError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoFacts:
-    """What the packets of a video say.
+class VideoTiming:
+    """Timing and pixel shape of a video, from its packets.
 
     Attributes:
-        end_us: when the last frame that there is leaves the screen.
-        last_us: when it comes on.
-        missing_us: what the header promises, of pictures or sound, behind the last packet (AVI: of pictures).
+        end_us: end of the last existing frame.
+        last_us: begin of the last existing frame.
+        missing_us: duration that the header promises beyond the last packet, of video or audio (AVI: of video).
         fps: frames per second, averaged where they vary.
-        aspect: width of a pixel by its height.
+        aspect: width of a pixel divided by its height.
     """
 
     end_us: int
@@ -53,23 +62,23 @@ class VideoFacts:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the header promises more than there is."""
+        """Whether the header promises more than the file contains."""
         return self.missing_us > _SLACK_S * US_PER_S
 
 
 @dataclass(frozen=True)
 class TimedFrame:
-    """A frame, and when it comes on the screen, in microseconds."""
+    """A frame with its presentation time in microseconds."""
 
     begin_us: Fraction
     frame: "av.VideoFrame"
 
 
-def read_facts(path: Path) -> VideoFacts:
-    """Reads the packets of a video from end to end, and decodes nothing.
+def read_timing(path: Path) -> VideoTiming:
+    """Read all packets of a video without decoding them.
 
     Raises:
-        VideoFailed: it is no video file, or has no frames, or they have no times.
+        VideoFailed: it is not a video file, or has no frames with times.
     """
     import av
 
@@ -95,7 +104,7 @@ def read_facts(path: Path) -> VideoFacts:
         except (av.FFmpegError, ValueError) as error:
             raise VideoFailed(f"its packets cannot be read: {_reason(error)}") from error
         start_us = container.start_time or 0
-        # A sound track may be longer than the video. Headers without durations have them made up of what there is.
+        # An audio track may be longer than the video. Without durations in the header, libav derives them from packets.
         promised_us = start_us + (container.duration or 0) if _promises(container) else 0
         promised_frames_us = stream.frames * unit_us if _is_cut_avi(container, path) else 0
         rate = stream.average_rate or stream.guessed_rate
@@ -105,10 +114,10 @@ def read_facts(path: Path) -> VideoFacts:
     if (end - begin) * unit_us > _LONGEST_S * US_PER_S:
         raise VideoFailed(f"its times make no sense: it would last {float((end - begin) * unit_us) / US_PER_S:.0f} s")
     mean = Fraction(end - begin, count - 1) if count > 1 else Fraction(0)
-    # Frames before it may have been left out, so that it does not last as long as they do on average.
+    # Earlier frames may be missing, so the average duration is not used for the last frame.
     shown = length or (0 if before is None else end - before) or US_PER_S / (unit_us * (rate or 30))
     end_us = max(1, round((end + shown) * unit_us - start_us))
-    return VideoFacts(
+    return VideoTiming(
         end_us=end_us,
         last_us=round(end * unit_us - start_us),
         missing_us=max(0, promised_us - round(any_end_us), round(promised_frames_us) - end_us),
@@ -117,12 +126,12 @@ def read_facts(path: Path) -> VideoFacts:
     )
 
 
-def frames_of(path: Path, facts: VideoFacts) -> Iterator[TimedFrame]:
-    """The frames of a video in order of presentation, decoded once from end to end.
+def frames_of(path: Path, timing: VideoTiming) -> Iterator[TimedFrame]:
+    """The frames of a video in presentation order, decoded once from begin to end.
 
     Raises:
-        VideoFailed: the decoder takes offence, a frame is damaged, or the last ones do not come out. What came before
-            is good.
+        VideoFailed: the decoder reports an error, a frame is damaged, or the last ones are missing. Frames before that
+            are valid.
     """
     import av
 
@@ -130,7 +139,7 @@ def frames_of(path: Path, facts: VideoFacts) -> Iterator[TimedFrame]:
     num_frames = 0
     with _opened(path) as (container, stream):
         stream.thread_type = "AUTO"
-        stream.codec_context.options = {"err_detect": "explode"}  # an error, not a patched picture
+        stream.codec_context.options = {"err_detect": "explode"}  # report errors instead of concealing them
         unit_us = (stream.time_base or Fraction(1)) * US_PER_S
         start_us = container.start_time or 0
         try:
@@ -139,7 +148,7 @@ def frames_of(path: Path, facts: VideoFacts) -> Iterator[TimedFrame]:
                     raise VideoFailed("a frame has no time")
                 begin_us = frame.pts * unit_us - start_us
                 if frame.is_corrupt:
-                    # A recording may begin between two key frames: what needs the one before is not there.
+                    # A recording may begin between two key frames: frames that refer to the first one are missing.
                     if not num_frames:
                         continue
                     raise VideoFailed(f"the frame at {float(begin_us) / US_PER_S:.2f} s is damaged")
@@ -147,12 +156,12 @@ def frames_of(path: Path, facts: VideoFacts) -> Iterator[TimedFrame]:
                 last_us = max(last_us, begin_us)
                 yield TimedFrame(begin_us, frame)
         except (av.FFmpegError, ValueError) as error:
-            where = f"behind {float(last_us) / US_PER_S:.2f} s" if num_frames else "from its begin"
+            where = f"after {float(last_us) / US_PER_S:.2f} s" if num_frames else "from its begin"
             raise VideoFailed(f"it cannot be decoded {where}: {_reason(error)}") from error
     if not num_frames:
         raise VideoFailed("no frame of it can be decoded")
-    if last_us < facts.last_us - _SLACK_S * US_PER_S:
-        shown, due = float(last_us) / US_PER_S, facts.last_us / US_PER_S
+    if last_us < timing.last_us - _SLACK_S * US_PER_S:
+        shown, due = float(last_us) / US_PER_S, timing.last_us / US_PER_S
         raise VideoFailed(
             f"frames come out of the decoder until {shown:.2f} s, and there should be some until {due:.2f} s"
         )
@@ -169,14 +178,14 @@ def _opened(path: Path) -> "Iterator[tuple[InputContainer, VideoStream]]":
         if not path.stat().st_size:
             raise VideoFailed("the file is empty")
         container = av.open(os.fspath(path), options=options, metadata_errors="ignore")
-    except (OSError, ValueError) as error:  # libav's errors are both
+    except (OSError, ValueError) as error:  # libav's errors derive from both
         raise VideoFailed(f"it cannot be opened as a video: {_reason(error)}") from error
     with container:
         yield container, _video_stream(container)
 
 
 def _video_stream(container: "InputContainer") -> "VideoStream":
-    """The first video stream that is no cover picture: the one that prep takes."""
+    """The first video stream that is not a cover picture, as in prep."""
     import av
 
     for stream in container.streams.video:
@@ -193,16 +202,16 @@ def _promises(container: "InputContainer") -> bool:
 
 
 def _is_cut_avi(container: "InputContainer", path: Path) -> bool:
-    """Whether the outermost lists of an AVI file go on behind its end.
+    """Whether the outermost lists of an AVI file extend beyond its end.
 
-    Where the index at the end is gone, libav makes a duration up of the file's size. The number of frames in the header
-    says more, but alone it is wrong of a file that was written into a pipe, and where the last frames are repeats.
+    Without the index at the end, libav estimates the duration from the file size. The number of frames in the header is
+    more reliable, but it is wrong for files that were written to a pipe, or whose last frames are repeats.
     """
     if container.format.name != "avi":
         return False
     size_bytes, begin = path.stat().st_size, 0
     with path.open("rb") as file:
-        # Above 1 GB there are several, one behind the other.
+        # Above 1 GB there are several, one after another.
         while begin < size_bytes:
             file.seek(begin)
             head = file.read(8)
@@ -215,3 +224,42 @@ def _is_cut_avi(container: "InputContainer", path: Path) -> bool:
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
+
+
+def find_videos(paths: Iterable[Path]) -> list[Path]:
+    """The named files, and the videos of named folders, recursively and sorted; each file once.
+
+    Raises:
+        UserError: there is no such file or folder, or a folder holds no videos.
+    """
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"there is no {shown_name(path)}", hint="name videos, or folders of videos")
+        videos = _in_folder(path) if path.is_dir() else [path]
+        if not videos:
+            raise UserError(
+                f"the folder {shown_name(path)} holds no videos",
+                hint=f"videos are recognised by their suffixes: {' '.join(sorted(SUFFIXES))}",
+            )
+        for video in videos:
+            found.setdefault(video.resolve(), video)
+    if not found:
+        raise UserError("no video is named", hint="name videos, or folders of videos")
+    return list(found.values())
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    videos = []
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        kept = (name for name in sorted(names) if not name.startswith("."))
+        videos += [Path(place, name) for name in kept if Path(name).suffix.lower() in SUFFIXES]
+    return videos
+
+
+def shown_name(path: Path) -> str:
+    """A path as printable text; file names may be arbitrary bytes."""
+    text = os.fsencode(path).decode("utf-8", "replace")
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)

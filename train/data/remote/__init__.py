@@ -1,1 +1,0 @@
-"""Remote data folders and tars, read through fsspec."""

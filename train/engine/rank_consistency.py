@@ -1,0 +1,101 @@
+"""Check that all ranks run the same command, settings and versions on the same data.
+
+Paths to data may differ between machines: their content is compared. The flags in MACHINE_FLAGS may differ too.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from manifests.errors import UserError
+from manifests.store import read_manifest
+from shards.commits import read_commits
+from shards.dataset import current_variant, variant_dir
+from train.config.training import TrainingSettings, flat, plain_values
+from train.data.loader import TrainingSet
+from train.data.remote import is_remote
+from train.data.streams.tars import names_tars
+from train.distributed.launch import COMMAND, Start, difference
+from train.distributed.world import World
+from train.run.folder import versions
+
+# Location of the data and speed of reading; neither affects what is trained.
+MACHINE_FLAGS = frozenset({"shards", "cache", "workers", "batches_ahead"})
+SAME_LAUNCH = (
+    "start every rank with the same command and flags, and the same versions of clipmill and torch; only "
+    f"{', '.join('--' + name.replace('_', '-') for name in sorted(MACHINE_FLAGS))} may differ"
+)
+
+
+class NamedSamples(TrainingSet, Protocol):
+    """A training set that names the variant of its data."""
+
+    @property
+    def variant_name(self) -> str:
+        """The variants that it is made of."""
+        ...
+
+
+Samples = TypeVar("Samples", bound=NamedSamples)
+
+
+def launch_facts(settings: TrainingSettings, *, resume: object) -> Start:
+    """Command, versions and settings of this rank, as ranks compare them."""
+    values = flat({name: value for name, value in plain_values(asdict(settings)).items() if name not in MACHINE_FLAGS})
+    own = versions()
+    return {
+        COMMAND: f"train {settings.command}",
+        "clipmill": own["clipmill"],
+        # Patch releases may differ.
+        "torch": ".".join(own["torch"].split(".")[:2]),
+        **{f"--{name.replace('_', '-')}": value for name, value in flat({**values, "resume": resume}).items()},
+    }
+
+
+def open_consistent(
+    open_samples: Callable[[], Samples], settings: TrainingSettings, *, columns: tuple[str, ...], world: World
+) -> Samples:
+    """Open the training set on every rank, and compare what they found.
+
+    Args:
+        columns: of the shard set that the samples are made of.
+
+    Raises:
+        UserError: the data differ, or a rank cannot open its own; all ranks raise the same error.
+    """
+    samples = world.each(open_samples)
+    if world.size == 1:
+        return samples
+    ranks: list[Start] = world.gather_objects(world.each(lambda: _content(samples, settings, columns=columns)))
+    if found := difference(ranks):
+        places = difference([{"--shards": shards} for shards in world.gather_objects(settings.shards)])
+        raise UserError(
+            f"the ranks do not have the same data: {found}" + (f"; {places}" if places else ""),
+            hint="give every rank the same data folder, or an exact copy of it",
+        )
+    return samples
+
+
+def _content(samples: NamedSamples, settings: TrainingSettings, *, columns: tuple[str, ...]) -> Start:
+    """What determines the bytes that a rank trains on and evaluates."""
+    content: dict[str, object] = {}
+    if not is_remote(settings.shards) and not names_tars(settings.shards):
+        data_dir = Path(settings.shards)
+        content["manifest"] = str(read_manifest(data_dir)["fingerprint"])[:16]
+        for column in columns:
+            content[f"column {column}"] = _column(data_dir, column)
+    return {**content, "variant": samples.variant_name, "set of samples": samples.fingerprint[:16]}
+
+
+def _column(data_dir: Path, column: str) -> str:
+    """Hash of the committed shards of a column."""
+    variant = current_variant(data_dir, column)
+    if variant is None:
+        return "not there"
+    digest = hashlib.sha256()
+    for shard_id, commit in read_commits(variant_dir(data_dir, column, variant)).commits.items():
+        tar = None if commit.files is None else commit.files.tar_sha256
+        digest.update(f"{shard_id} {commit.split} {tar}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,182 @@
+"""Results of `train eval` as tables with their protocols, for the console and the results page."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.run.folder import other_data
+
+if TYPE_CHECKING:
+    import av
+    from jinja2 import Template
+
+
+_LABEL_WIDTH, _CELL_WIDTH = 14, 13
+FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value as text, with chance level; also as fractions in [0, 1] if they are."""
+
+    text: str
+    chance: str = ""
+    share: float | None = None
+    chance_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a result; `detail` has numbers of queries, items or classes."""
+
+    label: str
+    detail: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Metrics with their protocol: everything that is needed to compare them with others."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    protocol: dict[str, str]
+    headline: int = 0  # the row that represents the table in overviews
+
+
+def describe(table: Table) -> str:
+    """The table as text, with chance levels below each row, and the protocol below all rows."""
+    width = max(_LABEL_WIDTH, *(len(row.label) for row in table.rows))
+    lines = [_line("", table.columns, width=width)]
+    for row in table.rows:
+        lines.append(_line(row.label, [cell.text for cell in row.cells], width=width))
+        if any(cell.chance for cell in row.cells):
+            lines.append(_line("  chance", [cell.chance for cell in row.cells], width=width))
+    return "\n".join([*lines, *(f"{name}: {text}" for name, text in table.protocol.items())])
+
+
+def percent(share: float | None) -> str:
+    """A fraction in percent; a dash for None."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def share_cell(value: float | None, chance: float | None = None) -> Cell:
+    """A fraction in [0, 1] in percent, or a dash for None, with its chance level."""
+    return Cell(percent(value), "" if chance is None else percent(chance), value, chance)
+
+
+def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, str]:
+    """Data, protocol, clips and checkpoint of a result, which are needed to compare it with others."""
+    data = f"{result['data']}; {result['variant']}"
+    if address := other_data(result):
+        data += f"; of {address}, which is not the run's own data"
+    lines = {"data": data, "protocol": f"{sizes}; {result['protocol']}"}
+    lines |= {name.replace("_", " "): text for name, text in more.items() if text}
+    return lines | {"clip": result["clip"], "checkpoint": f"step {result['step']}, {result['weights']}"}
+
+
+def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
+    return f"{label:{width}}" + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
+
+
+# What all pages are made with: templates, pictures as data URIs, samples and frames spread evenly.
+#
+# A page is one file that loads nothing, and text from outside never becomes markup. The sections that tasks add to a
+# run's page are templates too.
+
+
+One = TypeVar("One")
+
+
+class PicturedSamples(Protocol):
+    """Samples of a split as pages show them."""
+
+    def text(self, sample: int) -> str:
+        """The caption."""
+        ...
+
+    def key(self, sample: int) -> str:
+        """The chunk in which the clip begins."""
+        ...
+
+    def span_s(self, sample: int) -> tuple[float, float]:
+        """Begin and end of the clip in its video, in seconds."""
+        ...
+
+    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+        """Frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
+        ...
+
+
+def load_template(path: Path) -> "Template":
+    """A jinja2 template. Values are escaped; it may include the style sheet, which lies in this folder."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader([path.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # `markup`: charts, scripts and rendered sections, which clipmill made itself.
+    environment.filters |= {"percent": percent, "markup": Markup, "times_100": lambda value: f"{100 * value:.1f}"}
+    return environment.get_template(path.name)
+
+
+def clip_figure(samples: PicturedSamples, sample: int, *, num_frames: int, at_most: int = 4) -> dict[str, Any]:
+    """A clip as result files keep it for pages: chunk, times in seconds, and `frames`, data URIs of JPEGs.
+
+    Args:
+        num_frames: number of frames that are sampled from the clip; `at_most` of them are kept.
+    """
+    begin_s, end_s = samples.span_s(sample)
+    pictures = samples.pictures(sample, num_frames=num_frames)
+    frames = [jpeg_uri(frame) for frame in evenly_within(pictures, at_most=at_most)]
+    return {"key": samples.key(sample), "begin_s": begin_s, "end_s": end_s, "frames": frames}
+
+
+def evenly_spaced(items: Sequence[One], *, at_most: int) -> list[One]:
+    """Evenly spaced items, the first and the last included."""
+    return [items[index] for index in np.unique(np.linspace(0, len(items) - 1, at_most).round().astype(int))]
+
+
+def evenly_within(items: Sequence[One], *, at_most: int) -> list[One]:
+    """The items in the middles of equal parts of the sequence."""
+    count = min(len(items), at_most)
+    return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
+
+
+def jpeg_uri(frame: NDArray[np.uint8]) -> str:
+    """A picture (uint8 RGB [H, W, 3]) as a data URI."""
+    import av
+
+    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24").reformat(format="yuvj420p")
+    return _uri(picture, codec="mjpeg", kind="jpeg", options={"qscale": "3"})
+
+
+def png_uri(frame: NDArray[np.uint8]) -> str:
+    """A picture (uint8 RGB [H, W, 3]) as a lossless data URI."""
+    import av
+
+    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+    return _uri(picture, codec="png", kind="png", options={})
+
+
+def _uri(picture: "av.VideoFrame", *, codec: Literal["mjpeg", "png"], kind: str, options: Mapping[str, str]) -> str:
+    import av
+
+    encoder = av.CodecContext.create(codec, "w")
+    encoder.height, encoder.width = picture.height, picture.width
+    encoder.pix_fmt = picture.format.name
+    encoder.time_base = 1  # type: ignore[assignment]
+    encoder.options = dict(options)
+    packets = [*encoder.encode(picture), *encoder.encode(None)]
+    return f"data:image/{kind};base64," + base64.b64encode(b"".join(bytes(packet) for packet in packets)).decode()

@@ -1,0 +1,275 @@
+"""Weighted k-NN classification (Wu et al. 2018, "Unsupervised Feature Learning via Non-Parametric Instance
+Discrimination", section 3.4), and the accuracy of class scores.
+
+The score of a class is the sum of exp(cosine / temperature) over those of the k nearest clips of the bank that belong
+to it. Of equally near clips, those that come first in the bank are taken. The paper uses k = 200 and a temperature of
+0.07; Caron et al. 2021 (DINO, section 3.2) find k = 20 best.
+
+The rank of a clip's class is 1 + the number of other classes that score at least as high: ties count as wrong, so that
+features that are all equal get no credit.
+
+Shape suffixes: N clips, M clips of the bank, D width, K classes, k neighbours, C candidates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from train.device.random import uniform
+
+_QUERIES_AT_ONCE = 512
+_BANK_AT_ONCE = 16_384
+
+
+def vote(
+    features_ND: torch.Tensor,
+    bank_MD: torch.Tensor,
+    label_M: torch.Tensor,
+    *,
+    num_classes: int,
+    neighbours: int,
+    temperature: float,
+) -> torch.Tensor:
+    """Class scores, float64 [N, K], up to a factor per clip; 0 for classes without a neighbour.
+
+    Args:
+        label_M: int64, classes of the bank's clips.
+        neighbours: k, or the size of the bank if that is smaller.
+    """
+    cosine_Nk, place_Nk = nearest(features_ND, bank_MD, neighbours=neighbours)
+    # The nearest neighbour's weight is 1: exp() of large numbers would overflow.
+    weight_Nk = ((cosine_Nk - cosine_Nk.amax(dim=1, keepdim=True)).double() / temperature).exp()
+    votes_NK = weight_Nk.new_zeros(len(features_ND), num_classes)
+    return votes_NK.scatter_add_(1, label_M[place_Nk], weight_Nk)
+
+
+def nearest(features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cosines [N, k], indices into the bank int64 [N, k]) of the nearest neighbours, in the order of the bank.
+
+    Similarities are computed in blocks, so that memory does not grow with N * M.
+    """
+    blocks = [
+        _nearest_of_block(block_ND, bank_MD, neighbours=neighbours) for block_ND in features_ND.split(_QUERIES_AT_ONCE)
+    ]
+    cosine_Nk, place_Nk = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return cosine_Nk, place_Nk
+
+
+def _nearest_of_block(
+    features_ND: torch.Tensor, bank_MD: torch.Tensor, *, neighbours: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    features_ND = torch.nn.functional.normalize(features_ND, dim=1)
+    best_Nk = features_ND.new_empty(len(features_ND), 0)
+    place_Nk = torch.empty(len(features_ND), 0, dtype=torch.int64, device=features_ND.device)
+    for begin in range(0, len(bank_MD), _BANK_AT_ONCE):
+        block_CD = torch.nn.functional.normalize(bank_MD[begin : begin + _BANK_AT_ONCE], dim=1)
+        places_C = torch.arange(begin, begin + len(block_CD), device=place_Nk.device)
+        # Candidates stay in the order of the bank.
+        cosine_NC = torch.cat([best_Nk, features_ND @ block_CD.T], dim=1)
+        place_NC = torch.cat([place_Nk, places_C.expand(len(features_ND), -1)], dim=1)
+        chosen_Nk = _largest(cosine_NC, min(neighbours, cosine_NC.shape[1]))
+        best_Nk, place_Nk = cosine_NC.gather(1, chosen_Nk), place_NC.gather(1, chosen_Nk)
+    return best_Nk, place_Nk
+
+
+def _largest(values_NC: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the largest values of each row, int64 [N, k] ascending; of equal ones the first."""
+    least_N1 = values_NC.topk(count, dim=1).values[:, -1:]
+    # topk takes any of equal values.
+    is_more, is_equal = values_NC > least_N1, values_NC == least_N1
+    num_missing_N1 = count - is_more.sum(dim=1, keepdim=True)
+    is_chosen = is_more | (is_equal & (is_equal.cumsum(dim=1) <= num_missing_N1))
+    return is_chosen.nonzero()[:, 1].view(-1, count)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares in [0, 1].
+
+    Attributes:
+        top1, top5: of the clips whose class is first, or among the first five.
+        mean_class: top1 of each class that has clips, averaged over these classes.
+    """
+
+    top1: float
+    top5: float
+    mean_class: float
+
+    def as_json(self) -> dict[str, float]:
+        """Plain values by name."""
+        return asdict(self)
+
+
+def accuracy(scores_NK: torch.Tensor, label_N: torch.Tensor) -> Accuracy:
+    """Accuracy of N >= 1 clips from scores of their classes, which are not NaN."""
+    right_N1 = scores_NK.gather(1, label_N[:, None])
+    # The right class scores at least as high as itself: it is the 1.
+    rank_N = (scores_NK >= right_N1).sum(dim=1)
+    is_first = (rank_N == 1).double()
+    num_classes = scores_NK.shape[1]
+    num_of_class = torch.bincount(label_N, minlength=num_classes)
+    first_of_class = torch.bincount(label_N, weights=is_first, minlength=num_classes)
+    there = num_of_class > 0
+    return Accuracy(
+        top1=is_first.mean().item(),
+        top5=(rank_N <= 5).double().mean().item(),
+        mean_class=(first_of_class[there] / num_of_class[there]).mean().item(),
+    )
+
+
+def chance(bank_M: torch.Tensor, label_N: torch.Tensor, *, num_classes: int) -> Accuracy:
+    """Accuracy of always predicting the most frequent classes of the bank; of equally frequent ones, the lower."""
+    count_K = torch.bincount(bank_M, minlength=num_classes)
+    order_K = count_K.sort(descending=True, stable=True).indices
+    scores_K = torch.empty(num_classes, dtype=torch.float64, device=bank_M.device)
+    scores_K[order_K] = -torch.arange(num_classes, dtype=torch.float64, device=bank_M.device)
+    return accuracy(scores_K.expand(len(label_N), -1), label_N)
+
+
+# Linear probe: multinomial logistic regression on frozen features, solved to its optimum.
+#
+# Features are standardised by mean and standard deviation of the training clips. With weights W and biases b, the
+# objective is
+#
+# sum over clips of -log softmax(W x + b)[class]  +  l2 / 2 * |W|^2
+#
+# in float64 (scikit-learn's C is 1 / l2); biases are not regularised. It is convex, so the result depends on no seed,
+# learning rate or number of epochs. `choose_l2` chooses l2.
+#
+# Shape suffixes: M training clips, N clips, D width, K classes, C classes that occur among the training clips.
+
+
+GRID = (1.0, 10.0, 1e2, 1e3, 1e4)
+FALLBACK = 10.0
+_HELD_OUT = 5  # one video in five
+_MAX_STEPS = 2000
+_SMALL_GRADIENT = 1e-7
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """A trained layer.
+
+    Attributes:
+        mean_D, scale_D: float64, standardise the features.
+        weight_CD, bias_C: float64, on standardised features.
+        classes_C: int64, the classes that occur among the training clips.
+        gradient: largest absolute entry of the objective's gradient at the solution, divided by the number of clips.
+    """
+
+    mean_D: torch.Tensor
+    scale_D: torch.Tensor
+    weight_CD: torch.Tensor
+    bias_C: torch.Tensor
+    classes_C: torch.Tensor
+    l2: float
+    gradient: float
+
+    def scores(self, features_ND: torch.Tensor, *, num_classes: int) -> torch.Tensor:
+        """Logits float64 [N, K]; -inf for classes without training clips."""
+        logits_NC = (features_ND.double() - self.mean_D) / self.scale_D @ self.weight_CD.T + self.bias_C
+        scores_NK = logits_NC.new_full((len(features_ND), num_classes), -torch.inf)
+        scores_NK[:, self.classes_C] = logits_NC
+        return scores_NK
+
+
+def fit_linear(features_MD: torch.Tensor, label_M: torch.Tensor, *, l2: float) -> LinearProbe:
+    """Train a layer on clips of at least two classes; `label_M` is int64."""
+    x_MD = features_MD.double()
+    mean_D = x_MD.mean(dim=0)
+    scale_D = x_MD.std(dim=0, correction=0)
+    # A constant feature becomes 0, not 0 / 0.
+    scale_D = torch.where(scale_D > 1e-12 * x_MD.abs().amax(dim=0), scale_D, torch.ones_like(scale_D))
+    x_MD = (x_MD - mean_D) / scale_D
+    classes_C, target_M = label_M.unique(return_inverse=True)
+    decay = l2 / len(x_MD)
+    weight_CD, bias_C = _solve(x_MD, target_M, num_classes=len(classes_C), decay=decay)
+    gradient = _gradient(x_MD, target_M, weight_CD, bias_C, decay=decay)
+    return LinearProbe(mean_D, scale_D, weight_CD, bias_C, classes_C, l2, gradient)
+
+
+def choose_l2(
+    features_MD: torch.Tensor, label_M: torch.Tensor, video_M: NDArray[np.int64], *, grid: Sequence[float] = GRID
+) -> float:
+    """Choose the l2 of `grid` with the lowest cross-entropy on a held-out fifth of the videos.
+
+    Held-out clips whose class does not occur among the others are ignored. If nothing can be compared (no clip is left,
+    or the others are of a single class), l2 is 10.
+    """
+    held_out_M = torch.from_numpy(held_out(video_M)).to(label_M.device)
+    seen = torch.isin(label_M, label_M[~held_out_M])
+    scored_M = held_out_M & seen
+    if not scored_M.any() or len(label_M[~held_out_M].unique()) < 2:
+        return FALLBACK
+    num_classes = int(label_M.max()) + 1
+
+    def cross_entropy(l2: float) -> float:
+        layer = fit_linear(features_MD[~held_out_M], label_M[~held_out_M], l2=l2)
+        scores = layer.scores(features_MD[scored_M], num_classes=num_classes)
+        return torch.nn.functional.cross_entropy(scores, label_M[scored_M]).item()
+
+    # Of equal ones, the strongest regularisation.
+    return min(sorted(grid, reverse=True), key=cross_entropy)
+
+
+def held_out(video_M: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which clips are held out: those of a fifth of the videos (rounded up), at random; every fifth of a single video.
+
+    Whole videos, because clips of one video are more similar than clips of two.
+    """
+    videos = np.unique(video_M)
+    if len(videos) < 2:
+        return np.arange(len(video_M)) % _HELD_OUT == _HELD_OUT - 1
+    drawn = uniform(videos, 1, seed=0, purpose="held out of a probe's training")[:, 0]
+    return np.isin(video_M, videos[np.argsort(drawn)[: -(-len(videos) // _HELD_OUT)]])
+
+
+@torch.enable_grad()
+def _solve(
+    x_MD: torch.Tensor, target_M: torch.Tensor, *, num_classes: int, decay: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """L-BFGS on the mean over clips, preconditioned.
+
+    At W = 0 the Hessian is (covariance / classes + decay) for each class. In coordinates in which it is the identity,
+    nearly collinear features do not slow down the convergence.
+    """
+    variance_D, axes_DD = torch.linalg.eigh(x_MD.T @ x_MD / len(x_MD))
+    stretch_D = (variance_D.clamp(min=0) / num_classes + decay).rsqrt()
+    z_MD = x_MD @ axes_DD * stretch_D
+    # Zero weights, and the biases that are optimal with them.
+    u_CD = x_MD.new_zeros(num_classes, x_MD.shape[1], requires_grad=True)
+    v_C = (torch.bincount(target_M, minlength=num_classes).double() / len(target_M)).log() / num_classes**0.5
+    v_C.requires_grad_()
+    search = torch.optim.LBFGS(
+        [u_CD, v_C],
+        max_iter=_MAX_STEPS,
+        max_eval=2 * _MAX_STEPS,
+        history_size=20,
+        tolerance_grad=_SMALL_GRADIENT,
+        tolerance_change=1e-16,
+        line_search_fn="strong_wolfe",
+    )
+
+    def objective() -> torch.Tensor:
+        search.zero_grad()
+        loss: torch.Tensor = torch.nn.functional.cross_entropy(z_MD @ u_CD.T + v_C * num_classes**0.5, target_M)
+        loss = loss + decay / 2 * (u_CD * stretch_D).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    step: Any = search.step
+    step(objective)
+    return (u_CD.detach() * stretch_D) @ axes_DD.T, v_C.detach() * num_classes**0.5
+
+
+def _gradient(
+    x_MD: torch.Tensor, target_M: torch.Tensor, weight_CD: torch.Tensor, bias_C: torch.Tensor, *, decay: float
+) -> float:
+    error_MC = (x_MD @ weight_CD.T + bias_C).softmax(dim=1)
+    error_MC[torch.arange(len(error_MC), device=error_MC.device), target_M] -= 1
+    by_weight = error_MC.T @ x_MD / len(x_MD) + decay * weight_CD
+    return max(by_weight.abs().max().item(), error_MC.mean(dim=0).abs().max().item())

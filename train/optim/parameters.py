@@ -1,0 +1,158 @@
+"""Parameter groups with a common learning rate and weight decay, by parameter names and shapes.
+
+Besides torch.optim's keys, groups have three of their own, which checkpoints contain too:
+
+    lr_scale       factor of the learning rate (layer-wise decay)
+    is_objective   the parameters are the objective's, which decides their learning rate
+    adapts         LAMB uses the trust ratio
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.distributed.sharded import local_part, reshard
+
+# Prefixes added by DDP, torch.compile and activation checkpointing.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|module)\.")
+_BLOCK = re.compile(r"(?P<tower>(?:.*?\.)??)(?:transformer\.)?(?:resblocks|blocks|layers)\.(?P<number>\d+)\.")
+# Layers before the first block of a tower; all others outside of blocks come after the last block.
+_STEM = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*token|conv1|ln_pre|patch\w*|embed)(?:\.|$)")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embedding\w*|\w*_token)(?:\.weight)?$")
+
+
+def parameter_groups(
+    model: nn.Module, objective: nn.Module, *, weight_decay: float, layer_decay: float, adapts_all: bool
+) -> list[dict[str, Any]]:
+    """Groups of all trainable parameters, in an order that depends only on names.
+
+    Weight decay applies to matrices of the model, but not to gains, biases and embeddings (class, positional, temporal,
+    token), and not to the objective (a temperature, FastCLIP procedure 5).
+
+    Args:
+        adapts_all: LAMB's trust ratio applies to all tensors of the model, not only to those with weight decay.
+    """
+    trained = {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    above = layers_above(trained)
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        decays = parameter.ndim >= 2 and not _EMBEDDING.search(name)
+        # Without layer-wise decay all layers share groups.
+        height = above[name] if layer_decay != 1 else 0
+        group = groups.setdefault(
+            (height, decays),
+            {
+                "params": [],
+                "weight_decay": weight_decay if decays else 0.0,
+                "lr_scale": layer_decay**height,
+                "is_objective": False,
+                "adapts": decays or adapts_all,
+            },
+        )
+        group["params"].append(parameter)
+    found = [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+    if not found:
+        # A pipeline stage with frozen layers only: an optimizer needs at least one group.
+        found = [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": False, "adapts": adapts_all}]
+    own = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    if own:
+        found.append({"params": own, "weight_decay": 0.0, "lr_scale": 1.0, "is_objective": True, "adapts": False})
+    return found
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the prefixes of DDP, torch.compile and checkpointing."""
+    return _WRAPPERS.sub("", name)
+
+
+def layers_above(names: Iterable[str]) -> dict[str, int]:
+    """Number of layers of the same tower above each parameter: 0 for a head, 1 for the last block, ...
+
+    A tower is any module with numbered blocks; everything before its blocks is its lowest layer. Layer-wise decay
+    (BEiT, VideoMAE) multiplies a parameter's learning rate by decay ** layers_above.
+    """
+    names = list(names)
+    blocks = {name: match for name in names if (match := _BLOCK.match(name))}
+    depths: dict[str, int] = {}
+    for match in blocks.values():
+        depths[match["tower"]] = max(depths.get(match["tower"], 0), int(match["number"]) + 1)
+    found = {}
+    for name in names:
+        if name in blocks:
+            found[name] = depths[blocks[name]["tower"]] - int(blocks[name]["number"])
+            continue
+        towers = [tower for tower in depths if name.startswith(tower)]
+        # The innermost tower that contains it.
+        tower = max(towers, key=len, default=None)
+        is_stem = tower is not None and _STEM.search(name[len(tower) :]) is not None
+        found[name] = depths[tower] + 1 if tower is not None and is_stem else 0
+    return found
+
+
+# Exponential moving average (EMA) of the weights, which is used for evaluation.
+
+
+class Ema:
+    """average = d average + (1 - d) weights, after every step.
+
+    d rises to `decay` as (1 + step) / (10 + step), so that the first steps have little weight. Averages are sharded
+    like the weights. Buffers are not averaged.
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        self._decay = decay
+        self._averages = {name: one.detach().clone() for name, one in _weights(model).items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, *, step: int) -> None:
+        """Update with the weights after step 1, 2, ..."""
+        weights = _weights(model)
+        decay = min(self._decay, (1 + step) / (10 + step))
+        if not self._averages:
+            return
+        torch._foreach_lerp_(
+            [local_part(one) for one in self._averages.values()],
+            [local_part(weights[name].detach()) for name in self._averages],
+            1 - decay,
+        )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages by parameter name, not copied; DTensors for sharded weights."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore the state of `state_dict`; ValueError if it is of other weights."""
+        if state.keys() != self._averages.keys():
+            raise ValueError(f"averages of other weights: {sorted(state.keys() ^ self._averages.keys())[:5]}")
+        for name, average in self._averages.items():
+            average.copy_(state[name])
+
+    @contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        """Context in which `model` has the averages as weights; it must not be trained or saved within."""
+        weights = _weights(model)
+        self._swap(weights)
+        try:
+            yield
+        finally:
+            # FSDP may still have gathered averages, which training must not continue with.
+            reshard(model)
+            self._swap(weights)
+
+    @torch.no_grad()
+    def _swap(self, weights: dict[str, nn.Parameter]) -> None:
+        for name, average in self._averages.items():
+            weight, average = local_part(weights[name].detach()), local_part(average)
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+
+def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    reshard(model)
+    return {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}

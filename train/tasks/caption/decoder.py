@@ -1,0 +1,279 @@
+"""The decoder of a captioner: its tokenizer, size and weights, and what run.json says of it.
+
+The decoder comes from one of three places: `--decoder.weights` (a folder or a Hugging Face name), the captioner that
+`--init.weights` names, or new weights with a tokenizer that is trained on the captions. Size and tokenizer always
+belong
+together: no tensor shape shows that a token id means another piece of text in another tokenizer.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.models.gpt2 import Gpt2Size, gpt2_size
+from train.models.transformer import NORM_EPS, TransformerSize
+from train.run.folder import RunFolder
+from train.tasks.caption.settings import CaptionerSettings, CaptionTowers, DecoderSettings, has_captioner
+from train.tasks.caption.tokenizer import CaptionTokenizer, has_tokenizer, read_tokenizer, train_tokenizer
+from train.weights.files import read_config
+from train.weights.fitting import Change
+from train.weights.hf_caption import read_caption_folder
+from train.weights.hf_caption_config import caption_config_of
+from train.weights.sources import Say, is_run
+
+_FILES = ["config.json", "model.safetensors", "tokenizer.json", "vocab.json", "merges.txt"]
+# A name on Hugging Face; anything else can only be a folder.
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderParts:
+    """Tokenizer, size and weights of a decoder.
+
+    Attributes:
+        tensors: weights by their names in a captioner; empty for new weights.
+        source: where the weights are from, as the user named it.
+        hint: of the error if tokenizer and decoder do not belong together.
+    """
+
+    tokenizer: CaptionTokenizer
+    size: Gpt2Size
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    source: str = ""
+    hint: InitVar[str] = "use the tokenizer that the decoder was trained with"
+
+    def __post_init__(self, hint: str) -> None:
+        if self.tokenizer.vocabulary_size > self.size.vocabulary_size:
+            raise UserError(
+                f"the tokenizer has {self.tokenizer.vocabulary_size:,} tokens, and the decoder "
+                f"{self.size.vocabulary_size:,}: they do not belong together",
+                hint=hint,
+            )
+
+
+def open_decoder(settings: DecoderSettings, texts: Iterable[str], *, say: Say) -> DecoderParts:
+    """Open the decoder that the settings name.
+
+    Args:
+        texts: captions on which a tokenizer is trained if none is named.
+
+    Raises:
+        UserError: a folder is missing, damaged, or of another model; tokenizer and decoder do not fit; the width is not
+            a multiple of the heads; captions may be longer than the decoder's context.
+    """
+    folder = None if settings.weights is None else decoder_folder(settings.weights, say=say)
+    named = Path(settings.tokenizer) if settings.tokenizer is not None else folder
+    if named is not None:
+        tokenizer = read_tokenizer(named)
+    else:
+        tokenizer = train_tokenizer(texts, vocabulary_size=settings.vocabulary)
+    if folder is None:
+        size = decoder_size(settings, vocabulary_size=tokenizer.vocabulary_size)
+        return DecoderParts(tokenizer=tokenizer, size=size)
+    found = read_caption_folder(folder, needs_decoder=True)
+    if found.config.decoder is None:
+        raise UserError(f"{folder} has no GPT-2 (--decoder.weights)", hint="name a folder that has one")
+    if settings.max_tokens > found.config.decoder.context_length:
+        raise UserError(
+            f"--decoder.max-tokens is {settings.max_tokens}, and the decoder of {folder} has a context of "
+            f"{found.config.decoder.context_length}",
+            hint="use fewer",
+        )
+    tensors = {name: one for name, one in found.converted.tensors.items() if name.startswith("decoder.")}
+    hint = "name the tokenizer of the decoder, or leave --decoder.tokenizer out"
+    if settings.tokenizer is None:
+        hint = f"the tokenizer is that of {folder}: name the decoder's own with --decoder.tokenizer, or mend the folder"
+    return DecoderParts(
+        tokenizer=tokenizer, size=found.config.decoder, tensors=tensors, source=str(settings.weights), hint=hint
+    )
+
+
+def decoder_of_start(settings: CaptionerSettings) -> DecoderParts | None:
+    """Size and tokenizer of the decoder in the folder of `--init.weights`; None if it has no captioner.
+
+    Raises:
+        UserError: it has no tokenizer, and none is named; the settings name another tokenizer or another size; or a
+            file is damaged.
+    """
+    named, wanted = settings.init.weights, settings.decoder
+    if named is None or not has_captioner(Path(named)):
+        return None
+    folder = Path(named)
+    size = _size_in(folder)
+    if size is None:
+        return None
+    for name, its in (("width", size.trunk.width), ("depth", size.trunk.depth), ("heads", size.trunk.num_heads)):
+        given = getattr(wanted, name)
+        if given not in (None, its):
+            raise UserError(
+                f"--decoder.{name} is {given}, and the decoder of {folder} has {its} (--init.weights)",
+                hint="leave it out: the decoder comes with these weights",
+            )
+    own = read_tokenizer(folder) if has_tokenizer(folder) else None
+    other = None if wanted.tokenizer is None else read_tokenizer(Path(wanted.tokenizer))
+    tokenizer = own or other
+    if tokenizer is None:
+        raise no_tokenizer(named)
+    if own is not None and other is not None and own.numbers() != other.numbers():
+        raise UserError(
+            f"--decoder.tokenizer {wanted.tokenizer} has other tokens than those that the decoder of {folder} was "
+            "trained with (--init.weights)",
+            hint="leave --decoder.tokenizer out: the tokenizer comes with these weights",
+        )
+    return DecoderParts(tokenizer=tokenizer, size=size)
+
+
+def _size_in(folder: Path) -> Gpt2Size | None:
+    if is_run(folder):
+        return decoder_size_of(RunFolder(folder))
+    return caption_config_of(read_config(folder / "config.json") or {}, source=str(folder)).decoder
+
+
+def no_tokenizer(title: str) -> UserError:
+    """The error for a decoder without a tokenizer."""
+    return UserError(
+        f"{title} has a decoder and no tokenizer, without which its tokens mean nothing",
+        hint="name the folder of the tokenizer that it was trained with: --decoder.tokenizer FOLDER",
+    )
+
+
+def decoder_folder(wanted: str, *, say: Say) -> Path:
+    """The folder of `--decoder.weights`: an existing one, or a download of that name from Hugging Face.
+
+    Raises:
+        UserError: there is neither.
+    """
+    folder = Path(wanted)
+    if folder.is_dir():
+        return folder
+    if _NAME.fullmatch(wanted) is None:
+        raise UserError(f"there is no folder {wanted} (--decoder.weights)", hint="name one with GPT-2's files")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    say(f"decoder: there is no folder {wanted} here; from Hugging Face's cache, or else downloaded")
+    try:
+        return Path(snapshot_download(wanted, allow_patterns=_FILES))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise UserError(
+            f"there is no folder {wanted}, and nothing of that name in Hugging Face's cache or to be had: "
+            f"{str(error).splitlines()[0]}",
+            hint="is there a network? On a machine with one, fill the cache; or name a folder with GPT-2's files",
+        ) from error
+
+
+def decoder_size(settings: DecoderSettings, *, vocabulary_size: int) -> Gpt2Size:
+    """Size of the decoder: that of `--decoder.name`, changed as the settings say.
+
+    Raises:
+        UserError: the width is not a multiple of the number of heads.
+    """
+    size = gpt2_size(settings.name, vocabulary_size=vocabulary_size, context_length=settings.max_tokens)
+    return replace(size, trunk=changed_size(size.trunk, settings, flag="--decoder"))
+
+
+def changed_size(trunk: TransformerSize, settings: CaptionTowers | DecoderSettings, *, flag: str) -> TransformerSize:
+    """A size with width, depth and heads of the settings; `flag` is their group, for the error."""
+    changed = replace(
+        trunk,
+        width=settings.width or trunk.width,
+        depth=settings.depth or trunk.depth,
+        num_heads=settings.heads or trunk.num_heads,
+    )
+    if changed.width % changed.num_heads:
+        raise UserError(
+            f"{flag}.width is {changed.width}, which {changed.num_heads} heads cannot share",
+            hint=f"use a multiple of {changed.num_heads}, or other {flag}.heads",
+        )
+    return changed
+
+
+def decoder_facts(size: Gpt2Size) -> dict[str, Any]:
+    """Entry of run.json: the size of the decoder, so that the folder of its weights is not needed again."""
+    trunk = size.trunk
+    return {
+        "width": trunk.width,
+        "depth": trunk.depth,
+        "heads": trunk.num_heads,
+        "norm_eps": trunk.norm_eps,
+        "vocabulary": size.vocabulary_size,
+        "context": size.context_length,
+    }
+
+
+def start_facts(model: nn.Module, parts: DecoderParts, *, frozen: Iterable[str]) -> dict[str, Any]:
+    """Entries of run.json: the decoder's initial weights, and how many parameters are trained.
+
+    Args:
+        model: the captioner, which may be on the meta device, with its frozen parameters.
+        frozen: names of the frozen parts.
+    """
+    sizes = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    total, num_frozen = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if not is_trained)
+    which = f"{num_frozen:,} of them frozen ({', '.join(frozen)})" if num_frozen else "none of them frozen"
+    facts: dict[str, Any] = {"parameters": f"{total:,}, {which}"}
+    if parts.tensors:
+        wanted = {name: one for name, one in model.state_dict().items() if name.startswith("decoder.")}
+        changes = [
+            Change(kind="created", name=name, new=tuple(one.shape), why="a plain GPT-2 has no cross-attention")
+            for name, one in wanted.items()
+            if name not in parts.tensors
+        ]
+        facts["decoder_weights"] = {
+            "source": parts.source,
+            "num_copied": len(wanted) - len(changes),
+            "changes": [change.as_json() for change in changes],
+        }
+    return facts
+
+
+def start_lines(facts: Mapping[str, Any]) -> list[str]:
+    """The entries of `start_facts` as lines for the console."""
+    lines = []
+    if (start := facts.get("decoder_weights")) is not None:
+        num_copied, num_new = start["num_copied"], len(start["changes"])
+        copied = f"{num_copied} of {num_copied + num_new} tensors copied as they are"
+        new = f", {num_new} are new (cross-attention)" if num_new else ""
+        lines.append(f"decoder: {start['source']}: {copied}{new}")
+    if "parameters" in facts:
+        lines.append(f"parameters: {facts['parameters']}")
+    return lines
+
+
+def read_decoder_parts(run: RunFolder) -> DecoderParts:
+    """Tokenizer and decoder size of a run.
+
+    Raises:
+        UserError: it is not a run of `train caption`.
+    """
+    return DecoderParts(
+        tokenizer=read_tokenizer(run.path, hint="put back what the run wrote"), size=decoder_size_of(run)
+    )
+
+
+def decoder_size_of(run: RunFolder) -> Gpt2Size:
+    """Decoder size of a run.
+
+    Raises:
+        UserError: it is not a run of `train caption`.
+    """
+    try:
+        facts = run.require_facts()["decoder"]
+        trunk = TransformerSize(
+            width=facts["width"],
+            depth=facts["depth"],
+            num_heads=facts["heads"],
+            norm_eps=facts.get("norm_eps", NORM_EPS),
+        )
+        return Gpt2Size(trunk=trunk, vocabulary_size=facts["vocabulary"], context_length=facts["context"])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{run.facts} names no decoder: {run.path} is no run of train caption",
+            hint="other runs are scored by other commands: train eval --help",
+        ) from error

@@ -1,0 +1,205 @@
+"""Build a captioner from its settings, and initialise it from weights: a captioner's, a video tower's, a GPT-2's."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from manifests.errors import UserError
+from train.config.model import kind_of
+from train.engine.task import UNUSED_PARTS, without_parts
+from train.models.attention import Attend
+from train.models.captioner import Captioner
+from train.models.dual_encoder import size_of
+from train.models.gpt2 import Gpt2, Gpt2Size
+from train.models.timesformer import TimeSformer, nearest_places, nearest_times
+from train.models.transformer import checkpoint_blocks, drop_path_of
+from train.models.video_vit import VideoViT, VideoViTSize
+from train.models.videomae import VideoMAEEncoder
+from train.tasks.caption.decoder import DecoderParts, changed_size, no_tokenizer
+from train.tasks.caption.settings import CaptionerSettings, DecoderSettings, Frozen, has_captioner
+from train.tasks.caption.tokenizer import has_tokenizer
+from train.weights.effective import effective_clip_settings
+from train.weights.loading import Loaded, fit_to
+from train.weights.sources import Say, Source
+
+# Parameters that a GPT-2 trained on text alone lacks.
+CROSS_ATTENTION = (".cross_attn.", ".ln_cross.")
+_TOKENS, _DECODER_POSITIONS = "decoder.token_embedding.weight", "decoder.positional_embedding"
+_POSITIONS, _TIMES = "video.positional_embedding", "video.temporal_embedding"
+_UNUSED_PARTS = {**UNUSED_PARTS, "fc_norm.": "a classifier's norm (fc_norm)"}
+
+
+def tower_size(settings: CaptionerSettings) -> VideoViTSize:
+    """Size of the video tower: that of `--model`, changed as the settings say.
+
+    Raises:
+        UserError: the width is not a multiple of the number of heads.
+    """
+    towers = settings.towers
+    size = size_of(settings.model, towers).video
+    return replace(
+        size, trunk=changed_size(size.trunk, towers, flag="--towers"), patch_px=towers.patch_px or size.patch_px
+    )
+
+
+def build_captioner(settings: CaptionerSettings, decoder: Gpt2Size, *, attend: Attend) -> Captioner:
+    """A captioner with new weights from torch's generator.
+
+    Raises:
+        UserError: the tower's width is not a multiple of its heads.
+    """
+    captioner = Captioner(
+        _tower(settings, attend=attend), Gpt2(decoder, attend=attend, dropout=settings.decoder.dropout)
+    )
+    if settings.towers.activation_checkpointing:
+        checkpoint_blocks(captioner)
+    return captioner
+
+
+def _tower(settings: CaptionerSettings, *, attend: Attend) -> nn.Module:
+    towers, size = settings.towers, tower_size(settings)
+    image_px, num_frames = settings.size_px, settings.num_frames
+    temporal_std = size.trunk.width**-0.5 if towers.temporal == "random" else 0.0
+    drop_path = drop_path_of(towers.drop_path, depth=size.trunk.depth, is_rising=towers.drop_path_rule == "rising")
+    match kind_of(towers):
+        case "timesformer":
+            return TimeSformer(
+                size,
+                image_px=image_px,
+                num_frames=num_frames,
+                attend=attend,
+                temporal_std=temporal_std,
+                drop_path=drop_path,
+            )
+        case "videomae":
+            return VideoMAEEncoder(size, image_px=image_px, num_frames=num_frames, attend=attend, drop_path=drop_path)
+        case "clip":
+            return VideoViT(
+                size,
+                image_px=image_px,
+                num_frames=num_frames,
+                embedding_width=None,
+                attend=attend,
+                temporal_std=temporal_std,
+                patch_dropout=towers.patch_dropout,
+                drop_path=drop_path,
+            )
+
+
+@torch.no_grad()
+def copy_decoder(captioner: Captioner, parts: DecoderParts) -> None:
+    """Copy the decoder's weights, if there are any, into a captioner; missing cross-attention keeps its new weights.
+
+    Raises:
+        UserError: anything else is missing, left over, or of another shape.
+    """
+    if not parts.tensors:
+        return
+    wanted = {name: one for name, one in captioner.state_dict().items() if name.startswith("decoder.")}
+    missing = [name for name in wanted if name not in parts.tensors and not any(one in name for one in CROSS_ATTENTION)]
+    strange = [name for name, one in parts.tensors.items() if name not in wanted or one.shape != wanted[name].shape]
+    if missing or strange:
+        raise UserError(
+            f"the decoder's weights do not fit its config.json: {', '.join((missing + strange)[:3])}",
+            hint="get the folder of --decoder.weights again",
+        )
+    for name, tensor in parts.tensors.items():
+        wanted[name].copy_(tensor)
+
+
+def freeze(captioner: nn.Module, parts: Iterable[Frozen]) -> None:
+    """Freeze parts of a captioner."""
+    for name, parameter in captioner.named_parameters():
+        if any(_is_of(name, part) for part in parts):
+            parameter.requires_grad_(False)
+
+
+def _is_of(name: str, part: Frozen) -> bool:
+    if part == "encoder":
+        return name.startswith("video.")
+    is_of_decoder = name.startswith("decoder.")
+    return is_of_decoder and (part == "decoder" or not any(one in name for one in CROSS_ATTENTION))
+
+
+def effective_settings(settings: CaptionerSettings, source: Source | None, *, say: Say) -> CaptionerSettings:
+    """The settings that take effect with the weights of `source`; the tower is a TimeSformer unless they say otherwise.
+
+    Raises:
+        UserError: the settings contradict the weights.
+    """
+    if settings.towers.kind is None and (source is None or source.kind is None):
+        settings = replace(settings, towers=replace(settings.towers, kind="timesformer"))
+    if source is not None:
+        settings = with_decoder_of(settings, source, say=say)
+    return effective_clip_settings(settings, source, say=say)
+
+
+def with_decoder_of(settings: CaptionerSettings, source: Source, *, say: Say) -> CaptionerSettings:
+    """The settings of a captioner that starts from `source`, with its decoder if it has one.
+
+    Raises:
+        UserError: the settings name another decoder, or captions longer than its context; or there is no tokenizer.
+    """
+    tensors, wanted = source.converted.tensors, settings.decoder
+    folder = Path(settings.init.weights or "")
+    if not has_decoder(tensors):
+        return settings
+    if wanted.weights is not None:
+        raise UserError(
+            f"two decoders are named: {source.title} has one, and --decoder.weights is {wanted.weights}",
+            hint="leave --decoder.weights out, or name weights without a decoder with --init.weights",
+        )
+    if wanted.tokenizer is None and not (has_captioner(folder) and has_tokenizer(folder)):
+        raise no_tokenizer(source.title)
+    context_length = len(tensors[_DECODER_POSITIONS])
+    if wanted.max_tokens <= context_length:
+        return settings
+    if wanted.max_tokens != DecoderSettings.max_tokens:
+        raise UserError(
+            f"--decoder.max-tokens is {wanted.max_tokens}, and the decoder of {source.title} has a context of "
+            f"{context_length}",
+            hint="use fewer",
+        )
+    say(f"weights: their decoder has a context of {context_length} tokens: --decoder.max-tokens {context_length}")
+    return replace(settings, decoder=replace(wanted, max_tokens=context_length))
+
+
+def has_decoder(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether weights are those of a whole captioner."""
+    return _TOKENS in tensors
+
+
+def start_of_captioner(model: Captioner, source: Source, *, allow: Sequence[str], say: Say) -> Loaded:
+    """Fit a whole captioner, or the video tower of other weights, to a captioner that may be on the meta device.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    wanted: nn.Module = model
+    if not has_decoder(source.converted.tensors):
+        wanted = nn.Module()
+        wanted.video = model.video
+        source = without_parts(source, _UNUSED_PARTS, model="a captioner", say=say)
+    if isinstance(model.video, TimeSformer):
+        tensors = _resized_embeddings(source.converted.tensors, model.video, say=say)
+        source = replace(source, converted=replace(source.converted, tensors=tensors))
+    return fit_to(wanted, source, allow=allow, say=say)
+
+
+def _resized_embeddings(
+    tensors: Mapping[str, torch.Tensor], tower: TimeSformer, *, say: Say
+) -> dict[str, torch.Tensor]:
+    """A TimeSformer's position and time embeddings, resized to other clips by nearest neighbours as in transformers."""
+    fitted = dict(tensors)
+    for name, what in ((_POSITIONS, "places"), (_TIMES, "times")):
+        if name not in tensors:
+            continue
+        wanted = len(tower.positional_embedding if name == _POSITIONS else tower.temporal_embedding)
+        if len(tensors[name]) != wanted:
+            say(f"weights: {len(tensors[name])} {what} become {wanted}, each the nearest one")
+            resize = nearest_times if name == _TIMES else (lambda old, count: nearest_places(old, count - 1))
+            fitted[name] = resize(tensors[name], wanted)
+    return fitted

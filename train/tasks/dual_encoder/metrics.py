@@ -1,0 +1,276 @@
+"""Text-video retrieval: R@1, R@5, R@10 and median rank, in both directions.
+
+If several clips have the same caption ("a red circle moves to the left"), any of them is correct. Captions with equal
+tokens, or equal stored embeddings, are one text (train.tasks.dual_encoder.embeddings). The protocol:
+
+    text to video   query: each distinct text; gallery: all clips; correct: every clip that has this text
+    video to text   query: each clip; gallery: the distinct texts; correct: the clip's own text
+
+The rank of a query is 1 + the number of incorrect items that score at least as high as its best correct item: ties
+count against the model, so that constant scores get the worst ranks.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.data.relevancy import Relevancy
+
+RECALL_AT = (1, 5, 10)
+
+RETRIEVAL_PROTOCOL = (
+    "text to video: each distinct text among all clips, any clip with that text is right; "
+    "video to text: each clip among the distinct texts; ties count against the model"
+)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Result of one direction; recall and chance are fractions in [0, 1], by k."""
+
+    num_queries: int
+    gallery_size: int
+    recall: dict[int, float]
+    chance: dict[int, float]
+    median_rank: float
+    chance_median_rank: float
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Result of both directions."""
+
+    text_to_video: Direction
+    video_to_text: Direction
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"protocol": RETRIEVAL_PROTOCOL, **asdict(self)}
+
+
+def score_retrieval(similarity_NM: NDArray[np.float32], text_of_clip_N: NDArray[np.int64]) -> Retrieval:
+    """Score similarities of N clips and M distinct texts.
+
+    Args:
+        text_of_clip_N: the text of each clip, a column of the similarities.
+    """
+    is_right_NM = text_of_clip_N[:, None] == np.arange(similarity_NM.shape[1])
+    return Retrieval(
+        text_to_video=_direction(similarity_NM.T, is_right_NM.T),
+        video_to_text=_direction(similarity_NM, is_right_NM),
+    )
+
+
+def ranks(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Rank (1 is best) of the best correct item of each query among that item and all incorrect ones; int64 [Q]."""
+    best_right_Q = np.where(is_right_QG, similarity_QG, -np.inf).max(axis=1)
+    # Negated, so that NaN counts against the model.
+    ahead_QG = ~is_right_QG & ~(similarity_QG < best_right_Q[:, None])
+    return 1 + ahead_QG.sum(axis=1)
+
+
+def _direction(similarity_QG: NDArray[np.float32], is_right_QG: NDArray[np.bool_]) -> Direction:
+    rank_Q = ranks(similarity_QG, is_right_QG)
+    num_queries, gallery_size = similarity_QG.shape
+    num_right = is_right_QG.sum(axis=1)
+    return Direction(
+        num_queries=num_queries,
+        gallery_size=gallery_size,
+        recall={k: float((rank_Q <= k).mean()) for k in RECALL_AT},
+        chance={k: _mean_chance(gallery_size, num_right, k) for k in RECALL_AT},
+        median_rank=float(np.median(rank_Q)),
+        chance_median_rank=_chance_median_rank(gallery_size, num_right),
+    )
+
+
+def chance(gallery_size: int, num_right: int, k: int) -> float:
+    """Probability that a random ranking has a correct item among its first k: 1 - C(G - R, k) / C(G, k)."""
+    if k + num_right > gallery_size:
+        return 1.0
+    missed = np.arange(gallery_size - k - num_right + 1, gallery_size - k + 1)
+    return 1.0 - float(np.prod(missed / (missed + k)))
+
+
+def _mean_chance(gallery_size: int, num_right_Q: NDArray[np.int64], k: int) -> float:
+    """Mean over queries, computed once per number of correct items."""
+    counts, num_queries = np.unique(num_right_Q, return_counts=True)
+    chances = [chance(gallery_size, int(count), k) for count in counts]
+    return float(np.average(chances, weights=num_queries))
+
+
+def _chance_median_rank(gallery_size: int, num_right_Q: NDArray[np.int64]) -> float:
+    """The smallest k at which a random ranking succeeds for half of the queries."""
+    ranks = range(1, gallery_size + 1)
+    # The chance increases with k.
+    return float(ranks[bisect_left(ranks, 0.5, key=lambda k: _mean_chance(gallery_size, num_right_Q, k))])
+
+
+# EPIC-KITCHENS-100 multi-instance retrieval (MIR): graded mAP and nDCG, in both directions.
+#
+# A clip has many relevant sentences, each with a relevancy in [0, 1] (train.data.relevancy). With rel_k the relevancy
+# of the item at rank k of a query's ranking:
+#
+# AP    mean, over the ranks k at which rel_k = 1, of (rel_1 + ... + rel_k) / k
+# nDCG  (sum over k <= K of rel_k / log2(k + 1)) / the same of the best ranking; K = number of items with rel > 0
+#
+# Partial relevancy counts in the precision, and the mean is over full relevancy only, as in the challenge's code: the
+# ranking [.5, 1, 0, 1] has (1.5 / 2 + 2.5 / 4) / 2 = .6875, where its binary AP would be .5. A query without an item
+# of relevancy 1 has no AP, and one without any relevant item no nDCG: such queries are excluded from the mean and
+# counted.
+#
+# Of items with equal scores, the least relevant is ranked first: ties count against the model. The public code leaves
+# their order to the sorting algorithm.
+
+
+_BLOCK_VALUES = 1 << 22
+
+MIR_PROTOCOL = (
+    "mAP: precision sums graded relevancy and is averaged at ranks of relevancy 1; "
+    "nDCG: linear gain, log2(rank + 1), cut at the number of items with relevancy above 0; "
+    "ties count against the model"
+)
+
+
+@dataclass(frozen=True)
+class DirectionScores:
+    """Means over queries of one direction; None if no query has the metric.
+
+    Attributes:
+        mean_ap, ndcg: fractions in [0, 1].
+        chance_mean_ap, chance_ndcg: expectation over random rankings.
+        num_without_ap: number of queries without an item of relevancy 1.
+        num_without_ndcg: number of queries without an item of relevancy above 0.
+    """
+
+    num_queries: int
+    gallery_size: int
+    mean_ap: float | None
+    ndcg: float | None
+    chance_mean_ap: float | None
+    chance_ndcg: float | None
+    num_without_ap: int
+    num_without_ndcg: int
+
+
+@dataclass(frozen=True)
+class MultiInstance:
+    """Result of both directions, and their means, by which the challenge ranks."""
+
+    video_to_text: DirectionScores
+    text_to_video: DirectionScores
+
+    @property
+    def mean_ap(self) -> float | None:
+        return _mean_of_two(self.video_to_text.mean_ap, self.text_to_video.mean_ap)
+
+    @property
+    def ndcg(self) -> float | None:
+        return _mean_of_two(self.video_to_text.ndcg, self.text_to_video.ndcg)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"protocol": MIR_PROTOCOL, **asdict(self), "average": {"mean_ap": self.mean_ap, "ndcg": self.ndcg}}
+
+
+def score_mir(similarity_NM: NDArray[np.floating], relevancy: Relevancy) -> MultiInstance:
+    """Score similarities of N clips and M sentences.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if similarity_NM.shape != relevancy.shape:
+        raise ValueError(f"similarities {similarity_NM.shape} and relevancy {relevancy.shape} differ in shape")
+    return MultiInstance(
+        video_to_text=_scores(similarity_NM, relevancy),
+        text_to_video=_scores(similarity_NM.T, relevancy.transposed()),
+    )
+
+
+def average_precision(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """AP of each query, [Q], from the relevancies in the order of its ranking; NaN where none is 1."""
+    num_first = np.arange(1, ranked_QG.shape[1] + 1)
+    precision_QG = np.where(ranked_QG == 1, np.cumsum(ranked_QG, axis=1) / num_first, 0)
+    num_full_Q = (ranked_QG == 1).sum(axis=1)
+    return _divided(precision_QG.sum(axis=1), num_full_Q)
+
+
+def ndcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """nDCG of each query, [Q], from the relevancies in the order of its ranking; NaN where none is above 0."""
+    best_QG = -np.sort(-ranked_QG, axis=1)
+    return _divided(_dcg(ranked_QG), _dcg(best_QG))
+
+
+def _dcg(ranked_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    rank = np.arange(1, ranked_QG.shape[1] + 1)
+    counts_QG = rank <= (ranked_QG > 0).sum(axis=1, keepdims=True)
+    gained: NDArray[np.float64] = (ranked_QG / np.log2(rank + 1) * counts_QG).sum(axis=1)
+    return gained
+
+
+def _scores(similarity_QG: NDArray[np.floating], relevancy: Relevancy) -> DirectionScores:
+    num_queries, gallery_size = similarity_QG.shape
+    columns: list[list[NDArray[np.float64]]] = [[], [], [], []]
+    for queries in _blocks(num_queries, gallery_size):
+        relevancy_QG = relevancy.rows(queries)
+        # By descending similarity; equal ones by ascending relevancy.
+        order_QG = np.lexsort((relevancy_QG, -similarity_QG[queries]), axis=1)
+        ranked_QG = np.take_along_axis(relevancy_QG, order_QG, axis=1)
+        for column, value in zip(
+            columns,
+            (average_precision(ranked_QG), ndcg(ranked_QG), chance_ap(relevancy_QG), chance_ndcg(relevancy_QG)),
+            strict=True,
+        ):
+            column.append(value)
+    ap, gain, ap_by_chance, gain_by_chance = (np.concatenate([*column, np.empty(0)]) for column in columns)
+    return DirectionScores(
+        num_queries=num_queries,
+        gallery_size=gallery_size,
+        mean_ap=_mean(ap),
+        ndcg=_mean(gain),
+        chance_mean_ap=_mean(ap_by_chance),
+        chance_ndcg=_mean(gain_by_chance),
+        num_without_ap=int(np.isnan(ap).sum()),
+        num_without_ndcg=int(np.isnan(gain).sum()),
+    )
+
+
+def chance_ap(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Expected AP of each query under random rankings, [Q].
+
+    An item of relevancy 1 is equally likely at each rank k, and those before it have the mean relevancy of all others.
+    """
+    size = relevancy_QG.shape[1]
+    share_first = (1 / np.arange(1, size + 1)).sum() / size
+    others_Q = relevancy_QG.sum(axis=1) - 1
+    expected = share_first + others_Q / max(size - 1, 1) * (1 - share_first)
+    return np.where((relevancy_QG == 1).any(axis=1), expected, np.nan)
+
+
+def chance_ndcg(relevancy_QG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Expected nDCG of each query under random rankings, [Q]: every rank gains the mean relevancy."""
+    discount = 1 / np.log2(np.arange(2, relevancy_QG.shape[1] + 2))
+    counted_Q = np.concatenate([[0.0], np.cumsum(discount)])[(relevancy_QG > 0).sum(axis=1)]
+    return _divided(relevancy_QG.mean(axis=1) * counted_Q, _dcg(-np.sort(-relevancy_QG, axis=1)))
+
+
+def _blocks(num_queries: int, gallery_size: int) -> Iterator[slice]:
+    """Slices of the queries whose tables take at most some hundred megabytes."""
+    step = max(1, _BLOCK_VALUES // max(gallery_size, 1))
+    return (slice(begin, min(begin + step, num_queries)) for begin in range(0, num_queries, step))
+
+
+def _divided(above: NDArray[np.float64], below: NDArray[Any]) -> NDArray[np.float64]:
+    return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if len(there) else None
+
+
+def _mean_of_two(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else (first + second) / 2

@@ -1,0 +1,295 @@
+"""Read a numpy array from a pickle without running any code of the pickle.
+
+Relevancy files are published as pickles, and a pickle is a program. The few calls that rebuild an array are replaced by
+stand-ins that only record their arguments; any other name is refused. The array is built from the recorded arguments
+after they were checked.
+"""
+
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from manifests.adapters.tables import read_csv
+from manifests.errors import UserError
+from manifests.store import read_captions
+from train.data.chunks import rows_of, videos_of_split
+from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
+
+_NUMBER_TYPES = re.compile(r"[fiu][1248]|b1")
+_BYTE_ORDERS = ("<", ">", "|", "=")
+
+
+def load_array_pickle(path: Path) -> NDArray[Any]:
+    """The array of numbers in a pickle, of any protocol and of Python 2 or 3.
+
+    Raises:
+        UserError: the file cannot be read, is not a pickle, or contains anything but one array of numbers.
+    """
+    try:
+        with path.open("rb") as file:
+            value = _ArrayUnpickler(file, encoding="latin1").load()
+        if not isinstance(value, _Array):
+            raise UserError(f"{path} holds a {type(value).__name__}, and a numpy array is needed", hint=_HINT)
+        return value.array()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except _Refused as error:
+        raise UserError(
+            f"{path} asks for {error}, which is refused: loading it could run code, and it is no array of numbers",
+            hint=_HINT,
+        ) from error
+    # What a damaged pickle raises is not limited to UnpicklingError (Python's documentation of pickle.load).
+    except (
+        pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError,
+        MemoryError,
+    ) as error:  # fmt: skip
+        raise UserError(
+            f"{path} is no whole pickle of an array: {error or type(error).__name__}", hint=_HINT
+        ) from error
+
+
+_HINT = "save it as .npy: numpy.save(FILE, array)"
+
+
+class _Refused(Exception):
+    """The pickle refers to something that an array of numbers does not need."""
+
+
+class _Dtype:
+    """Stand-in for numpy.dtype: its code, then its byte order."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        if not isinstance(code, str) or not _NUMBER_TYPES.fullmatch(code):
+            raise _Refused(f"an array of type {code!r:.20}")
+        self.code, self.byte_order = code, "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, byte_order, inner, names, fields, *_ = state
+        if byte_order not in _BYTE_ORDERS or inner is not None or names or fields:
+            raise _Refused("an array of records")
+        self.byte_order = byte_order
+
+
+class _Array:
+    """Stand-in for numpy.ndarray."""
+
+    def __init__(self, *_: Any) -> None:
+        self._state: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._state = state
+
+    def array(self) -> NDArray[Any]:
+        """The array, which shares the pickle's bytes.
+
+        Raises:
+            ValueError: the parts are inconsistent.
+        """
+        _, shape, dtype, is_fortran, content = self._state
+        if not isinstance(dtype, _Dtype):
+            raise ValueError("it has no type")
+        # Python 2 pickles store bytes as text.
+        raw = content.encode("latin1") if isinstance(content, str) else bytes(content)
+        flat = np.frombuffer(raw, np.dtype(dtype.byte_order + dtype.code))
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _from_buffer(content: bytes, dtype: Any, shape: Any, order: str, *_: Any) -> _Array:
+    """How protocol 5 stores an array."""
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", content))
+    return array
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """How protocols before 3 store bytes."""
+    if encoding != "latin1":
+        raise _Refused(f"the encoding {encoding!r:.20}")
+    return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    """How protocols before 3 store empty bytes."""
+    return b""
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    ("__builtin__", "bytes"): _no_bytes,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): _Array,
+    ("_codecs", "encode"): _encode,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Array for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise _Refused(f"{module}.{name}") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _Refused(f"the outside object {pid!r:.40}")
+
+
+# Clips, sentences and relevancies of multi-instance retrieval, from the manifest and from files.
+#
+# Clips are the captions of a split, sentences their distinct texts.
+#
+# Rows of the relevancy are the captions of the split in the order of their ids, which is that of the rows of the
+# annotation file. Columns are the distinct texts in the order in which they first appear, or those of a sentence file
+# (EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`).
+
+
+_VERB, _NOUNS = "label_verb", "label_nouns"
+# Narrations with the same text may have different classes, so not every clip has relevancy 1 for its own sentence.
+_LEAST_OWN_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class MirTable:
+    """The clips and sentences of a split.
+
+    Attributes:
+        relevancy: [N, M].
+        sentences: the texts [M].
+        caption_ids: int64 [N], ascending.
+        span_of_N: int64, equal for captions of the same span of a video, which are one clip for the loader.
+        sentence_of_N: int64, the clip's own sentence; -1 if it is not among the sentences.
+        source: description of where the relevancy comes from.
+    """
+
+    relevancy: Relevancy
+    sentences: tuple[str, ...]
+    caption_ids: NDArray[np.int64]
+    span_of_N: NDArray[np.int64]
+    sentence_of_N: NDArray[np.int64]
+    source: str
+
+    def rows_shown(self, caption_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows whose clips were embedded, ascending, and for each an index into `caption_ids` of its clip.
+
+        Args:
+            caption_ids: one caption of each embedded clip; ids without a row are ignored.
+        """
+        place = np.searchsorted(self.caption_ids, caption_ids).clip(max=len(self.caption_ids) - 1)
+        given = np.flatnonzero(self.caption_ids[place] == caption_ids)
+        place_of_span = np.full(int(self.span_of_N.max()) + 1, -1)
+        place_of_span[self.span_of_N[place[given]]] = given
+        rows = np.flatnonzero(place_of_span[self.span_of_N] >= 0)
+        return rows, place_of_span[self.span_of_N[rows]]
+
+
+def open_mir_table(data_dir: Path, *, split: str, relevancy: Path | None, sentences: Path | None) -> MirTable:
+    """Read the captions of a split, and their relevancies from a file or from their classes.
+
+    Raises:
+        UserError: a file cannot be read or is of another split, or there are no classes to compute relevancies from.
+    """
+    captions = read_captions(data_dir)
+    captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
+    if _VERB in captions.column_names:
+        # Captions without classes belong to another data set in the same folder.
+        captions = captions.filter(pc.is_valid(captions[_VERB]))
+    texts = captions["text"].combine_chunks()
+    names = pc.unique(texts) if sentences is None else _sentences(sentences, texts, split=split)
+    sentence_of_N = pc.fill_null(pc.index_in(texts, value_set=names), -1).to_numpy().astype(np.int64)
+    caption_ids = captions["caption_id"].to_numpy()
+    if relevancy is None:
+        matrix = _of_classes(captions, sentence_of_N, num_sentences=len(names), split=split)
+        source = "relevancy computed from verb and noun classes, a sentence's being those of its first clip"
+    else:
+        matrix = _read_matrix(relevancy)
+        _require_fit(matrix, sentence_of_N, num_sentences=len(names), path=relevancy, split=split)
+        source = f"relevancy of {relevancy.name}"
+    return MirTable(matrix, tuple(names.to_pylist()), caption_ids, _spans(captions), sentence_of_N, source)
+
+
+def _spans(captions: pa.Table) -> NDArray[np.int64]:
+    spans = captions.select(["video_id", "begin_s", "end_s"]).append_column("row", pa.array(np.arange(len(captions))))
+    groups = spans.group_by(["video_id", "begin_s", "end_s"], use_threads=False).aggregate([("row", "list")])
+    numbers = np.empty(len(captions), np.int64)
+    rows = groups["row_list"].combine_chunks()
+    numbers[pc.list_flatten(rows).to_numpy()] = pc.list_parent_indices(rows).to_numpy()
+    return numbers
+
+
+def _sentences(path: Path, texts: pa.Array, *, split: str) -> pa.Array:
+    rows = list(read_csv(path, required=["narration"]))
+    if bad := next((row for row in rows if row.fault is not None), None):
+        raise UserError(f"{path}, row {bad.number}: {bad.fault}", hint="give the sentence file as it was published")
+    names = pa.array([row.values["narration"].strip() for row in rows], pa.string())
+    strange = names.filter(pc.invert(pc.is_in(names, value_set=texts)))
+    if len(strange):
+        raise UserError(
+            f"{path} has {len(strange)} sentences that no caption of split {split!r} has; the first: {strange[0]}",
+            hint="give the sentence file of this split",
+        )
+    if len(pc.unique(names)) != len(names):
+        raise UserError(f"{path} has a sentence twice", hint="give the sentence file as it was published")
+    return names
+
+
+def _of_classes(captions: pa.Table, sentence_of_N: NDArray[np.int64], *, num_sentences: int, split: str) -> Relevancy:
+    if _VERB not in captions.column_names or _NOUNS not in captions.column_names or not captions.num_rows:
+        raise UserError(
+            f"captions of split {split!r} have no verb and noun classes, from which relevancies are computed",
+            hint="use prep manifest epic-kitchens, or give --relevancy FILE (in training --evaluate.relevancy)",
+        )
+    nouns = captions[_NOUNS].combine_chunks()
+    of_noun, noun = pc.list_parent_indices(nouns).to_numpy(), pc.list_flatten(nouns).to_numpy()
+    nouns_NK = np.zeros((captions.num_rows, int(noun.max(initial=0)) + 1), bool)
+    nouns_NK[of_noun, noun] = True
+    actions = Actions(captions[_VERB].to_numpy().astype(np.int64), nouns_NK)
+    own, first = np.unique(sentence_of_N, return_index=True)
+    first = first[own >= 0]
+    assert len(first) == num_sentences  # sentences are texts of captions
+    return relevancy_of_classes(actions, Actions(actions.verb_N[first], nouns_NK[first]))
+
+
+def _read_matrix(path: Path) -> Relevancy:
+    if path.suffix == ".npy":
+        try:
+            matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"cannot read {path}: {error}", hint="save it with numpy.save(FILE, array)") from error
+    else:
+        matrix = load_array_pickle(path)
+    if matrix.ndim != 2 or matrix.dtype.kind not in "fiub":
+        raise UserError(
+            f"{path} holds {matrix.dtype} of shape {matrix.shape}, and a table of numbers is needed: clips x sentences",
+            hint="give a relevancy file",
+        )
+    try:
+        return compressed(matrix)
+    except NoRelevancy as error:
+        raise UserError(f"{path} holds no relevancies: {error}", hint="give a relevancy file") from error
+
+
+def _require_fit(
+    matrix: Relevancy, sentence_of_N: NDArray[np.int64], *, num_sentences: int, path: Path, split: str
+) -> None:
+    wanted = (len(sentence_of_N), num_sentences)
+    if matrix.shape != wanted:
+        raise UserError(
+            f"{path} is {matrix.shape[0]:,} clips x {matrix.shape[1]:,} sentences, and split {split!r} has "
+            f"{wanted[0]:,} x {wanted[1]:,}",
+            hint="give the relevancy file of this split, with --sentences, and a manifest that has every row of it",
+        )
+    clips = np.flatnonzero(sentence_of_N >= 0)
+    own_share = float((matrix.at(clips, sentence_of_N[clips]) == 1).mean()) if len(clips) else 0.0
+    if own_share < _LEAST_OWN_SHARE:
+        raise UserError(
+            f"{path} has relevancy 1 for only {100 * own_share:.0f} % of the clips with their own sentences: its rows "
+            f"or columns are in a different order from those of split {split!r}",
+            hint="give --sentences, the sentence file that the relevancy was made with",
+        )

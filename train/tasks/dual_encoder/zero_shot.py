@@ -1,0 +1,238 @@
+"""Zero-shot classification (CLIP, section 3.1.4): classes, prompts and accuracy.
+
+The predicted class of a clip is the one whose prompts are nearest. A class has one embedding: the normalised mean of
+the unit-length embeddings of its prompts (each of its names in each template). The rank of a clip's class is 1 + the
+number of other classes that score at least as high: ties count against the model, so that constant scores are always
+wrong.
+
+A class file has one class per line, its names separated by `|`; a template file has one template per line, with {} for
+the name. Without a class file, classes and names come from a label column of the captions:
+
+    text (Kinetics' `class`)       the label is the name
+    number (EK-100's `verb`)       the names are the distinct texts of all captions that have it
+
+With a class file, a numeric label is the line number, from 0, and a text label must be a name in the file. Without a
+label column, the text of a caption must be.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from manifests.adapters.tables import text_lines
+from manifests.errors import UserError
+from manifests.store import read_captions
+from train.data.chunks import rows_of, videos_of_split
+
+_PREFIX = "label_"
+PLAIN_TEMPLATE = "{}"
+PROTOCOL = (
+    "a class is the mean of the unit-length embeddings of its prompts; the nearest class by cosine; "
+    "ties count against the model; mean class accuracy: top-1 within each class that has clips, then their mean"
+)
+
+
+@dataclass(frozen=True)
+class ClassPrompts:
+    """Classes of the clips of a split.
+
+    Attributes:
+        names: of each class, one or more.
+        templates: with {} for a name.
+        caption_ids: int64 [N], ascending: the captions that have a class.
+        class_of_N: int64.
+        source: description of where the classes come from.
+        num_without: number of captions of the split without a class.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    templates: tuple[str, ...]
+    caption_ids: NDArray[np.int64]
+    class_of_N: NDArray[np.int64]
+    source: str
+    num_without: int
+
+    def prompts(self) -> tuple[list[str], NDArray[np.int64]]:
+        """Every name of every class in every template, and the class of each prompt."""
+        texts, classes = [], []
+        for number, names in enumerate(self.names):
+            for name in names:
+                texts += [template.replace("{}", name) for template in self.templates]
+                classes += [number] * len(self.templates)
+        return texts, np.array(classes, np.int64)
+
+
+def open_class_prompts(
+    data_dir: Path, *, split: str, classes: Path | None, templates: Path | None, label: str | None
+) -> ClassPrompts:
+    """Read class names, templates and the classes of a split's captions.
+
+    Raises:
+        UserError: a file cannot be read, or no caption has a class.
+    """
+    captions = read_captions(data_dir)
+    captions = captions.filter(pa.array(rows_of(captions["video_id"], videos_of_split(data_dir, split)) >= 0))
+    wordings = (PLAIN_TEMPLATE,) if templates is None else read_templates(templates)
+    column = _label_column(captions, label, needed=classes is None)
+    labels = captions["text" if column is None else column]
+    num_all = captions.num_rows
+    there = pc.is_valid(labels)
+    captions, labels = captions.filter(there), labels.filter(there).combine_chunks()
+    what = "text" if column is None else column
+    if classes is None:
+        names, class_of_N = _classes_of_labels(labels, captions["text"].combine_chunks())
+        source = f"{len(names)} classes of the captions' {what}"
+    else:
+        names = read_classes(classes)
+        class_of_N = _classes_of_lines(labels, names)
+        source = f"{len(names)} classes of {classes.name}, by the captions' {what}"
+    known = class_of_N >= 0
+    if not known.any():
+        example = f", such as {labels[0].as_py()!r}" if len(labels) else ""
+        raise UserError(
+            f"no caption of split {split!r} has a class: none of their {what}{example} is among {len(names)} classes",
+            hint="give --classes FILE with the names that the captions have, or --label",
+        )
+    caption_ids = captions["caption_id"].to_numpy()[known]
+    return ClassPrompts(names, wordings, caption_ids, class_of_N[known], source, num_all - len(caption_ids))
+
+
+def read_classes(path: Path) -> tuple[tuple[str, ...], ...]:
+    """The names of each class.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or has a name twice.
+    """
+    lines = [tuple(name.strip() for name in line.split("|") if name.strip()) for line in _lines(path)]
+    names = [name for line in lines for name in line]
+    if not all(lines) or not names:
+        raise UserError(f"{path} has a line without a name", hint="one class per line, its names separated by |")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{path} has {twice!r} twice", hint="a name belongs to one class")
+    return tuple(lines)
+
+
+def read_templates(path: Path) -> tuple[str, ...]:
+    """The templates of a file.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or a line has no {}.
+    """
+    lines = _lines(path)
+    for line in lines:
+        if "{}" not in line:
+            raise UserError(f"{path} has the template {line!r}", hint="write {} where the name of the class goes")
+    if not lines:
+        raise UserError(f"{path} has no template", hint="one template per line, such as: a video of {}")
+    return tuple(lines)
+
+
+def _lines(path: Path) -> list[str]:
+    return [line.strip() for line in text_lines(path) if line.strip()]
+
+
+def _label_column(captions: pa.Table, label: str | None, *, needed: bool) -> str | None:
+    """The column of the requested label, or of the only one."""
+    names = [
+        field.name.removeprefix(_PREFIX)
+        for field in captions.schema
+        if field.name.startswith(_PREFIX) and not pa.types.is_list(field.type)
+    ]
+    there = ", ".join(names) or "none"
+    if label is not None:
+        if label not in names:
+            raise UserError(f"captions have no label {label!r}", hint=f"labels there: {there}")
+        return _PREFIX + label
+    if len(names) > 1:
+        raise UserError(
+            "captions have several labels, and one is needed",
+            hint=f"give --label (in training --evaluate.label), one of: {there}",
+        )
+    if not names and needed:
+        raise UserError(
+            "captions have no labels",
+            hint="give --classes FILE (in training --evaluate.classes), whose names are the captions' texts",
+        )
+    return _PREFIX + names[0] if names else None
+
+
+def _classes_of_labels(labels: pa.Array, texts: pa.Array) -> tuple[tuple[tuple[str, ...], ...], NDArray[np.int64]]:
+    values = sorted(pc.unique(labels).to_pylist())
+    class_of_N = pc.index_in(labels, value_set=pa.array(values, labels.type)).to_numpy().astype(np.int64)
+    if not pa.types.is_integer(labels.type):
+        return tuple((str(value),) for value in values), class_of_N
+    names: list[dict[str, None]] = [{} for _ in values]
+    for number, text in zip(class_of_N.tolist(), texts.to_pylist(), strict=True):
+        names[number][text] = None
+    return tuple(tuple(its) for its in names), class_of_N
+
+
+def _classes_of_lines(labels: pa.Array, names: Sequence[Sequence[str]]) -> NDArray[np.int64]:
+    """The class of each label; -1 for none."""
+    if pa.types.is_integer(labels.type):
+        numbers = labels.to_numpy().astype(np.int64)
+        return np.where((numbers >= 0) & (numbers < len(names)), numbers, -1)
+    line_of = {name: number for number, its in enumerate(names) for name in its}
+    return np.array([line_of.get(value, -1) for value in labels.to_pylist()], np.int64)
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """Accuracies, fractions in [0, 1].
+
+    Attributes:
+        num_classes: number of classes to choose from.
+        num_classes_seen: number of classes that have clips.
+        top: fraction of clips whose class is among the first k, by k.
+    """
+
+    num_clips: int
+    num_classes: int
+    num_classes_seen: int
+    top: dict[int, float]
+    chance: dict[int, float]
+    mean_class_accuracy: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file."""
+        return {"protocol": PROTOCOL, **asdict(self)}
+
+
+def class_embeddings(prompt_PE: NDArray[np.float32], class_of_prompt_P: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Embeddings of the classes 0 ... C - 1, each of which has prompts; unit length, float32 [C, E].
+
+    Args:
+        prompt_PE: unit length.
+    """
+    num_classes = int(class_of_prompt_P.max()) + 1
+    sums = np.zeros((num_classes, prompt_PE.shape[1]))
+    np.add.at(sums, class_of_prompt_P, prompt_PE)
+    norm = np.linalg.norm(sums, axis=1, keepdims=True)
+    return (sums / np.maximum(norm, 1e-12)).astype(np.float32)
+
+
+def score_classes(similarity_NC: NDArray[np.floating], class_of_clip_N: NDArray[np.int64]) -> ZeroShot:
+    """Score similarities of N >= 1 clips and C classes."""
+    num_clips, num_classes = similarity_NC.shape
+    right_N = similarity_NC[np.arange(num_clips), class_of_clip_N]
+    # The correct class scores at least as high as itself: it is the 1.
+    rank_N = (similarity_NC >= right_N[:, None]).sum(axis=1)
+    is_first = (rank_N == 1).astype(np.float64)
+    num_of_class = np.bincount(class_of_clip_N, minlength=num_classes)
+    seen = num_of_class > 0
+    by_class = np.bincount(class_of_clip_N, weights=is_first, minlength=num_classes)[seen] / num_of_class[seen]
+    return ZeroShot(
+        num_clips=num_clips,
+        num_classes=num_classes,
+        num_classes_seen=int(seen.sum()),
+        top={k: float((rank_N <= k).mean()) for k in (1, 5)},
+        chance={k: min(1.0, k / num_classes) for k in (1, 5)},
+        mean_class_accuracy=float(by_class.mean()),
+    )
