@@ -269,3 +269,8 @@ def require_same(old: dict[str, Any], new: dict[str, Any], *, where: str, hint: 
         first, *more = [f"--{name.replace('_', '-')} is {new[name]}, {{}}{old[name]}" for name in other]
         words = [first.format(f"{where} has "), *(one.format("not ") for one in more)]
         raise UserError("; ".join(words), hint=hint)
+
+
+def is_remote(address: str) -> bool:
+    """Return True for an address such as `s3://bucket/data`; anything without `://` is a local path."""
+    return "://" in address

@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 
 from manifests.errors import UserError
-from train.config.training import ClipSettings
+from train.config.training import ClipSettings, is_remote
 from train.data.decoding.clip import ClipShape, Views
 from train.data.frame_sampling import Sampling
 from train.data.latents.loader import LatentLoader
 from train.data.latents.segments import FrameShape
 from train.data.loader import LoaderSettings
-from train.data.remote import DataFolder, is_remote, open_data_folder
+from train.data.remote import DataFolder, open_data_folder
 from train.data.streams.tars import names_tars
 from train.distributed.world import World
 from train.models.video_vit import VideoViTSize

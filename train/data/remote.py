@@ -25,17 +25,13 @@ from shards.tars import TarBytes
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+from train.config.training import is_remote
 
 # Seconds before the second, third and fourth attempt.
 _WAITS_S = (0.2, 1.0, 5.0)
 # Properties by which file systems identify the content of a file.
 _MARKS = ("size", "ETag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "generation")
 _Result = TypeVar("_Result")
-
-
-def is_remote(address: str) -> bool:
-    """Return True for an address such as `s3://bucket/data`; anything without `://` is a local path."""
-    return "://" in address
 
 
 def open_file_system(address: str) -> "tuple[AbstractFileSystem, str]":

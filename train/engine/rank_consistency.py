@@ -13,9 +13,8 @@ from manifests.errors import UserError
 from manifests.store import read_manifest
 from shards.commits import read_commits
 from shards.dataset import current_variant, variant_dir
-from train.config.training import TrainingSettings, flat, plain_values
+from train.config.training import TrainingSettings, flat, is_remote, plain_values
 from train.data.loader import TrainingSet
-from train.data.remote import is_remote
 from train.data.streams.tars import names_tars
 from train.distributed.launch import COMMAND, Start, difference
 from train.distributed.world import World

@@ -16,8 +16,7 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from manifests.publish import TEMPORARY_PREFIX, publish_bytes, publish_json
 from train.config.files import load_settings, read_values, save_settings
-from train.config.training import TrainingSettings, require_same, shaping
-from train.data.remote import is_remote
+from train.config.training import TrainingSettings, is_remote, require_same, shaping
 
 if TYPE_CHECKING:
     import torch

@@ -14,12 +14,13 @@ from torch import nn
 from manifests.errors import UserError
 from train.config.data import CaptionSettings
 from train.config.model import Towers
+from train.config.training import is_remote
 from train.data.batch import Batch
 from train.data.decoding.clip import Views
 from train.data.frame_sampling import spread_frames
 from train.data.inputs import clip_shape, loader_settings, open_latents, size_on_latents
 from train.data.latents.loader import CaptionedLatents
-from train.data.remote import is_remote, open_data_folder
+from train.data.remote import open_data_folder
 from train.data.streams.stream import VideoStream
 from train.data.streams.tars import names_tars
 from train.data.video_captions import VideoCaptions
