@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from train.run.folder import other_data
 
 if TYPE_CHECKING:
     import av
+    import numpy as np
     from jinja2 import Template
+    from numpy.typing import NDArray
 
 
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
@@ -109,7 +108,7 @@ class PicturedSamples(Protocol):
         """Begin and end of the clip in its video, in seconds."""
         ...
 
-    def pictures(self, sample: int, *, num_frames: int) -> list[NDArray[np.uint8]]:
+    def pictures(self, sample: int, *, num_frames: int) -> "list[NDArray[np.uint8]]":
         """Frames of the clip, uint8 RGB [H, W, 3]; an empty list if it cannot be decoded."""
         ...
 
@@ -145,6 +144,8 @@ def clip_figure(samples: PicturedSamples, sample: int, *, num_frames: int, at_mo
 
 def evenly_spaced(items: Sequence[One], *, at_most: int) -> list[One]:
     """Evenly spaced items, the first and the last included."""
+    import numpy as np
+
     return [items[index] for index in np.unique(np.linspace(0, len(items) - 1, at_most).round().astype(int))]
 
 
@@ -154,17 +155,19 @@ def evenly_within(items: Sequence[One], *, at_most: int) -> list[One]:
     return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
 
 
-def jpeg_uri(frame: NDArray[np.uint8]) -> str:
+def jpeg_uri(frame: "NDArray[np.uint8]") -> str:
     """A picture (uint8 RGB [H, W, 3]) as a data URI."""
     import av
+    import numpy as np
 
     picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24").reformat(format="yuvj420p")
     return _uri(picture, codec="mjpeg", kind="jpeg", options={"qscale": "3"})
 
 
-def png_uri(frame: NDArray[np.uint8]) -> str:
+def png_uri(frame: "NDArray[np.uint8]") -> str:
     """A picture (uint8 RGB [H, W, 3]) as a lossless data URI."""
     import av
+    import numpy as np
 
     picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
     return _uri(picture, codec="png", kind="png", options={})
