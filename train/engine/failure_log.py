@@ -3,7 +3,7 @@
 The life cycle of a failed sample ("why was this sample skipped?"):
 
 1. Reading or decoding raises `SampleFailed` with a reason code (train.data.outcomes). The loader turns it into a
-   `FailedSample`, which is delivered along with the next batch; no other sample takes its place.
+   `FailedSample`, which comes with the next batch; that batch is filled from the samples that follow.
 2. Before each step, `FailureLog.next_batch` gathers the failures of all ranks. The first rank appends them to
    failures.jsonl: position in the order of samples, chunk, reason, detail.
 3. Once more than --max-failures samples have failed, all ranks raise `FailedWork`, which ends the run. A loader whose

@@ -1,4 +1,6 @@
-"""Text-video retrieval: R@1, R@5, R@10 and median rank, in both directions.
+"""Retrieval metrics: R@1, R@5, R@10 and median rank; mAP and nDCG of EPIC-KITCHENS-100's multi-instance retrieval (MIR).
+
+Text-video retrieval, in both directions:
 
 If several clips have the same caption ("a red circle moves to the left"), any of them is correct. Captions with equal
 tokens, or equal stored embeddings, are one text (train.tasks.dual_encoder.embeddings). The protocol:
