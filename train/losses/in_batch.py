@@ -26,7 +26,7 @@ class InfoNCE(ContrastiveObjective):
 
     Two equal captions of a batch are each other's negatives, as in CLIP. The loss is then lowest where both have equal
     probability, which raises its value but does not change the ranking of different captions. Retrieval counts equal
-    captions as one (train.evaluation.retrieval).
+    captions as one (train.tasks.dual_encoder.metrics).
     """
 
     def contrast(self, similarities: Similarities, batch: Batch, step: Step) -> Contrast:

@@ -1,4 +1,4 @@
-"""Retrieval metrics: R@1, R@5, R@10 and median rank; mAP and nDCG of EPIC-KITCHENS-100's multi-instance retrieval (MIR).
+"""Retrieval metrics: R@k and median rank; mAP and nDCG of EPIC-KITCHENS-100's multi-instance retrieval (MIR).
 
 Text-video retrieval, in both directions:
 
