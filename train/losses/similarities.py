@@ -9,7 +9,8 @@ its own captions against all captions and clips: it gathers embeddings and a few
     W_ij = h(s_ij, x_i) + h(s_ij, y_j)   for i != j, and one value for each pair i = j
 
 with a few values x_i of each clip and y_j of each caption, which the ranks exchange. In closed form, three passes over
-the matrix in blocks are enough, and it is not copied; losses that leave their gradients to autograd use train.losses.contrastive.
+the matrix in blocks are enough, and it is not copied. Losses that leave their gradients to autograd use
+train.losses.contrastive.
 """
 
 from collections.abc import Callable, Iterator
