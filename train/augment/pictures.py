@@ -1,24 +1,11 @@
-"""Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
+"""From YUV planes to RGB frames in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
 
-Jitter and normalisation are one affine map of RGB. The four changes are those of torchvision's ColorJitter, with two
-differences:
+Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels they
+represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each sample
+instead, which is less accurate; the README has the figures. Upsampled values are whole sixteenths, exact in float32, so
+that flipping the planes mirrors the result exactly.
 
-- Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B and is
-  not linear; a rotation in YIQ preserves the grey value and is linear, so that it fits into the matrix.
-- Values are clamped to [0, 1] once, after all changes, not after each: what one change pushes beyond white and the next
-  one brings back is not lost.
-
-All four preserve or scale the grey value of a pixel, so they commute, and their order need not be drawn.
-
-Gaussian blur is two matrix products, along the rows and along the columns. The kernel is that of torchvision's
-GaussianBlur (values of the bell curve at whole pixels, normalised to a sum of 1; the frame is extended by reflection,
-without repeating the edge), truncated at three times the largest sigma.
-
-Random erasing (Zhong et al. 2020) replaces a box by noise, the same box in all frames of a clip. The noise is normal
-for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of VideoMAE and
-timm). It is a function of the clip's own seed, so that a clip that is made twice, as the partner of another one, in
-another part of its batch or on another device, is the same clip: torch's generators draw different numbers on a GPU and
-on a CPU.
+Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
 """
 
 import math
@@ -35,6 +22,29 @@ from train.augment.draws import MAX_SIGMA_PX, Draw
 from train.augment.rand_augment import Triple, rand_augment_clips
 from train.device.random import device_uniform
 from train.device.transfer import sent
+
+# Effects on clips: colour jitter with normalisation, Gaussian blur, and random erasing.
+#
+# Jitter and normalisation are one affine map of RGB. The four changes are those of torchvision's ColorJitter, with two
+# differences:
+#
+# - Hue rotates the colour plane of YIQ. Torchvision rotates hue in HSV, which preserves the largest of R, G and B and
+#   is not linear; a rotation in YIQ preserves the grey value and is linear, so that it fits into the matrix.
+# - Values are clamped to [0, 1] once, after all changes, not after each: what one change pushes beyond white and the
+#   next one brings back is not lost.
+#
+# All four preserve or scale the grey value of a pixel, so they commute, and their order need not be drawn.
+#
+# Gaussian blur is two matrix products, along the rows and along the columns. The kernel is that of torchvision's
+# GaussianBlur (values of the bell curve at whole pixels, normalised to a sum of 1; the frame is extended by reflection,
+# without repeating the edge), truncated at three times the largest sigma.
+#
+# Random erasing (Zhong et al. 2020) replaces a box by noise, the same box in all frames of a clip. The noise is
+# normal for each pixel, channel and frame, which is how normalised inputs are distributed (the "pixel" mode of
+# VideoMAE and timm). It is a function of the clip's own seed, so that a clip that is made twice, as the partner of
+# another one, in another part of its batch or on another device, is the same clip: torch's generators draw different
+# numbers on a GPU and on a CPU.
+
 
 # BT.601, whatever the clip's own matrix; as in torchvision, but with a sum of exactly 1.
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
@@ -120,16 +130,6 @@ def _noise(seed: int, shape: Sequence[int], *, device: torch.device) -> torch.Te
     drawn = device_uniform(seed_1, 2 * num_pairs, seed=0, purpose="erase/pixels")[0]
     radius, angle = (-2 * torch.log1p(-drawn[:num_pairs])).sqrt_(), drawn[num_pairs:] * (2 * math.pi)
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].view(shape)
-
-
-# From YUV planes to RGB frames in one pass: all colour changes are affine, and combine to one 3x4 matrix per clip.
-#
-# Chroma, which has half the size of luma, is upsampled bilinearly, with samples at the centres of the four pixels
-# they represent, as planes are cropped and resized (and as swscale positions them). Swscale's default repeats each
-# sample instead, which is less accurate; the README has the figures. Upsampled values are whole sixteenths, exact in
-# float32, so that flipping the planes mirrors the result exactly.
-#
-# Peak memory of a clip in bytes per pixel of a frame: result 12, upsampled chroma 8, flipped planes 1.5.
 
 
 @torch.no_grad()

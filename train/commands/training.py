@@ -1,4 +1,4 @@
-"""Words of the command line to a command and its settings, which are checked together."""
+"""`train TASK`: the commands of the tasks. Training itself is loaded when one of them runs."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -19,6 +19,8 @@ from train.run.folder import Resume, RunFolder
 if TYPE_CHECKING:
     from cyclopts import App
     from cyclopts.argument import ArgumentCollection
+
+# Words of the command line to a command and its settings, which are checked together.
 
 
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
@@ -136,9 +138,6 @@ def docstring(help_text: str, *, example: str, **parameters: str) -> str:
     """The docstring of a command that is made from a spec, as cyclopts reads it."""
     lines = [help_text, "", "Example:", "", f"    {example}", "", "Parameters", "----------"]
     return "\n".join([*lines, *(line for name, text in parameters.items() for line in (name, f"    {text}"))])
-
-
-# `train TASK`: the commands of the tasks. Training itself is loaded when one of them runs.
 
 
 def training_command(name: str) -> Callable[..., None]:

@@ -1,4 +1,13 @@
-"""Groups of flags in the help, and what else a flag says to the command line. Lower positions come first."""
+"""What a field of the settings says of itself beside its type and its meaning, and the one pass that checks them all.
+
+    batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
+    \"\"\"Batch size, over all processes.\"\"\"
+    stride: Annotated[int, groups.CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
+
+A class of settings is a frozen dataclass with `Checked` as its base. Rules about several fields are in its generator
+`rules`. Constructing invalid settings raises a UserError with all mistakes. The command line builds groups before the
+settings that contain them, so it defers the checks and makes them once for the whole tree.
+"""
 
 import math
 import re
@@ -12,6 +21,8 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 from cyclopts import Group, Parameter
 
 from manifests.errors import UserError, UserErrors
+
+# Groups of flags in the help, and what else a flag says to the command line. Lower positions come first.
 
 
 def help_group(title: str, position: int) -> Parameter:
@@ -35,17 +46,6 @@ MACHINE = help_group("Machine", 17)
 HIDDEN = Parameter(show=False)
 SEVERAL = Parameter(negative_iterable=(), consume_multiple=True)  # --flag A B, besides --flag A --flag B
 FIRST_RUN = "a flag that a first run needs"  # --help shows those, --help-all every one
-
-
-# What a field of the settings says of itself beside its type and its meaning, and the one pass that checks them all.
-#
-# batch: Annotated[int, groups.TRAINING, FIRST_RUN, Range(1, 10**6)] = 64
-# """Batch size, over all processes."""
-# stride: Annotated[int, groups.CLIPS, Range(1, 10**6), GoesWith("sampling", ("stride",))] = 4
-#
-# A class of settings is a frozen dataclass with `Checked` as its base. Rules about several fields are in its
-# generator `rules`. Constructing invalid settings raises a UserError with all mistakes. The command line builds
-# groups before the settings that contain them, so it defers the checks and makes them once for the whole tree.
 
 
 FLAG = re.compile(r"--[a-z][a-z0-9.-]*[a-z0-9]")

@@ -1,4 +1,4 @@
-"""Settings of distributed training and of experiment tracking."""
+"""Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,6 +15,9 @@ from train.config.evaluation import EvaluationSettings
 from train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught
 from train.config.model import Init, Kind, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
+
+# Settings of distributed training and of experiment tracking.
+
 
 TYPE_RULE = "type:"
 COUNTS_RULE = re.compile(r"\d+(,\d+)*")
@@ -77,9 +80,6 @@ class TrackSettings(Checked):
     """Log to Weights & Biases. offline: to files in the run folder, for `wandb sync`."""
     project: str = "clipmill"
     """Weights & Biases project."""
-
-
-# Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files.
 
 
 # What lies beyond these would fail later and less clearly, for want of memory, threads or digits.

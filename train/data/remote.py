@@ -1,4 +1,9 @@
-"""Remote files through fsspec: addresses, whole files copied into a cache, ranges of tars, and retries."""
+"""A remote data folder: its small files are copied into a cache, its tars stay where they are.
+
+The copied files are dataset.json, the tables of the manifest, and contents.json, the commits and the indexes of the
+current variant. An index is copied once and verified against the SHA-256 in its commit. The tables are copied when
+manifest.json, which has their checksums, has changed. Everything else is small and copied at every start.
+"""
 
 import hashlib
 import io
@@ -26,6 +31,9 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 from train.config.training import is_remote
+
+# Remote files through fsspec: addresses, whole files copied into a cache, ranges of tars, and retries.
+
 
 # Seconds before the second, third and fourth attempt.
 _WAITS_S = (0.2, 1.0, 5.0)
@@ -167,13 +175,6 @@ class RemoteTars:
         if len(content) < size:
             raise DamagedTar(path, f"received only {len(content)} of {size} bytes from {offset}")
         return content
-
-
-# A remote data folder: its small files are copied into a cache, its tars stay where they are.
-#
-# The copied files are dataset.json, the tables of the manifest, and contents.json, the commits and the indexes of the
-# current variant. An index is copied once and verified against the SHA-256 in its commit. The tables are copied when
-# manifest.json, which has their checksums, has changed. Everything else is small and copied at every start.
 
 
 _NUM_AT_ONCE = 16

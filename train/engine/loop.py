@@ -1,4 +1,11 @@
-"""SIGTERM and Ctrl-C: how a run is stopped, and what it says then."""
+"""The training loop of all tasks. Model, objective and evaluation come from the task (train.engine.task).
+
+All ranks run it in lockstep. Before each step they exchange whether everyone has a batch and nobody is to stop; an
+error or signal on one rank therefore ends all of them (train.engine.failure_log).
+
+The metrics of a step are read after the next step has been started (train.device.transfer), or at once for a checkpoint
+or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
+"""
 
 import shlex
 import signal
@@ -32,6 +39,8 @@ from train.run.checkpoint import latest_checkpoint
 from train.run.checkpoint_writer import CheckpointWriter
 from train.run.folder import RunFolder
 from train.run.tracking import Progress, Trackers, open_trackers
+
+# SIGTERM and Ctrl-C: how a run is stopped, and what it says then.
 
 
 class StopSignal:
@@ -70,15 +79,6 @@ def resume_hint(run: RunFolder) -> Iterator[None]:
         step = "the latest checkpoint" if latest_checkpoint(run.checkpoints) else "its begin: it has no checkpoint yet"
         out = shlex.quote(str(run.path))
         raise KeyboardInterrupt(f"--resume --out {out} goes on from {step}") from interrupt
-
-
-# The training loop of all tasks. Model, objective and evaluation come from the task (train.engine.task).
-#
-# All ranks run it in lockstep. Before each step they exchange whether everyone has a batch and nobody is to stop; an
-# error or signal on one rank therefore ends all of them (train.engine.failure_log).
-#
-# The metrics of a step are read after the next step has been started (train.device.transfer), or at once for a
-# checkpoint or an evaluation. A loss or gradient norm that is not finite ends the run, and no later step is saved.
 
 
 def train(

@@ -1,4 +1,7 @@
-"""Stop a run whose loss, gradients or state are not finite, before anything is saved."""
+"""Metrics of steps, logged one step late: the device may still compute them when the host begins the next step.
+
+`MetricsLog` waits for them, checks that they are finite, and gives them to the trackers, each step once and in order.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +18,9 @@ from train.distributed.world import Step, World
 from train.engine.throughput import Throughput
 from train.run.folder import RunFolder
 from train.run.tracking import Trackers
+
+# Stop a run whose loss, gradients or state are not finite, before anything is saved.
+
 
 _MAX_NAMED = 3
 
@@ -90,12 +96,6 @@ def not_finite(tensors: Mapping[str, torch.Tensor], *, world: World) -> str | No
     all_found = sorted({name for of_rank in world.gather_objects(found) for name in of_rank})
     more = f" and {len(all_found) - _MAX_NAMED} more" if len(all_found) > _MAX_NAMED else ""
     return ", ".join(all_found[:_MAX_NAMED]) + more
-
-
-# Metrics of steps, logged one step late: the device may still compute them when the host begins the next step.
-#
-# `MetricsLog` waits for them, checks that they are finite, and gives them to the trackers, each step once and in
-# order.
 
 
 @dataclass(frozen=True, kw_only=True)

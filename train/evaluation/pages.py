@@ -1,4 +1,8 @@
-"""Results of `train eval` as tables with their protocols, for the console and the results page."""
+"""What all pages are made with: templates, pictures as data URIs, samples and frames spread evenly.
+
+A page is one file that loads nothing, and text from outside never becomes markup. The sections that tasks add to a
+run's page are templates too.
+"""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -13,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from jinja2 import Template
     from numpy.typing import NDArray
+
+# Results of `train eval` as tables with their protocols, for the console and the results page.
 
 
 _LABEL_WIDTH, _CELL_WIDTH = 14, 13
@@ -82,12 +88,6 @@ def protocol_of(result: dict[str, Any], sizes: str, **more: str) -> dict[str, st
 
 def _line(label: str, cells: tuple[str, ...] | list[str], *, width: int) -> str:
     return f"{label:{width}}" + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
-
-
-# What all pages are made with: templates, pictures as data URIs, samples and frames spread evenly.
-#
-# A page is one file that loads nothing, and text from outside never becomes markup. The sections that tasks add to a
-# run's page are templates too.
 
 
 One = TypeVar("One")

@@ -1,6 +1,6 @@
-"""Packed sequences: sequences of different lengths concatenated into one row of tokens, without padding.
+"""The only interface to attention: xformers or torch's own kernels on CUDA, torch's kernels elsewhere.
 
-Shape suffixes: N sequences, M tokens of all of them, n sequences of the same length L.
+Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of the same length L.
 """
 
 import logging
@@ -17,6 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from manifests.errors import UserError
 from train.device.transfer import sent
+
+# Packed sequences: sequences of different lengths concatenated into one row of tokens, without padding.
+#
+# Shape suffixes: N sequences, M tokens of all of them, n sequences of the same length L.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,11 +81,6 @@ def pack(lengths: Sequence[int], *, device: torch.device) -> Packing:
     sequence_M, position_M, place_M, end_N = sent(places, device).split([num_tokens] * 3 + [len(lengths)])
     indices = {"sequence_M": sequence_M, "position_M": position_M, "place_M": place_M, "end_N": end_N}
     return Packing(lengths=tuple(lengths), longest=longest, **indices)
-
-
-# The only interface to attention: xformers or torch's own kernels on CUDA, torch's kernels elsewhere.
-#
-# Shape suffixes: B batch, M tokens, H heads, K width of a head; n sequences of the same length L.
 
 
 AttentionChoice = Literal["auto", "xformers", "sdpa", "flash", "cudnn", "naive"]

@@ -1,9 +1,10 @@
-"""A GPT-2 block with cross-attention, and its key-value cache for decoding token by token.
+"""GPT-2 with cross-attention to a video in each block: a causal text decoder (Radford et al. 2019).
 
-Each of V videos can have n texts: R = V * n rows, grouped by video. A video's keys and values are computed once for all
-of its rows.
+The architecture is that of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated GELU,
+learned positions and tied input and output embeddings.
 
-Shape suffixes: V videos, R rows of text, L tokens of a row, N tokens of a video, D width, H heads, K width of a head.
+Shape suffixes: V videos, R rows of text (V * n, grouped by video), L tokens of a row, N tokens of a video, D width,
+W vocabulary size.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,14 @@ from torch.nn.functional import linear
 
 from train.models.attention import Attend
 from train.models.transformer import LayerNorm, Mlp, SelfAttention, Stack, TransformerSize
+
+# A GPT-2 block with cross-attention, and its key-value cache for decoding token by token.
+#
+# Each of V videos can have n texts: R = V * n rows, grouped by video. A video's keys and values are computed once for
+# all of its rows.
+#
+# Shape suffixes: V videos, R rows of text, L tokens of a row, N tokens of a video, D width, H heads, K width of a head.
+
 
 _STD = 0.02
 
@@ -161,15 +170,6 @@ def linear_for_few(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def apply_to_few(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply a linear layer to a few rows."""
     return linear_for_few(x, layer.weight, layer.bias)
-
-
-# GPT-2 with cross-attention to a video in each block: a causal text decoder (Radford et al. 2019).
-#
-# The architecture is that of transformers' `GPT2LMHeadModel(add_cross_attention=True)`: pre-norm, tanh-approximated
-# GELU, learned positions and tied input and output embeddings.
-#
-# Shape suffixes: V videos, R rows of text (V * n, grouped by video), L tokens of a row, N tokens of a video, D width,
-# W vocabulary size.
 
 
 VOCABULARY_SIZE = 50257

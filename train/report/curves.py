@@ -1,4 +1,4 @@
-"""A line chart as SVG, without scripts or fonts."""
+"""The curves of a results page: of training, and of evaluations during training."""
 
 import math
 import re
@@ -8,6 +8,9 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from train.spec import CurveGroup
+
+# A line chart as SVG, without scripts or fonts.
+
 
 # About as many units as pixels on the page, so that text has the page's small font size.
 _WIDTH, _HEIGHT = 400, 210
@@ -123,9 +126,6 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
         return low, high
     around = abs(low) / 10 or 0.5
     return low - around, high + around
-
-
-# The curves of a results page: of training, and of evaluations during training.
 
 
 _NUM_STYLES = 4

@@ -1,4 +1,16 @@
-"""The environment of a run: machine and versions, for the results page and `train doctor`."""
+"""The folder of a run and the files in it.
+
+    settings.yaml             the effective settings; reloads to an equal object
+    run.json                  machine, versions, data and model, for the results page
+    metrics.jsonl             one object per step
+    failures.jsonl            one object per failed sample
+    checkpoints/step_*/       checkpoints (train.run.checkpoint)
+    evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
+    evaluations/*.coco.json   generated captions in COCO's results format
+    index.html                the results page
+
+The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
+"""
 
 import fcntl
 import hashlib
@@ -20,6 +32,8 @@ from train.config.training import TrainingSettings, is_remote, require_same, sha
 
 if TYPE_CHECKING:
     import torch
+
+# The environment of a run: machine and versions, for the results page and `train doctor`.
 
 
 _DISTRIBUTIONS = ("clipmill", "torch", "xformers", "open_clip_torch", "av", "pyarrow", "numpy")
@@ -55,20 +69,6 @@ def processor() -> str:
         return platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-# The folder of a run and the files in it.
-#
-# settings.yaml             the effective settings; reloads to an equal object
-# run.json                  machine, versions, data and model, for the results page
-# metrics.jsonl             one object per step
-# failures.jsonl            one object per failed sample
-# checkpoints/step_*/       checkpoints (train.run.checkpoint)
-# evaluations/*.json        results of `train eval`; the names of those on other data contain its name and a hash
-# evaluations/*.coco.json   generated captions in COCO's results format
-# index.html                the results page
-#
-# The two .jsonl files grow by whole lines; resuming drops lines after the checkpoint.
 
 
 COCO_SUFFIX = ".coco.json"

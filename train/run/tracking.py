@@ -1,4 +1,4 @@
-"""Console output of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
 
 import math
 import os
@@ -19,6 +19,9 @@ from manifests.publish import publish_json
 from train.config.files import settings_yaml
 from train.config.training import ClipSettings, TrackSettings, TrainingSettings
 from train.run.folder import RunFolder, append_lines, keep_lines, read_lines
+
+# Console output of a run: a progress bar on a terminal, plain lines elsewhere.
+
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -96,9 +99,6 @@ def describe(line: dict[str, Any]) -> str:
     if "mfu" in line:
         text += f"  MFU {line['mfu']:.0%}"
     return f"{text}  {line['num_failed']} failed" if line["num_failed"] else text
-
-
-# Experiment tracking behind one interface: metrics.jsonl, the console, TensorBoard, Weights & Biases.
 
 
 _SPEED = frozenset(

@@ -1,4 +1,9 @@
-"""Configuration files beside weights: reads JSON, checks the types of the values used, builds transformers' classes."""
+"""Reads tensors from untrusted files. Nothing in a file is ever executed.
+
+safetensors hold only tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
+containers and refuses everything else. OpenAI's own archives are programs (TorchScript): one is opened only if its
+SHA-256 is in open_clip's list of the archives that OpenAI published.
+"""
 
 import argparse
 import codecs
@@ -17,6 +22,9 @@ from manifests.errors import UserError
 from manifests.json_text import parse_json
 from shards.opening import open_regular
 from train.weights.conversion import Mean
+
+# Configuration files beside weights: reads JSON, checks the types of the values used, builds transformers' classes.
+
 
 _DAMAGED = "correct it, or get the folder again"
 _COLOURS = 3
@@ -136,13 +144,6 @@ _TYPES: tuple[tuple[frozenset[str], Callable[[Any], bool], str], ...] = (
     (frozenset({"architectures"}), _are_texts, "a list of texts"),
     (frozenset({"image_mean", "image_std", "mean", "std"}), _is_triple, "three finite numbers"),
 )
-
-
-# Reads tensors from untrusted files. Nothing in a file is ever executed.
-#
-# safetensors hold only tensors. Files of torch.save are read with `weights_only`, which builds tensors and plain
-# containers and refuses everything else. OpenAI's own archives are programs (TorchScript): one is opened only if its
-# SHA-256 is in open_clip's list of the archives that OpenAI published.
 
 
 # Raised by torch.load for a file with more than tensors and plain containers.

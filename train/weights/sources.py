@@ -1,8 +1,4 @@
-"""The formats that weights are read in: one row each, in the order in which names of tensors are compared with them.
-
-A new format is a file beside this one that defines a Format, and its row here. `--init.format` (train.config.model)
-names it too.
-"""
+"""Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip."""
 
 import math
 import re
@@ -42,6 +38,12 @@ from train.weights.hf_clip import HF_CLIP
 from train.weights.hf_videomae import HF_VIDEOMAE
 from train.weights.open_clip import OPEN_CLIP, OPENAI, facts_of_open_clip, file_of_tag
 from train.weights.videomae import VIDEOMAE
+
+# The formats that weights are read in: one row each, in the order in which names of tensors are compared with them.
+#
+# A new format is a file beside this one that defines a Format, and its row here. `--init.format` (train.config.model)
+# names it too.
+
 
 FORMATS = {one.name: one for one in (HF_CLIP, HF_TIMESFORMER, HF_VIDEOMAE, VIDEOMAE, AVION, LAVILA, OPENAI, OPEN_CLIP)}
 
@@ -86,9 +88,6 @@ def facts_in(folder: Path) -> SourceFacts | None:
         f"{folder}: the model is a {config.get('model_type')!r}, not a 'clip' or a 'videomae'",
         hint="name the folder of a CLIPModel or a VideoMAE",
     )
-
-
-# Where weights come from: a file, a folder, a run of this project, or a name and tag of open_clip.
 
 
 _NAME_AND_TAG = re.compile(r"([\w.@-]+):([\w.-]+)")

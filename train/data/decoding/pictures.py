@@ -1,4 +1,13 @@
-"""Crop rectangles: one for all frames of a clip, whatever chunks they come from."""
+"""From decoded frames to the planes of a clip: all frames are cropped to one rectangle and resized, as YUV 4:2:0.
+
+A frame of S x S takes S * S * 3 / 2 bytes: Y [S, S], then U and V [S / 2, S / 2]. Luma is cropped exactly to the
+rectangle, chroma to the smallest rectangle of its own, half as many samples that covers it. Resizing is bilinear, or by
+area if a side shrinks to half or less, where bilinear interpolation would skip pixels.
+
+Bilinear resizing uses Intel's IPP where OpenCV has it (on x86): a third faster, rounded to the nearest level, with the
+same result for SSE4.2, AVX2 and AVX-512. OpenCV's own implementation, used on other machines, rounds its weights and is
+0.05 levels darker: one pixel in twenty differs, by one level.
+"""
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,6 +23,8 @@ from train.augment.colour import rgb_matrices
 
 if TYPE_CHECKING:
     import av
+
+# Crop rectangles: one for all frames of a clip, whatever chunks they come from.
 
 
 _NUM_TRIES = 10
@@ -99,17 +110,6 @@ def rectangle_of(
 
 def _centred(width: int, height: int, crop_width: int, crop_height: int) -> Rectangle:
     return Rectangle((width - crop_width) // 2, (height - crop_height) // 2, crop_width, crop_height)
-
-
-# From decoded frames to the planes of a clip: all frames are cropped to one rectangle and resized, as YUV 4:2:0.
-#
-# A frame of S x S takes S * S * 3 / 2 bytes: Y [S, S], then U and V [S / 2, S / 2]. Luma is cropped exactly to the
-# rectangle, chroma to the smallest rectangle of its own, half as many samples that covers it. Resizing is bilinear,
-# or by area if a side shrinks to half or less, where bilinear interpolation would skip pixels.
-#
-# Bilinear resizing uses Intel's IPP where OpenCV has it (on x86): a third faster, rounded to the nearest level, with
-# the same result for SSE4.2, AVX2 and AVX-512. OpenCV's own implementation, used on other machines, rounds its
-# weights and is 0.05 levels darker: one pixel in twenty differs, by one level.
 
 
 Planes = NDArray[np.uint8]  # [T, S * S * 3 / 2]

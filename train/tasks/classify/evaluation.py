@@ -1,10 +1,4 @@
-"""Accuracy of a classifier: top-1, top-5 and mean class accuracy.
-
-The probability of a class is the mean over a clip's views of the softmax of the logits. The probability of a verb or
-noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none has. Logits are never summed.
-
-Shape suffixes: N samples, B batch, K classes, M marginal classes (verbs or nouns).
-"""
+"""Score a trained classifier on a split; the classes of a run."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,6 +17,14 @@ from train.distributed.world import World
 from train.evaluation.runner import OpenedRun, Score, describe_clip
 from train.run.folder import RunFolder
 from train.tasks.classify.settings import ClassEvaluation
+
+# Accuracy of a classifier: top-1, top-5 and mean class accuracy.
+#
+# The probability of a class is the mean over a clip's views of the softmax of the logits. The probability of a verb or
+# noun of EPIC-KITCHENS-100 is the sum over all actions that have it, or 0 if none has. Logits are never summed.
+#
+# Shape suffixes: N samples, B batch, K classes, M marginal classes (verbs or nouns).
+
 
 _TOP = (1, 5)
 
@@ -178,9 +180,6 @@ def score_classifier(
     if not num_samples:
         raise FailedWork(f"none of the {counts[0]} clips could be decoded")
     return ClassResult(metrics, num_samples, counts[0], tuple(failed))
-
-
-# Score a trained classifier on a split; the classes of a run.
 
 
 _PROTOCOL = "probabilities are means over views"

@@ -1,4 +1,4 @@
-"""Scores embeddings by a protocol: plain values for the result file, and metrics for the training log."""
+"""Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +37,9 @@ from train.tasks.dual_encoder.zero_shot import (
     open_class_prompts,
     score_classes,
 )
+
+# Scores embeddings by a protocol: plain values for the result file, and metrics for the training log.
+
 
 EmbedTexts = Callable[[Sequence[str]], NDArray[np.float32]]
 
@@ -161,9 +164,6 @@ def make_scorer(settings: DualEncoderEvaluation, *, data_dir: Path | None, has_t
         label=settings.label,
     )
     return ZeroShotScorer(classes)
-
-
-# Evaluations of a dual encoder: of a trained run, and in the training loop by all ranks together.
 
 
 _NUM_QUERIES = 6

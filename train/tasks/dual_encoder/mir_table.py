@@ -1,8 +1,10 @@
-"""Read a numpy array from a pickle without running any code of the pickle.
+"""Clips, sentences and relevancies of multi-instance retrieval, from the manifest and from files.
 
-Relevancy files are published as pickles, and a pickle is a program. The few calls that rebuild an array are replaced by
-stand-ins that only record their arguments; any other name is refused. The array is built from the recorded arguments
-after they were checked.
+Clips are the captions of a split, sentences their distinct texts.
+
+Rows of the relevancy are the captions of the split in the order of their ids, which is that of the rows of the
+annotation file. Columns are the distinct texts in the order in which they first appear, or those of a sentence file
+(EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`).
 """
 
 import pickle
@@ -21,6 +23,13 @@ from manifests.errors import UserError
 from manifests.store import read_captions
 from train.data.chunks import rows_of, videos_of_split
 from train.data.relevancy import Actions, NoRelevancy, Relevancy, compressed, relevancy_of_classes
+
+# Read a numpy array from a pickle without running any code of the pickle.
+#
+# Relevancy files are published as pickles, and a pickle is a program. The few calls that rebuild an array are
+# replaced by stand-ins that only record their arguments; any other name is refused. The array is built from the
+# recorded arguments after they were checked.
+
 
 _NUMBER_TYPES = re.compile(r"[fiu][1248]|b1")
 _BYTE_ORDERS = ("<", ">", "|", "=")
@@ -139,15 +148,6 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         raise _Refused(f"the outside object {pid!r:.40}")
-
-
-# Clips, sentences and relevancies of multi-instance retrieval, from the manifest and from files.
-#
-# Clips are the captions of a split, sentences their distinct texts.
-#
-# Rows of the relevancy are the captions of the split in the order of their ids, which is that of the rows of the
-# annotation file. Columns are the distinct texts in the order in which they first appear, or those of a sentence file
-# (EPIC_100_retrieval_test_sentence.csv: `narration_id,narration`).
 
 
 _VERB, _NOUNS = "label_verb", "label_nouns"

@@ -1,10 +1,7 @@
-"""Which cubes of a clip are masked, and which of those are predicted.
+"""Reconstruction of masked cubes: targets and loss (VideoMAE, Tong et al. 2022).
 
-Masks are drawn on the device from seed and position of the sample alone, so they do not depend on ranks, resuming or
-microbatches.
-
-Shape suffixes: B batch, S steps of time, P patches of a step, R and C rows and columns of patches, N cubes of a clip
-(S * P, in the order of time, row, column).
+Shape suffixes: B batch of a rank, R rows of a microbatch, C channels, T frames, H and W pixels, M predicted cubes of a
+clip, t frames and p side of a cube, V values of a cube (t * p * p * C, in this order).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +21,15 @@ from train.losses.objective import Objective, backward_microbatches
 from train.models.masked_autoencoder import predicted_cubes
 from train.models.video_vit import CubeGrid, VideoViTSize, cubes_of, picked
 from train.tasks.mae.settings import DecoderMask, MaeSettings, num_masked_places
+
+# Which cubes of a clip are masked, and which of those are predicted.
+#
+# Masks are drawn on the device from seed and position of the sample alone, so they do not depend on ranks, resuming or
+# microbatches.
+#
+# Shape suffixes: B batch, S steps of time, P patches of a step, R and C rows and columns of patches, N cubes of a clip
+# (S * P, in the order of time, row, column).
+
 
 # The patches of a 2 x 2 cell, numbered around the cell, so that consecutive numbers are neighbours.
 _CELL = ((0, 1), (3, 2))
@@ -150,12 +156,6 @@ class Masking:
             seed=settings.seed,
         )
         return Masks(masked_BN, decoded_BN)
-
-
-# Reconstruction of masked cubes: targets and loss (VideoMAE, Tong et al. 2022).
-#
-# Shape suffixes: B batch of a rank, R rows of a microbatch, C channels, T frames, H and W pixels, M predicted cubes
-# of a clip, t frames and p side of a cube, V values of a cube (t * p * p * C, in this order).
 
 
 _EPS = 1e-6
