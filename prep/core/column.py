@@ -1,8 +1,8 @@
-"""A column as every command knows it: one `ColumnSpec`.
+"""`ColumnSpec`: everything that the commands need to know about a column.
 
-`prep.registry` lists the columns. Whatever plans, makes, shows, verifies, retries or removes a column takes its spec
-and asks it; nothing outside of a column's folder names the column. A spec is loaded whenever `prep` starts, so its
-functions import what takes long in their bodies.
+`prep.registry` lists the columns. Code that plans, makes, shows, verifies, retries or removes a column receives its
+spec and calls the functions in it; no code outside a column's own folder refers to the column by name. Specs are loaded
+whenever `prep` starts, so their functions import slow modules inside their bodies.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from shards.commits import Failure
     from shards.reader import CommittedShard, Variant
 
-VIDEO = "video"  # the column that is made from the sources; the others are made from it, or from the manifest
-Stored = Mapping[str, Any]  # what a variant's recipe.json holds
+VIDEO = "video"  # made from the source videos; all other columns are made from it or from the manifest
+Stored = Mapping[str, Any]  # content of a variant's recipe.json
 
 
 class ColumnPlan(Protocol):
-    """What every plan of a column tells."""
+    """Interface of a column's plan."""
 
     @property
     def variant_dir(self) -> Path: ...
@@ -36,12 +36,12 @@ class ColumnPlan(Protocol):
     def shards(self) -> "Sequence[ShardPlan]": ...
     @property
     def num_videos(self) -> int:
-        """Videos that the plan is about: what a share in `--max-failures` is a share of."""
+        """Number of videos in the plan; a percentage in `--max-failures` refers to it."""
         ...
 
 
 class RunSummary(Protocol):
-    """What every run tells. `gave_up` says why it ended before all shards were tried, or is None."""
+    """Interface of the result of a run. `gave_up` is the reason why it ended before all shards were tried, or None."""
 
     @property
     def gave_up(self) -> str | None: ...
@@ -53,13 +53,13 @@ class RunSummary(Protocol):
 
 @dataclass(frozen=True)
 class Pending:
-    """What a plan by the recipe of a variant would find, from stored records alone.
+    """What remains to be done for a variant, derived from stored records alone.
 
     Attributes:
-        num_wanted: samples; None when that cannot be told.
-        wanted_shards: of the plan; None when that cannot be told.
-        to_make: state -> shards that have work.
-        stale_because: why the variant is not what would be made now, or None.
+        num_wanted: number of samples that the variant should hold; None if unknown.
+        wanted_shards: ids of the shards that the variant should have; None if unknown.
+        to_make: number of shards that need work, by state.
+        stale_because: why the variant differs from what would be made now, or None.
     """
 
     num_wanted: int | None = None
@@ -69,19 +69,19 @@ class Pending:
 
 
 class DeepCode(StrEnum):
-    """What can be wrong with a sample whose bytes are those that were committed."""
+    """Problems that `prep verify --deep` can find in a sample whose checksum is correct."""
 
     UNREADABLE = "unreadable"
-    PACKETS_DIFFER = "packets_differ"  # the index's packet table is not what demuxing shows
+    PACKETS_DIFFER = "packets_differ"  # the packet table in the index does not match the demuxed packets
     DECODE_ERRORS = "decode_errors"
-    FRAMES_DIFFER = "frames_differ"  # number, order or size of the decoded frames
-    ARRAY_DIFFERS = "array_differs"  # an array is not as its row of the index says, or its numbers are not sound
-    JSON_DIFFERS = "json_differs"  # the json, or the txt, and the index disagree
+    FRAMES_DIFFER = "frames_differ"  # wrong number, order or size of decoded frames
+    ARRAY_DIFFERS = "array_differs"  # an array does not match its index row, or holds invalid values
+    JSON_DIFFERS = "json_differs"  # the .json or .txt member does not match the index
 
 
 @dataclass(frozen=True)
 class CheckedSample:
-    """What `prep verify --deep` found in a sample, and how many frames, or rows of an array, it looked at."""
+    """Result of `prep verify --deep` for one sample: its differences, and the number of frames or array rows checked."""
 
     differences: list[tuple[DeepCode, str]]
     num_looked_at: int
@@ -89,11 +89,11 @@ class CheckedSample:
 
 @dataclass(frozen=True)
 class ExtraFolder:
-    """A folder of intermediate results in a variant's folder.
+    """A folder for intermediate results inside a variant's folder.
 
     Attributes:
-        file_names: full match of the names of its files; only those are ever removed.
-        is_whole: whether a file holds what was written.
+        file_names: pattern that must match a file's full name; no other file is ever removed.
+        is_whole: return True if a file is complete and undamaged.
     """
 
     name: str
@@ -112,31 +112,35 @@ def _all_settings(stored: Stored) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSpec:
-    """One column.
+    """Description of one column.
 
     Attributes:
-        name: of its folder and of `--column`: lower case, beginning with a letter. Its command is `prep NAME`.
-        package: with its code, as Python imports it; workers have to have the same.
-        samples: what its samples are called, in the plural.
-        looked_at: what `verify --deep` counts, and what it does with it.
-        has_hours: whether `status` tells hours of video, from num_frames and the rate in the index.
-        make_command: function of `prep NAME`, with its flags.
-        plan_command: function of `prep plan NAME`.
-        require: raises UserError where this machine lacks what settings need, before anything is locked.
-        plan: (data folder, settings, request) -> what has to be made, and why.
-        run: (plan, settings, request) -> what became of it; called while the column is held.
-        plan_report: of a plan.
-        summary_report: (summary, settings, path of the list of failures).
-        flags: the flags of `prep NAME` that ask for a stored recipe; UserError where another version wrote it.
-        settings_line: the settings in a stored recipe on one line.
-        retry: (stored recipe, --weights, request): makes again what failed.
-        pending: (data folder, variant) -> what is wanted of it now.
-        check_sample: import path, `package.module:function`, of a function of (row of the index, members, split) that
-            compares a sample with its row, a `CheckedSample`. It runs in workers, which load nothing else.
-        layout_file: the file of the layout that a variant with this recipe follows, or None; named after the column.
-        extra_folders: of a variant.
-        sample_report: (shard, row, data folder): what `prep inspect KEY` says; by default the row of the index.
-        write_page: (path, variant, on_sample): the page of `prep inspect --html`, and how many samples are on it.
+        name: name of the column's folder and value of `--column`: lower case, beginning with a letter. The command is
+            `prep NAME`.
+        package: import name of the package with the column's code; workers must have the same version.
+        samples: plural noun for the column's samples.
+        looked_at: phrase after the count that `verify --deep` reports, such as "frames decoded".
+        has_hours: whether `status` reports hours of video, computed from num_frames and the frame rate in the index.
+        make_command: function behind `prep NAME`, with its flags.
+        plan_command: function behind `prep plan NAME`.
+        require: raise UserError if this machine lacks something that the settings need; called before any lock is
+            taken.
+        plan: (data folder, settings, request) -> plan: which shards have to be made, and why.
+        run: (plan, settings, request) -> summary; called while the column's lock is held.
+        plan_report: plan -> report.
+        summary_report: (summary, settings, path of the list of failures) -> report.
+        flags: stored recipe -> flags of `prep NAME` that reproduce it; raises UserError if another version wrote the
+            recipe.
+        settings_line: stored recipe -> its settings on one line.
+        retry: (stored recipe, --weights, request); make again what failed.
+        pending: (data folder, variant) -> work that remains for the variant.
+        check_sample: import path `package.module:function` of a function (index row, members, split) -> `CheckedSample`
+            that compares a sample with its index row. It runs in workers, which load nothing else.
+        layout_file: stored recipe -> name of the layout file that the variant uses, or None; named after the column.
+        extra_folders: folders for intermediate results in each variant.
+        sample_report: (shard, row, data folder) -> report printed by `prep inspect KEY`; the index row by default.
+        write_page: (path, variant, on_sample) -> number of samples on the page; writes the page of `prep inspect
+            --html`.
     """
 
     name: str
@@ -163,19 +167,19 @@ class ColumnSpec:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is made from the sources themselves."""
+        """True if the column is made directly from the source videos."""
         return self.name == VIDEO
 
     @property
     def command(self) -> str:
-        """The command that makes it."""
+        """Name of the command that makes the column."""
         return command_for(self.name)
 
     def command_line(self, stored: Stored, *, data_dir: Path) -> str:
-        """The command line that asks for the recipe in a recipe.json.
+        """Return the command line that reproduces the recipe in a recipe.json.
 
         Raises:
-            UserError: it was written by another version of the recipe's schema.
+            UserError: the recipe was written with another version of the recipe schema.
         """
         arguments = ["prep", self.command, *self.flags(stored)]
         if data_dir.resolve() != Path("data").resolve():
@@ -184,29 +188,29 @@ class ColumnSpec:
 
 
 def command_for(column: str) -> str:
-    """The command that makes `column`."""
+    """Return the name of the command that makes `column`."""
     return "chunk" if column == VIDEO else column
 
 
 def imported(path: str) -> Any:
-    """What stands at `package.module:NAME`."""
+    """Import and return the object at `package.module:NAME`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def changed_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """The flags of the settings that are not their defaults."""
+    """Return the flags for all settings that differ from their defaults."""
     given = {name: value for name, value in values.items() if value is not None and value != defaults[name]}
     return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def recipe_fingerprint(values: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of the canonical JSON of a recipe's plain values; a variant's name ends in its first 8 digits."""
+    """Return the SHA-256 (hex) of a recipe's values as canonical JSON; variant names end in its first 8 digits."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed between two recipes, as `name: old → new`, in the order of the new one."""
+    """Return the differences between two recipes as `name: old → new`, in the order of the new recipe."""
     names = [*new, *(name for name in old if name not in new)]
     return [f"{name}: {old.get(name)} → {new.get(name)}" for name in names if old.get(name) != new.get(name)]

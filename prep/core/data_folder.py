@@ -1,4 +1,4 @@
-"""The data folder that a command works in: where its parts lie, and that one command at a time writes a column."""
+"""The data folder of a command: its layout on disk, and the locks that allow one writer per column."""
 
 import fcntl
 import os
@@ -18,15 +18,15 @@ from shards.dataset import list_variants, variant_dir
 from shards.format import COMMITS_FOLDER, DATASET_FILE, RECIPE_FILE
 
 PROBES_FILE = "probes.parquet"
-ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE})  # every command writes them, under the lock of the folder itself
+ROOT_FILES = frozenset({DATASET_FILE, PROBES_FILE})  # written by every command, under the lock of the data folder
 RUNNING_FILE = re.compile(r"\d{6,}\.json")
 
 
 def require_data_folder(data_dir: Path) -> Path:
-    """The absolute path of an existing data folder.
+    """Return the absolute path of an existing data folder.
 
     Raises:
-        UserError: it does not exist, or is not a folder.
+        UserError: the path does not exist or is not a folder.
     """
     if not data_dir.exists():
         raise UserError(
@@ -40,11 +40,11 @@ def require_data_folder(data_dir: Path) -> Path:
 
 @contextmanager
 def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Holds one column for one writing command, after removing what killed commands left there.
+    """Lock a column for a writing command and remove what killed commands left in it.
 
     Raises:
-        UserError: as `holding`.
-        OSError: what was left cannot be removed.
+        UserError: see `holding`.
+        OSError: leftover files cannot be removed.
     """
     with holding(data_dir, column=column):
         remove_left_behind(data_dir, column=column)
@@ -53,13 +53,13 @@ def writing(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 
 @contextmanager
 def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
-    """Holds one column; the kernel lets go when the process ends, however it ends.
+    """Hold the lock of one column. The kernel releases the lock when the process ends, even if it is killed.
 
-    Other columns can be written meanwhile. Who holds a column holds its layouts too, and who holds `video` the
-    manifest.
+    Other columns can be written at the same time. The lock of a column also covers its layouts, and the lock of `video`
+    covers the manifest.
 
     Raises:
-        UserError: another command holds it, or it cannot be written to.
+        UserError: another command holds the lock, or the data folder is not writable.
     """
     path = data_dir / (".lock" if column == VIDEO else f".{column}.lock")
     try:
@@ -88,9 +88,9 @@ def holding(data_dir: Path, *, column: str = VIDEO) -> Iterator[None]:
 
 
 def remove_left_behind(data_dir: Path, *, column: str) -> None:
-    """Removes the temporary files of killed commands that wrote `column`; call it only while `holding` it.
+    """Remove the temporary files of killed commands that were writing `column`; call it only inside `holding`.
 
-    Temporary files of other columns stay: their commands may be at work.
+    Temporary files of other columns are kept, because another command may be writing them.
     """
     with folder_lock(data_dir):
         remove_temporaries(data_dir, of=ROOT_FILES.__contains__)
@@ -104,12 +104,12 @@ def remove_left_behind(data_dir: Path, *, column: str) -> None:
         folder.rmdir()
     for name in list_variants(data_dir, column):
         folder = variant_dir(data_dir, column, name)
-        if (folder / RECIPE_FILE).is_file():  # else it is somebody's
+        if (folder / RECIPE_FILE).is_file():  # otherwise clipmill did not make the folder
             remove_variant_temporaries(folder)
 
 
 def remove_variant_temporaries(folder: Path) -> None:
-    """Removes what killed or lost writers left in a variant's folder; call it only while `holding` its column."""
+    """Remove what killed or lost writers left in a variant's folder; call it only while `holding` its column."""
     remove_temporaries(folder)
     remove_temporaries(folder / COMMITS_FOLDER)
     running = folder / RUNNING_FOLDER
@@ -117,12 +117,12 @@ def remove_variant_temporaries(folder: Path) -> None:
         for path in running.iterdir():
             if RUNNING_FILE.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
-        with suppress(OSError):  # somebody has put something into it
+        with suppress(OSError):  # the folder holds files that are not ours
             running.rmdir()
 
 
 def half_made_variants(data_dir: Path, column: str) -> list[Path]:
-    """Folders of variants that a killed command was about to give their name, or to remove: a recipe at most."""
+    """Return variant folders under a temporary name, left by a killed command; they hold at most a recipe."""
     column_dir = data_dir / column
     return [
         path

@@ -1,4 +1,4 @@
-"""Failures by name: the first few of a list, for the end of a command and for `--json`."""
+"""Short lists of failures, printed at the end of a command and included in its `--json` output."""
 
 import os
 from collections import Counter
@@ -19,7 +19,7 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class Named:
-    """One thing that failed: what it is called, the code of the failure, and what there is to say about it."""
+    """One failure: the name of what failed, the failure code and the message."""
 
     name: str
     code: str
@@ -27,19 +27,19 @@ class Named:
 
 
 def first_failures(failures: Iterable[Failure]) -> list[Named]:
-    """The first few failures; a chunk goes by its key, a whole video by its id."""
+    """Return the first few failures; a chunk is named by its key, a whole video by its id."""
     return first_few(Named(failure.key or failure.video_id, failure.code, failure.message) for failure in failures)
 
 
 def failure_lines(failures: Sequence[Failure], *, listed: Path) -> list[str]:
-    """How many failures of each code a run ended with, and the first few by name; nothing where there are none."""
+    """Return the number of failures by code and the first few by name; an empty list if there are none."""
     codes = Counter(failure.code for failure in failures).most_common()
     lines = [f"failed   {count} x {code}" for code, count in codes]
     return [*lines, *named_lines(first_failures(failures), num_all=len(failures), listed=listed, indent=" " * 9)]
 
 
 def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, Any]:
-    """The same for scripts: failures by code, the first few by name, and the file that lists all."""
+    """Return the content of `failure_lines` as JSON values: failures by code, the first few, and the full list's path."""
     return {
         "failures": dict(Counter(failure.code for failure in failures).most_common()),
         "first_failures": named_values(first_failures(failures)),
@@ -48,7 +48,7 @@ def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, An
 
 
 def first_rejected(rejected: pa.Table) -> list[Named]:
-    """The first few rows of a table manifests.schema.REJECTED, by file, row and value."""
+    """Return the first few rows of a table with schema manifests.schema.REJECTED, named by file, row and value."""
     few: list[Named] = []
     for reason in pc.unique(rejected["reason"]):
         rows = rejected.filter(pc.equal(rejected["reason"], reason)).slice(0, MAX_NAMED)
@@ -57,7 +57,7 @@ def first_rejected(rejected: pa.Table) -> list[Named]:
 
 
 def first_few(named: Iterable[Named]) -> list[Named]:
-    """The first of each code, then the second of each, up to MAX_NAMED: no code hides another."""
+    """Return the first failure of each code, then the second of each, up to MAX_NAMED, so that every code is shown."""
     by_code: dict[str, list[Named]] = {}
     for one in named:
         of_code = by_code.setdefault(one.code, [])
@@ -68,7 +68,7 @@ def first_few(named: Iterable[Named]) -> list[Named]:
 
 
 def named_lines(few: Sequence[Named], *, num_all: int, listed: Path | None, indent: str) -> Iterator[str]:
-    """One line each, then how many more there are and in which file all of them are listed."""
+    """Yield one line per failure, then the number of those not shown and the file that lists all of them."""
     for one in few:
         yield f"{indent}{on_one_line(f'{one.name}: {one.code}: {one.message}')}"
     parts = [f"and {num_all - len(few)} more"] if num_all > len(few) else []
@@ -79,12 +79,12 @@ def named_lines(few: Sequence[Named], *, num_all: int, listed: Path | None, inde
 
 
 def named_values(few: Sequence[Named]) -> list[dict[str, Any]]:
-    """The same for scripts."""
+    """Return the failures as JSON values."""
     return [{"name": one.name, "code": one.code, "message": one.message} for one in few]
 
 
 def _place(row: dict[str, Any]) -> str:
-    """Where a rejected row stands, and its value: `captions.csv, row 3: clip.mp4`; of a rejected file its path."""
+    """Return the location and value of a rejected row, `captions.csv, row 3: clip.mp4`; the path for a rejected file."""
     file, source_id = Path(row["file"]), row["source_id"]
     if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):
         return str(file)

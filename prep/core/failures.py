@@ -1,35 +1,36 @@
-"""Every way in which a chunk can fail, by name, and which of them may pass when tried again."""
+"""Failure codes, and which of them are transient."""
 
 from enum import StrEnum
 
 
 class FailureCode(StrEnum):
-    """Written into commits, lists and the console; `prep retry --only CODE` takes them."""
+    """Failure code, as stored in commits and lists, shown on the console and accepted by `prep retry --only CODE`."""
 
     SOURCE_MISSING = "source_missing"
-    SOURCE_UNREADABLE = "source_unreadable"  # no container that we read: text, a playlist, zero bytes, no permission
-    SOURCE_TRUNCATED = "source_truncated"  # the header promises more than the file holds
-    SOURCE_CHANGED = "source_changed"  # between the plan and the work
+    SOURCE_UNREADABLE = "source_unreadable"  # not a supported container: text, a playlist, an empty file, no permission
+    SOURCE_TRUNCATED = "source_truncated"  # the header announces more data than the file holds
+    SOURCE_CHANGED = "source_changed"  # the file changed between planning and processing
     NO_VIDEO = "no_video"
     ZERO_DURATION = "zero_duration"
-    BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream, which has none; or times that no video has
-    PROBE_FAILED = "probe_failed"  # reading the source ended the process that read it: a crash, or a bug
-    DECODE_ERRORS = "decode_errors"  # the source's frames are damaged
-    FRAMES_DIFFER = "frames_differ"  # the chunk is not the frames that were planned
+    BAD_TIMESTAMPS = "bad_timestamps"  # a raw stream without timestamps, or impossible timestamps
+    PROBE_FAILED = "probe_failed"  # reading the source terminated the probe process: a crash or a bug
+    DECODE_ERRORS = "decode_errors"  # the source contains damaged frames
+    FRAMES_DIFFER = "frames_differ"  # the chunk does not contain the planned frames
     ENCODE_FAILED = "encode_failed"
-    FFMPEG_DIFFERS = "ffmpeg_differs"  # a node has another ffmpeg than the one that was planned with
-    CHUNK_DAMAGED = "chunk_damaged"  # what another column is made from is not what was committed
-    MODEL_UNAVAILABLE = "model_unavailable"  # a node has not the weights that were planned with
-    NOT_FINITE = "not_finite"  # a model gave NaN or infinity
+    FFMPEG_DIFFERS = "ffmpeg_differs"  # the ffmpeg version of a node differs from that of the plan
+    CHUNK_DAMAGED = "chunk_damaged"  # an input from another column differs from what was committed
+    MODEL_UNAVAILABLE = "model_unavailable"  # a node lacks the model weights of the plan
+    NOT_FINITE = "not_finite"  # a model returned NaN or infinity
     TIMEOUT = "timeout"
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     IO_ERROR = "io_error"
     WORKER_LOST = "worker_lost"
-    SHARD_MISSING = "shard_missing"  # the run ended without the commit that was planned
+    SHARD_MISSING = "shard_missing"  # the run ended without the planned commit
 
 
-# What another try may cure without anybody mending anything. The others wait for `prep retry` or a mended source.
+# Failures that may disappear when tried again, without anyone fixing anything. All others wait for `prep retry` or for
+# a repaired source.
 TRANSIENT = frozenset(
     {
         FailureCode.SOURCE_CHANGED,
@@ -45,16 +46,16 @@ TRANSIENT = frozenset(
     }
 )
 
-# What may pass as soon as the source can be read again: it had gone, or a disk was not mounted.
+# Failures that may disappear as soon as the source is readable again, such as a missing file or an unmounted disk.
 SOURCE_AWAY = frozenset({FailureCode.SOURCE_MISSING, FailureCode.SOURCE_UNREADABLE})
 
 
 class SourceFailure(Exception):
-    """A part of the work failed for a named reason; the rest goes on.
+    """Part of the work failed with a failure code; the rest of the run continues.
 
     Args:
-        is_lasting: whether the cause lies in the file itself, so that the same bytes fail again. Permissions, mounts,
-            disks and time limits are causes that pass without the file changing.
+        is_lasting: whether the cause lies in the file itself, so that the same bytes will fail again. Permissions,
+            mounts, disks and timeouts are causes that can disappear without the file changing.
     """
 
     def __init__(self, code: FailureCode, message: str, *, is_lasting: bool = True) -> None:

@@ -1,8 +1,7 @@
-"""Signs of life of a running shard: a small file that says how far it is.
+"""Heartbeats of running shards: small files that record their progress.
 
-The files lie in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` of another terminal
-find them, on any node of a cluster. They are no record of anything: a run begins by removing what an earlier one
-left.
+The files are in `<variant>/.tmp-running/`, where the driver's progress bar and `prep status` in another terminal read
+them, from any node of a cluster. They are not part of the records: each run begins by deleting those of earlier runs.
 """
 
 import json
@@ -23,15 +22,15 @@ _STALE_S = 60.0
 
 @dataclass(frozen=True)
 class ShardProgress:
-    """How far a running shard is."""
+    """Progress of a running shard."""
 
     shard_id: int
-    num_chunks: int  # planned
+    num_chunks: int  # number of chunks planned
     num_done: int
 
 
 class Heartbeat:
-    """Writes a shard's progress while its block runs."""
+    """Context manager that writes a shard's progress while its block runs."""
 
     def __init__(self, variant_dir: Path, shard_id: int, *, num_chunks: int) -> None:
         self._path = variant_dir / RUNNING_FOLDER / f"{shard_id:06d}.json"
@@ -49,23 +48,23 @@ class Heartbeat:
             self._path.unlink(missing_ok=True)
 
     def show(self, num_done: int) -> None:
-        """Tells that `num_done` chunks are done; at most twice a second."""
+        """Record that `num_done` chunks are done; the file is written at most twice a second."""
         now_s = time.monotonic()
         if now_s - self._written_s < _INTERVAL_S:
             return
         self._written_s = now_s
         text = json.dumps(asdict(ShardProgress(self._shard_id, self._num_chunks, num_done)))
-        # A sign of life is not worth failing for: a full disk will be met, and named, by the shard itself.
+        # A heartbeat must not fail the shard: if the disk is full, the shard itself will report it.
         with suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             self._path.write_text(text)
 
 
 def running_shards(variant_dir: Path) -> list[ShardProgress]:
-    """The shards that have shown a sign of life within the last minute."""
+    """Return the progress of all shards with a heartbeat within the last minute."""
     running = []
     for path in sorted((variant_dir / RUNNING_FOLDER).glob("*.json")):
-        # It may go, or be half written, while it is read.
+        # The file may be deleted or half written while it is read.
         with suppress(OSError, ValueError, TypeError):
             if time.time() - path.stat().st_mtime < _STALE_S:
                 running.append(ShardProgress(**parse_json(path.read_text())))

@@ -1,10 +1,10 @@
-"""Which part of which video lies in which shard. An assignment, once made, stands: adding videos never moves what is
-there.
+"""Layouts: the assignment of spans of videos to shards.
 
-Layouts lie in `<data>/layout/`. Those of `video` are named after the length of its chunks and serve every recipe with
-that length, so that its variants have the same shards; another column that needs one has `<column>.parquet`. When such
-a file is damaged or gone, the layout is made anew from the commits: the shards themselves say what they hold. Spans of
-shards that were never committed get a place again when the layout is extended.
+An assignment never changes: adding videos does not move existing spans. Layouts are stored in `<data>/layout/`. Those
+of `video` are named after the chunk length and shared by all recipes with that length, so that their variants have the
+same shards; the layout of any other column is `<column>.parquet`. If a layout file is damaged or missing, the layout is
+rebuilt from the commits, which record what each shard holds. Spans of shards that were never committed are assigned
+again when the layout is next extended.
 """
 
 import sys
@@ -26,7 +26,7 @@ from shards.index import open_index
 from shards.reader import Variant
 
 LAYOUT_FOLDER = "layout"
-SpanId = tuple[str, int]  # video id, number of the span in its video
+SpanId = tuple[str, int]  # (video id, number of the span within its video)
 
 LAYOUT = pa.schema(
     [
@@ -39,14 +39,14 @@ LAYOUT = pa.schema(
 
 
 def owner_of_layout(path: Path) -> str:
-    """The column that a layout belongs to: the one that it is named after, else `video`."""
+    """Return the column that owns a layout: the column that the file is named after, otherwise `video`."""
     name = path.name.partition(".")[0]
     is_column = name in COLUMNS or any((path.parent.parent / name).glob(f"*/{RECIPE_FILE}"))
     return name if is_column else VIDEO
 
 
 class DamagedLayout(UserError):
-    """The file of a layout is damaged."""
+    """A layout file is damaged."""
 
     def __init__(self, path: Path, why: str) -> None:
         command = f"prep {command_for(owner_of_layout(path))}"
@@ -57,7 +57,7 @@ class DamagedLayout(UserError):
 
 
 def read_layout(path: Path) -> pa.Table:
-    """The layout at `path`, empty where there is none yet.
+    """Read the layout at `path`; return an empty layout if the file does not exist.
 
     Raises:
         DamagedLayout: the file is damaged.
@@ -71,7 +71,7 @@ def read_layout(path: Path) -> pa.Table:
 
 
 def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.Table:
-    """The layout at `path`, or what `rebuild` finds in the commits where the file is damaged or missing."""
+    """Read the layout at `path`, or rebuild it from the commits with `rebuild()` if the file is damaged or missing."""
     try:
         if path.exists():
             return read_layout(path)
@@ -84,12 +84,12 @@ def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.
 
 
 def write_layout(path: Path, layout: pa.Table) -> None:
-    """Publishes the layout, unless it is there already; done before any work that relies on it."""
+    """Publish the layout unless the file already holds it; call it before any work that relies on the layout."""
     try:
         if path.exists() and read_layout(path).equals(layout):
             return
     except DamagedLayout:
-        pass  # replaced by the one that was rebuilt
+        pass  # replaced with the rebuilt layout
     path.parent.mkdir(exist_ok=True)
     write_table_file(path, layout)
 
@@ -97,15 +97,15 @@ def write_layout(path: Path, layout: pa.Table) -> None:
 def wanted_spans(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_spans: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of `layout` whose span is wanted still, in layout order, and for each the row of its video.
+    """Return the rows of `layout` whose span is still wanted, in layout order, and the row of the video for each.
 
-    A span is wanted while its video is in the manifest with the shard's split, and long enough to have it.
+    A span is wanted while its video is in the manifest with the split of the shard and is long enough to contain it.
 
     Args:
-        layout: schema LAYOUT.
-        video_ids: of the videos, in manifest order.
-        splits: of the videos, same order.
-        num_spans: of the videos, int64.
+        layout: table with schema LAYOUT.
+        video_ids: ids of the videos, in manifest order.
+        splits: splits of the videos, in the same order.
+        num_spans: number of spans of each video, int64.
     """
     if not len(layout):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -123,7 +123,7 @@ def wanted_spans(
 
 
 def variants_of(data_dir: Path, column: str) -> Iterator[Variant]:
-    """All variants of a column, opened."""
+    """Open all variants of a column."""
     for name in list_variants(data_dir, column):
         yield Variant(variant_dir(data_dir, column, name))
 
@@ -135,12 +135,12 @@ def layout_of_commits(
     spans: Callable[[pa.Table], list[SpanId]],
     span_of_failure: Callable[[Failure], SpanId | None],
 ) -> pa.Table:
-    """The layout (schema LAYOUT) that the commits of some variants tell of.
+    """Rebuild the layout (schema LAYOUT) from the commits of some variants.
 
     Args:
-        video_ids: of the manifest, in its order.
-        spans: of a shard, from its index.
-        span_of_failure: the span that a failure of a commit is about, or None.
+        video_ids: ids of the manifest's videos, in its order.
+        spans: return the spans of a shard, given its index.
+        span_of_failure: return the span that a failure in a commit belongs to, or None.
     """
     place = {video_id: row for row, video_id in enumerate(video_ids.to_pylist())} if variants else {}
     shards: dict[int, tuple[str, list[SpanId]]] = {}
@@ -149,10 +149,10 @@ def layout_of_commits(
             try:
                 there = _spans_of(variant.directory, commit, spans=spans)
             except (Damaged, OSError):
-                continue  # made again, in a new shard
+                continue  # it will be assigned to a new shard
             failed = {span for span in map(span_of_failure, commit.failures) if span is not None}.difference(there)
             if failed:
-                # As the layout was made: in the order of the manifest.
+                # The order in which the layout was made: that of the manifest.
                 there = sorted([*there, *failed], key=lambda span: (place.get(span[0], len(place)), span[1]))
             if len(there) > len(shards.get(commit.shard_id, ("", []))[1]):
                 shards[commit.shard_id] = (commit.split, there)

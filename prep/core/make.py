@@ -1,6 +1,6 @@
-"""Planning and making a column: what `prep chunk`, `prep latents`, `prep text` and `prep plan` have in common.
+"""Planning and making a column: code shared by `prep chunk`, `prep latents`, `prep text` and `prep plan`.
 
-The flags that they share are here, with what they come to: a `Request`.
+It also defines the flags that these commands share; their values form a `Request`.
 """
 
 import sys
@@ -36,13 +36,13 @@ NumGpus = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a command is asked for beside the settings of its column.
+    """Options of a command that are not settings of its column.
 
     Attributes:
-        num_gpus: of a worker; None where nothing was said.
-        batch: what a model gets at a time; None where nothing was said.
-        retry_codes: failures to try again though nothing changed.
-        only_variant: the variant that the settings must lead to, or None.
+        num_gpus: number of GPUs per worker; None if not given.
+        batch: batch size of the model; None if not given.
+        retry_codes: failure codes to try again even if nothing changed.
+        only_variant: name of the variant that the settings must produce, or None.
     """
 
     data: Path
@@ -57,10 +57,10 @@ class Request:
     only_variant: str | None = None
 
     def check(self) -> None:
-        """Checks what the flags ask for.
+        """Validate the flags.
 
         Raises:
-            UserError: they ask for nothing, or contradict each other.
+            UserError: a flag has an invalid value, or flags contradict each other.
         """
         if self.workers is not None and self.workers < 1:
             raise UserError(f"--workers {self.workers} makes nothing", hint="give 1 or more, or leave it out")
@@ -72,10 +72,10 @@ class Request:
             raise UserError(f"--address {self.address} needs Ray", hint="leave out --engine processes, or the address")
 
     def require_variant(self, found: str, *, command: str) -> None:
-        """Checks that a recipe read from a variant leads back to it.
+        """Check that the recipe read from a variant still produces that variant.
 
         Raises:
-            UserError: the weights, or the variant of video, are other ones now.
+            UserError: the weights, or the current variant of `video`, have changed since.
         """
         if self.only_variant is not None and found != self.only_variant:
             raise UserError(
@@ -85,10 +85,10 @@ class Request:
 
 
 def parse_budget(text: str) -> Callable[[int], float]:
-    """A function from the number of videos to the number of them that may fail.
+    """Parse `--max-failures` into a function from the number of videos to the number that may fail.
 
     Raises:
-        UserError: `text` is neither a number nor a share.
+        UserError: `text` is neither a number nor a percentage.
     """
     share = text.removesuffix("%")
     try:
@@ -103,7 +103,7 @@ def parse_budget(text: str) -> Callable[[int], float]:
 
 
 def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool) -> None:
-    """Says what making the column would do, and why."""
+    """Print what making the column would do, and why."""
     from prep.core.data_folder import require_data_folder
     from prep.core.report import show
 
@@ -112,11 +112,11 @@ def plan_column(column: ColumnSpec, settings: Any, *, data: Path, json: bool) ->
 
 
 def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
-    """Plans and makes the column, and says what became of it.
+    """Plan and make the column, and print a summary.
 
     Raises:
-        UserError: the request asks for nothing, or this machine lacks what it takes.
-        FailedWork: the run gave up, or more videos failed than the budget allows.
+        UserError: the request is invalid, or this machine lacks something that the settings need.
+        FailedWork: the run gave up, or more videos failed than `--max-failures` allows.
     """
     from prep.core.data_folder import require_data_folder, writing
     from prep.core.report import show

@@ -1,4 +1,4 @@
-"""What every plan consists of: the state of each shard, and why. A function of what is wanted and what is stored."""
+"""The common part of all plans: the state of each shard and its reason, computed from wanted and stored shards."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,32 +15,32 @@ from shards.reader import CommittedShard, Variant
 from shards.verify import Code, quick_check
 
 _MISSING = frozenset({Code.TAR_MISSING, Code.INDEX_MISSING})
-NUM_LOOKING_THREADS = 8  # looking at files waits more than it computes
+NUM_LOOKING_THREADS = 8  # checking files is I/O-bound
 
 
 class ShardState(StrEnum):
-    """What a plan says of a shard."""
+    """State of a shard in a plan."""
 
     CURRENT = "current"  # committed as planned
     NEW = "new"
-    CHANGED = "changed"  # what it is made from differs from what was committed
-    MISSING = "missing"  # committed, but a file is gone
+    CHANGED = "changed"  # its inputs differ from those of the commit
+    MISSING = "missing"  # committed, but a file is missing
     CORRUPT = "corrupt"  # committed, but a file is damaged
-    RETRY = "retry"  # committed with failures that another try may cure
-    ORPHANED = "orphaned"  # committed, but nothing of it is wanted any more
+    RETRY = "retry"  # committed with failures that another try may fix
+    ORPHANED = "orphaned"  # committed, but none of its content is wanted any more
 
 
-Problems = Mapping[int, tuple[ShardState, str]]  # shard id -> MISSING or CORRUPT, and why
+Problems = Mapping[int, tuple[ShardState, str]]  # shard id -> (MISSING or CORRUPT, reason)
 
 
 @dataclass(frozen=True)
 class WantedShard:
-    """A shard that is wanted.
+    """A shard that should exist.
 
     Attributes:
-        fingerprint: SHA-256 (hex) of all that its content depends on.
-        num_chunks: samples that it will hold.
-        rows: of the column's own plan, where it has rows.
+        fingerprint: SHA-256 (hex) of everything that its content depends on.
+        num_chunks: number of samples that it will hold.
+        rows: its rows in the column's own plan, if that plan has rows.
     """
 
     shard_id: int
@@ -55,8 +55,8 @@ class ShardPlan:
     """One shard of a plan.
 
     Attributes:
-        rows: of the column's own plan, in the order in which the shard holds them.
-        num_chunks: samples planned.
+        rows: its rows in the column's own plan, in the order in which the shard stores them.
+        num_chunks: number of samples planned.
     """
 
     shard_id: int
@@ -83,16 +83,15 @@ def plan_shards(
     unreadable: frozenset[str] = frozenset(),
     held: frozenset[int] = frozenset(),
 ) -> Iterator[ShardPlan]:
-    """The state of every shard: those of `wanted` in their order, then committed ones that nothing is left of.
+    """Return the state of every shard: the wanted shards in their order, followed by orphaned ones.
 
     Args:
-        commits: of the variant, by shard id.
-        what_changed: what a shard whose fingerprint differs is made from, for the reason.
-        orphaned_because: why nothing of a committed shard is wanted.
-        retry_codes: failures with these codes are tried again even if nothing changed, as are those that may pass by
-            themselves.
-        unreadable: videos whose sources cannot be read now.
-        held: shards that stay as they are because it cannot be told what is wanted of them.
+        commits: commits of the variant, by shard id.
+        what_changed: name of the input that changed if the fingerprint differs; used in the reason.
+        orphaned_because: reason why none of a committed shard's content is wanted.
+        retry_codes: failure codes to try again even if nothing changed, in addition to the transient ones.
+        unreadable: ids of videos whose sources cannot be read at present.
+        held: ids of shards to leave unchanged because what they should hold is unknown.
     """
     known = set()
     for shard in wanted:
@@ -131,7 +130,7 @@ def state_of(
     unreadable: frozenset[str] = frozenset(),
     what_changed: str,
 ) -> tuple[ShardState, str]:
-    """State of a shard, and why; `unreadable` are the videos whose sources cannot be read now."""
+    """Return the state of a shard and its reason; `unreadable` are the videos whose sources cannot be read now."""
     if problem is not None:
         return problem
     if commit is None:
@@ -174,12 +173,12 @@ def _orphaned(commit: Commit, reason: str) -> ShardPlan:
 
 
 def with_work(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
-    """Shards with something to do, the longest first: a long one begun last would be waited for alone."""
+    """Return the shards that need work, longest first, so that no long shard is still running alone at the end."""
     return sorted((shard for shard in shards if shard.has_work), key=lambda shard: -shard.num_chunks)
 
 
 def pending_of(shards: Sequence[ShardPlan]) -> Pending:
-    """What a plan says of its variant."""
+    """Summarise a variant's plan."""
     wanted = [shard for shard in shards if shard.state != ShardState.ORPHANED]
     return Pending(
         num_wanted=sum(shard.num_chunks for shard in wanted),
@@ -190,14 +189,14 @@ def pending_of(shards: Sequence[ShardPlan]) -> Pending:
 
 @dataclass(frozen=True)
 class StoredShards:
-    """What is committed of a variant, and what is wrong with it by a quick look at its files."""
+    """Commits of a variant, and problems found by a quick check of their files."""
 
     commits: dict[int, Commit]
     problems: dict[int, tuple[ShardState, str]]
 
 
 def stored_shards(variant_dir: Path) -> StoredShards:
-    """Reads the commits of a variant and looks at the files that they name."""
+    """Read the commits of a variant and check the files that they list."""
     found = read_commits(variant_dir)
     problems = file_problems(variant_dir, found.commits)
     for damaged in found.damaged:
@@ -206,7 +205,7 @@ def stored_shards(variant_dir: Path) -> StoredShards:
 
 
 def file_problems(variant_dir: Path, commits: dict[int, Commit]) -> dict[int, tuple[ShardState, str]]:
-    """Shards whose files are missing or damaged, by a quick look at each."""
+    """Return the shards whose files are missing or damaged, according to a quick check of each file."""
     with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
         looked = pool.map(lambda commit: quick_check(variant_dir, commit), commits.values())
         return {
@@ -217,7 +216,7 @@ def file_problems(variant_dir: Path, commits: dict[int, Commit]) -> dict[int, tu
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
-    """Shard id -> what is wrong and why, from a quick look at the files of every commit of an opened variant."""
+    """Return shard id -> (problem, reason), from a quick check of all files listed in the commits of an open variant."""
     found: dict[int, tuple[str, str]] = {
         shard_id: (str(state), why)
         for shard_id, (state, why) in file_problems(variant.directory, variant.commits).items()
@@ -227,7 +226,7 @@ def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
 
 
 def is_readable(shard: CommittedShard) -> bool:
-    """Whether the shard's index can be used."""
+    """Return True if the shard's index is readable."""
     try:
         return shard.index.num_rows > 0
     except (Damaged, OSError):

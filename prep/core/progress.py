@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, a plain line now and then elsewhere. Always on standard error."""
+"""Progress of a run on standard error: a progress bar on a terminal, otherwise a plain line from time to time."""
 
 import sys
 import time
@@ -15,11 +15,11 @@ _PLAIN_INTERVAL_S = 10.0
 
 
 class ChunkProgress:
-    """Chunks done, chunks per second, times real time, failures by code and time left.
+    """Progress bar with chunks done, chunks per second, speed relative to real time, failures by code and time left.
 
     Args:
-        num_chunks: that the run will make.
-        chunk_s: seconds of video in a chunk; None where it does not matter.
+        num_chunks: number of chunks that the run will make.
+        chunk_s: seconds of video in a chunk; None to omit the speed.
     """
 
     def __init__(self, *, num_chunks: int, chunk_s: float | None) -> None:
@@ -49,11 +49,11 @@ class ChunkProgress:
             self._bar.stop()
 
     def fail(self, code: str) -> None:
-        """Counts a failure."""
+        """Count one failure."""
         self._failures[code] += 1
 
     def show(self, num_done: int) -> None:
-        """Shows that `num_done` chunks are done, those of running shards included."""
+        """Show that `num_done` chunks are done, including those of running shards."""
         self._done = max(self._done, min(num_done, self._num_chunks))
         if self._bar is not None:
             self._bar.update(self._bar_task, completed=self._done, rates=self._rates())
@@ -74,10 +74,10 @@ class ChunkProgress:
 
 
 class CountProgress:
-    """Progress of work whose parts are counted, shown only when it takes long.
+    """Progress of countable work, shown only if it takes long.
 
     Args:
-        what: is being done, for example "probing sources".
+        what: description of the work, for example "probing sources".
     """
 
     def __init__(self, what: str) -> None:
@@ -93,7 +93,7 @@ class CountProgress:
 
 
 def tell_refused(refused: Refused) -> None:
-    """Prints that a place gets no work, and why."""
+    """Print that a worker was refused, and why."""
     print(f"warning: no work for {refused.place}: {refused.reason}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What plans and runs of every column say to people and to scripts."""
+"""Reports of plans and runs, for people and for scripts; shared by all columns."""
 
 import json as json_module
 from collections import Counter
@@ -19,19 +19,19 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class Report:
-    """One answer in two forms."""
+    """A command's output in two forms: text lines and JSON values."""
 
     text: str
     values: dict[str, Any]
 
 
 def show(report: Report, *, json: bool) -> None:
-    """Prints an answer."""
+    """Print a report."""
     print(json_module.dumps(report.values, indent=1) if json else report.text)
 
 
 def states_lines(shards: Sequence[ShardPlan], *, of: str = "chunks") -> list[str]:
-    """How many shards are in each state, and those about which there is something to say; `of` what they hold."""
+    """Return the number of shards in each state, and those that need attention; `of` names their content."""
     states, held = _count_states(shards)
     listed = [shard for shard in shards if shard.state not in (ShardState.CURRENT, ShardState.NEW)]
     lines = [f"{state:<9}{count:>7} shards {held[state]:>9} {of}" for state, count in sorted(states.items())]
@@ -42,7 +42,7 @@ def states_lines(shards: Sequence[ShardPlan], *, of: str = "chunks") -> list[str
 
 
 def states_values(shards: Sequence[ShardPlan], *, of: str = "chunks") -> dict[str, Any]:
-    """The same for scripts."""
+    """Return the same as `states_lines`, as JSON values."""
     states, held = _count_states(shards)
     work = [
         {
@@ -65,7 +65,9 @@ def _count_states(shards: Sequence[ShardPlan]) -> tuple[Counter[str], Counter[st
 
 
 def changed_settings(data_dir: Path, column: str, *, variant: str, recipe: Mapping[str, Any]) -> list[str]:
-    """Settings in which a planned recipe differs from the current variant; empty when it is the current variant."""
+    """Return the settings in which a planned recipe differs from the current variant; empty if they are the same
+    variant.
+    """
     current = current_variant(data_dir, column)
     if current is None or current == variant:
         return []
@@ -75,13 +77,13 @@ def changed_settings(data_dir: Path, column: str, *, variant: str, recipe: Mappi
 def summary_report(
     summary: Summary, *, listed: Path, speed: str | None = None, nothing: str | None = None, **more: object
 ) -> Report:
-    """What a run did.
+    """Return the report of a run.
 
     Args:
-        listed: the list of its failures.
-        speed: of the work, where there was some.
-        nothing: why there was none, where it is not that everything is as planned.
-        more: values for scripts, before the others.
+        listed: path of the list of failures.
+        speed: text about the speed of the work, if any was done.
+        nothing: why there was no work, if the reason is not that everything is up to date.
+        more: further JSON values, placed before the common ones.
     """
     lines = [f"variant  {summary.variant}", f"shards   {summary.num_shards} with {summary.num_chunks} chunks"]
     if summary.num_shards_made:
@@ -101,7 +103,7 @@ def summary_report(
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes in a unit that suits them: 12.3 MB."""
+    """Format a size in bytes with a suitable unit: 12.3 MB."""
     size, units = float(size_bytes), ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

@@ -1,4 +1,4 @@
-"""Carrying a plan out: the driver. What it knows is in the commits, so it can be killed at any moment and run again."""
+"""The driver that carries out a plan. Its state is in the commits, so it can be killed and restarted at any time."""
 
 import json
 import time
@@ -25,17 +25,17 @@ from shards.format import COMMITS_FOLDER, RECIPE_FILE
 from shards.lists import settle
 
 FAILURES_FILE = "failures.jsonl"
-_MAX_FULL_DISKS = 3  # shards in a row that find the disk full before the run gives up
+_MAX_FULL_DISKS = 3  # number of consecutive shards that may fail with a full disk before the run gives up
 
 
 @dataclass
 class Summary:
-    """What a run did, by the commits that the driver itself finds when it ends.
+    """Result of a run, based on the commits that the driver finds on disk at its end.
 
     Attributes:
-        failures: those of earlier runs that were not tried again are counted too.
+        failures: all failures, including those of earlier runs that were not tried again.
         gave_up: why the run ended before all shards were tried, or None.
-        refused_workers: places of workers that got no work.
+        refused_workers: workers that failed the admission check and received no tasks.
     """
 
     variant: str
@@ -57,23 +57,23 @@ class Summary:
         return len({failure.video_id for failure in self.failures})
 
     def failures_by_code(self) -> dict[str, int]:
-        """Code -> failures, the most frequent first."""
+        """Return code -> number of failures, most frequent first."""
         return dict(Counter(failure.code for failure in self.failures).most_common())
 
 
 @dataclass(frozen=True)
 class Job(Generic[W]):
-    """One column's plan, made ready to be carried out.
+    """One column's plan in the form that the driver runs.
 
     Attributes:
-        recipe: what recipe.json is to say.
-        shards: all that the plan knows, with work or without.
-        make: makes and commits one shard from its task; a module's function, since it travels to the workers.
-        task: what `make` has to know of a shard.
-        video_ids: of the videos in a shard; one may come more than once.
-        failed_before: failures that no shard tells of, such as sources that cannot be used.
-        chunk_s: seconds of video in a full chunk, for the progress; None to leave them out.
-        needs: what the workers need of their machine (`prep.engines.admission.Ticket`); None where they need nothing.
+        recipe: content of recipe.json.
+        shards: all shards of the plan, including those without work.
+        make: make and commit one shard, given its task; a module-level function, since it is sent to the workers.
+        task: return the task of a shard, the argument of `make`.
+        video_ids: return the ids of the videos in a shard; an id may occur more than once.
+        failed_before: failures that belong to no shard, such as unusable sources.
+        chunk_s: seconds of video in a full chunk, for the progress bar; None to omit the speed.
+        needs: requirements on the worker's machine (`prep.engines.admission.Ticket`); None if there are none.
     """
 
     column: ColumnSpec
@@ -94,28 +94,28 @@ class Job(Generic[W]):
 
 
 def execute(job: Job[W], engine: Engine) -> Summary:
-    """Makes every shard of the job that has work, and brings the variant's records up to date.
+    """Make every shard of the job that needs work, and update the variant's records.
 
     Call it while holding the column (`prep.core.data_folder.writing`).
     """
     folder = job.variant_dir
     make_variant(folder, job.recipe)
     remove_variant_temporaries(folder)
-    # The first variant can be read while it grows; a later one takes its place when it is whole.
+    # A data set's first variant is readable while it grows; a later variant replaces it only once it is complete.
     begin_variant(job.data_dir, job.column.name, job.variant)
     summary = Summary(job.variant)
     begin_s = time.monotonic()
     results = {result.shard_id: result for result in _results(job, engine, summary)}
     summary.wall_s = time.monotonic() - begin_s
-    remove_variant_temporaries(folder)  # of workers that were lost
+    remove_variant_temporaries(folder)  # left by lost workers
     _finish(job, summary, results)
     return summary
 
 
 def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
-    """Makes a variant's folder with its recipe, or brings the recipe of one that is there up to date.
+    """Create a variant's folder with its recipe, or update the recipe of an existing folder.
 
-    A folder gets its name when its recipe is in it: no other command meets one without.
+    The folder is renamed into place once it holds the recipe, so that no other command sees a folder without one.
     """
     if not folder.is_dir():
         folder.parent.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def make_variant(folder: Path, recipe: dict[str, Any]) -> None:
 
 
 def write_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Publishes recipe.json where it is not there already: a run with nothing to do touches no file."""
+    """Publish recipe.json unless the file already has this content: a run without work modifies no file."""
     try:
         is_recorded = parse_json(read_record(folder / RECIPE_FILE)) == recipe
     except (OSError, ValueError):
@@ -168,7 +168,7 @@ def _results(job: Job[W], engine: Engine, summary: Summary) -> Iterator[ShardRes
 
 
 def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> None:
-    """Drops commits that nothing wants, writes the lists, and makes a complete variant the current one."""
+    """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one."""
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
     commits = settle(job.variant_dir, dropped=orphaned, wanted=wanted)
@@ -187,12 +187,12 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
         *lost,
     ]
     write_failures(job.variant_dir / FAILURES_FILE, summary.failures)
-    if not missing and summary.num_chunks:  # one in which everything failed takes the place of none
+    if not missing and summary.num_chunks:  # a variant in which everything failed replaces nothing
         set_current_variant(job.data_dir, job.column.name, job.variant)
 
 
 def _add(summary: Summary, result: ShardResult | None) -> None:
-    """Adds what the worker of a shard tells of its work; nothing where it was lost after its commit."""
+    """Add the worker's statistics of a shard to the summary; do nothing if the worker was lost after its commit."""
     if result is not None and result.stopped_by is None:
         summary.num_encoded += result.num_chunks - result.num_reused
         summary.num_reused += result.num_reused
@@ -204,7 +204,7 @@ def _add(summary: Summary, result: ShardResult | None) -> None:
 def _missing_shards(
     job: Job[W], commits: dict[int, Commit], results: dict[int, ShardResult], *, gave_up: str | None
 ) -> Iterator[tuple[ShardPlan, Stop]]:
-    """The wanted shards that the data folder does not hold as planned, whatever their workers said, and why."""
+    """Yield the wanted shards that are not on disk as planned, whatever their workers reported, with the reason."""
     work = {shard.shard_id for shard in job.shards if shard.has_work}
     problems = file_problems(
         job.variant_dir, {shard_id: commit for shard_id, commit in commits.items() if shard_id in work}
@@ -214,12 +214,12 @@ def _missing_shards(
             continue
         commit, result = commits.get(shard.shard_id), results.get(shard.shard_id)
         is_there = commit is not None and commit.plan_fingerprint == shard.plan_fingerprint
-        # A worker that was lost may have committed before. One that reports an error may have done so too, but then the
-        # disk has not confirmed it.
+        # A lost worker may have committed its shard before it disappeared. So may a worker that reports an error, but
+        # then the disk has not confirmed the commit.
         stop = None if result is None else result.stopped_by
         has_error = stop is not None and stop.code != FailureCode.WORKER_LOST
         if is_there and shard.shard_id not in problems and not has_error:
-            # The commit of a shard that was to be tried again had been there before.
+            # The commit of a shard in state RETRY existed before this run.
             is_made = result is not None and stop is None
             if is_made or shard.state != ShardState.RETRY or (commit is not None and not commit.failures):
                 continue
@@ -235,7 +235,7 @@ def _missing_shards(
 
 
 def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, Commit]) -> list[Failure]:
-    """The failure of each video of a missing shard; of a shard to be tried again, of those that failed before."""
+    """Return one failure per video of a missing shard; for a shard in state RETRY, only the videos that failed before."""
     commit = commits.get(shard.shard_id)
     if shard.state == ShardState.RETRY and commit is not None:
         video_ids = [failure.video_id for failure in commit.failures]
@@ -245,7 +245,7 @@ def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, C
 
 
 def write_failures(path: Path, failures: list[Failure]) -> None:
-    """Publishes the list of failures, one JSON object a line; no file when there are none."""
+    """Publish the list of failures as JSON Lines; remove the file if there are none."""
     if failures:
         publish_bytes(path, "".join(json.dumps(asdict(failure)) + "\n" for failure in failures).encode())
     else:

@@ -1,4 +1,4 @@
-"""What became of a shard, whatever its column, and how trouble of a worker's machine becomes a named failure."""
+"""The result of making a shard, common to all columns, and the mapping of system errors to failure codes."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from shards.commits import Failure
 
 
 class ShardWork(Protocol):
-    """What every task that makes a shard tells of itself."""
+    """Interface of a task that makes a shard."""
 
     @property
     def shard_id(self) -> int: ...
@@ -24,7 +24,7 @@ W = TypeVar("W", bound=ShardWork)
 
 @dataclass(frozen=True)
 class Stop:
-    """Why nothing of a shard was committed; a failure of all of its videos."""
+    """Why nothing was committed for a shard; it counts as a failure of all videos in the shard."""
 
     code: FailureCode
     message: str
@@ -32,16 +32,16 @@ class Stop:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What became of a shard, as its worker tells it.
+    """Result of making a shard, as reported by its worker.
 
     Attributes:
-        num_chunks: in the committed shard.
-        num_reused: of these, taken over without encoding.
-        num_bytes: of the tar.
-        failures: as in the commit.
+        num_chunks: number of samples in the committed shard.
+        num_reused: how many of them were copied from the previous shard without encoding.
+        num_bytes: size of the tar in bytes.
+        failures: failures listed in the commit.
         stopped_by: why nothing was committed, or None.
-        encoded_s: seconds of video that were encoded.
-        cpu_s: user and system seconds spent, those of programs that it ran included.
+        encoded_s: seconds of video encoded.
+        cpu_s: user and system CPU time in seconds, including child processes.
     """
 
     shard_id: int
@@ -55,12 +55,12 @@ class ShardResult:
 
 
 def stopped(work: ShardWork, code: FailureCode, message: str) -> ShardResult:
-    """The result of a shard of which nothing was committed."""
+    """Return the result of a shard for which nothing was committed."""
     return ShardResult(work.shard_id, stopped_by=Stop(code, message))
 
 
 def stopping_at_trouble(make: Callable[[W], ShardResult], work: W) -> ShardResult:
-    """`make(work)`; what its machine lacks (space, memory, a readable file) is the result, not an exception."""
+    """Return `make(work)`; errors of the machine (disk full, out of memory, unreadable file) become a result."""
     try:
         return make(work)
     except OSError as error:
@@ -74,6 +74,6 @@ def stopping_at_trouble(make: Callable[[W], ShardResult], work: W) -> ShardResul
 
 
 def cpu_s() -> float:
-    """User and system seconds of this process and of the programs that it waited for."""
+    """Return the user and system CPU time in seconds of this process and of the child processes that it waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

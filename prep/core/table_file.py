@@ -1,7 +1,7 @@
-"""Parquet files that check themselves: the schema's metadata hold the SHA-256 of the values.
+"""Parquet files with a checksum: the schema metadata holds the SHA-256 of the values.
 
-Parquet itself compares nothing: a flipped bit is often read as another value. A file of the manifest has its
-checksum in manifest.json; a layout and the probes are replaced by themselves, so they carry their own.
+Parquet readers do not verify the data: a flipped bit often reads as another value. The checksums of the manifest's
+files are in manifest.json; layouts and probes are replaced independently of it, so they contain their own.
 """
 
 import hashlib
@@ -18,30 +18,30 @@ _CHECKSUM_KEY = b"clipmill_sha256"
 
 
 def write_table_file(path: Path, table: pa.Table) -> None:
-    """Publishes `table` (columns of strings and numbers) and its metadata with their checksum."""
+    """Publish `table` (columns of strings and numbers) and its metadata together with their checksum."""
     metadata = {**(table.schema.metadata or {}), _CHECKSUM_KEY: _sha256(path.name, table)}
     with published(path) as temporary:
         pq.write_table(table.replace_schema_metadata(metadata), temporary)
 
 
 def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
-    """The table at `path`, one chunk a column; files of older versions have no checksum.
+    """Read the table at `path`, with one chunk per column. Files written by older versions have no checksum.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: the file is damaged, or has other columns than `schema`.
-        OSError: it cannot be read.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or its columns differ from `schema`.
+        OSError: the file cannot be read.
     """
     try:
         require_regular(path, path=path)
         with naming(path), pq.ParquetFile(path) as file:
-            table = file.read()  # one chunk a column, which `read_table` does not give
+            table = file.read()  # one chunk per column, unlike `read_table`
     except FileNotFoundError:
         raise
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ValueError(str(error)) from error  # of Thrift, which calls a broken footer an input error
+        raise ValueError(str(error)) from error  # from Thrift, which reports a broken footer as an input error
     except pa.ArrowException as error:
         raise ValueError(str(error)) from error
     if not table.schema.equals(schema):
@@ -55,14 +55,14 @@ def read_table_file(path: Path, *, schema: pa.Schema) -> pa.Table:
 
 
 def as_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column of a table as one array. `combine_chunks` would copy it even where it is one chunk already."""
+    """Return a table column as one array. `combine_chunks` would copy even a column that already has a single chunk."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _sha256(file_name: str, table: pa.Table) -> bytes:
-    """Checksum (hex) of every column's type, nulls and values, of the table's metadata, and of the file's name.
+    """Return the checksum (hex) of all columns (types, nulls and values), of the table's metadata and of the file name.
 
-    The name tells apart files of one schema, such as the layouts, that were exchanged.
+    The file name is included to detect files of the same schema, such as layouts, that were swapped.
     """
     digest = hashlib.sha256(f"{file_name}\0{table.num_rows}".encode())
     for key, value in sorted((table.schema.metadata or {}).items()):
