@@ -81,7 +81,7 @@ class DeepCode(StrEnum):
 
 @dataclass(frozen=True)
 class CheckedSample:
-    """Result of `prep verify --deep` for one sample: its differences, and the number of frames or array rows checked."""
+    """Result of `prep verify --deep` for one sample: differences, and the number of frames or array rows checked."""
 
     differences: list[tuple[DeepCode, str]]
     num_looked_at: int

@@ -39,7 +39,7 @@ def failure_lines(failures: Sequence[Failure], *, listed: Path) -> list[str]:
 
 
 def failure_values(failures: Sequence[Failure], *, listed: Path) -> dict[str, Any]:
-    """Return the content of `failure_lines` as JSON values: failures by code, the first few, and the full list's path."""
+    """Return the JSON values for `failure_lines`: failures by code, the first few, and the path of the full list."""
     return {
         "failures": dict(Counter(failure.code for failure in failures).most_common()),
         "first_failures": named_values(first_failures(failures)),
@@ -84,7 +84,7 @@ def named_values(few: Sequence[Named]) -> list[dict[str, Any]]:
 
 
 def _place(row: dict[str, Any]) -> str:
-    """Return the location and value of a rejected row, `captions.csv, row 3: clip.mp4`; the path for a rejected file."""
+    """Return where a rejected row is, and its value: `captions.csv, row 3: clip.mp4`; for a rejected file, its path."""
     file, source_id = Path(row["file"]), row["source_id"]
     if row["row"] is None and (source_id is None or file.stem == Path(source_id).name):
         return str(file)

@@ -216,7 +216,7 @@ def file_problems(variant_dir: Path, commits: dict[int, Commit]) -> dict[int, tu
 
 
 def problems_of(variant: Variant) -> dict[int, tuple[str, str]]:
-    """Return shard id -> (problem, reason), from a quick check of all files listed in the commits of an open variant."""
+    """Return shard id -> (problem, reason), from a quick check of all files listed in an open variant's commits."""
     found: dict[int, tuple[str, str]] = {
         shard_id: (str(state), why)
         for shard_id, (state, why) in file_problems(variant.directory, variant.commits).items()

@@ -65,9 +65,7 @@ def _count_states(shards: Sequence[ShardPlan]) -> tuple[Counter[str], Counter[st
 
 
 def changed_settings(data_dir: Path, column: str, *, variant: str, recipe: Mapping[str, Any]) -> list[str]:
-    """Return the settings in which a planned recipe differs from the current variant; empty if they are the same
-    variant.
-    """
+    """Return the settings in which a planned recipe differs from the current variant; empty if it is that variant."""
     current = current_variant(data_dir, column)
     if current is None or current == variant:
         return []

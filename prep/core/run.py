@@ -235,7 +235,7 @@ def _missing_shards(
 
 
 def _failures_of(job: Job[W], shard: ShardPlan, stop: Stop, commits: dict[int, Commit]) -> list[Failure]:
-    """Return one failure per video of a missing shard; for a shard in state RETRY, only the videos that failed before."""
+    """Return one failure per video of a missing shard; in state RETRY, only for videos that had failed before."""
     commit = commits.get(shard.shard_id)
     if shard.state == ShardState.RETRY and commit is not None:
         video_ids = [failure.video_id for failure in commit.failures]

@@ -1,4 +1,4 @@
-"""Looking into a sample of `video`: every frame is decoded, and the json is compared with the row of the index."""
+"""Deep check of a `video` sample: decode every frame and compare the JSON member with the index row."""
 
 from dataclasses import asdict
 from fractions import Fraction
@@ -16,13 +16,13 @@ from prep.video.packets import check_chunk, read_chunk
 
 
 def check_video(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Compares a chunk with its row of the index; one frame is in memory at a time."""
+    """Compare a chunk with its index row; only one frame is in memory at a time."""
     found, num_decoded = _check_video(members["mp4"], row)
     return CheckedSample([*found, *check_description(row, members, split=split)], num_decoded)
 
 
 def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: str) -> list[tuple[DeepCode, str]]:
-    """Compares a chunk's json, and its txt where there is one, with its row of the index."""
+    """Compare the JSON member of a chunk, and its txt member if it has one, with the index row."""
     try:
         description = parse_json(members["json"])
         captions = [caption["text"] for caption in description["captions"]]
@@ -52,7 +52,7 @@ def check_description(row: dict[str, Any], members: dict[str, bytes], *, split: 
 
 
 def _check_video(content: bytes, row: dict[str, Any]) -> tuple[list[tuple[DeepCode, str]], int]:
-    """Problems of the video itself, and the number of frames decoded."""
+    """Return the problems of the video stream and the number of frames decoded."""
     try:
         facts = read_chunk(content, fps=Fraction(row["fps_num"], row["fps_den"]))
         check_chunk(
@@ -84,7 +84,7 @@ def _decode(content: bytes, row: dict[str, Any]) -> tuple[int, tuple[DeepCode, s
     with av.open(BytesIO(content), "r", format="mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
-        # An error rather than a patched picture: not every decoder marks what it has patched.
+        # Fail instead of concealing errors: not every decoder marks the frames in which it concealed an error.
         stream.codec_context.options = {"err_detect": "explode"}
         for frame in container.decode(stream):
             if frame.is_corrupt:

@@ -1,17 +1,18 @@
-"""The video codecs that `prep chunk` writes: encoder, defaults, and arguments for rate control and GOP.
+"""The video codecs of `prep chunk`: encoder, defaults, and arguments for rate control and GOP.
 
-Every encoder runs on one thread and without adaptive frame placement, so that its bytes are a function of the
-frames and the settings alone. GOP layouts:
+All encoders run single-threaded and without adaptive frame placement, so that the output bytes depend on the frames and
+the settings alone. GOP layouts:
 
-    comb    closed, `I b ... b P b ... b P ...`: a P every 16 frames, and no b is a reference; any frame costs the key
-            frame, the Ps up to it and itself
-    star    a comb with one P: any frame costs at most three decodes
-    closed  closed, as the encoder likes it otherwise
+    comb    closed, `I b ... b P b ... b P ...`: a P frame every 16 frames; b frames are never references. Decoding any
+            frame requires the key frame, the P frames up to it and the frame itself
+    star    a comb with a single P frame: any frame requires at most three decodes
+    closed  closed GOP, otherwise as the encoder chooses
     intra   every frame is a key frame
 
-docs/encoding.md has what they cost and give.
+docs/encoding.md lists their cost and quality.
 
-Whatever is changed here changes bytes; `changed_arguments` makes it part of the fingerprint of the recipes concerned.
+Any change to the arguments changes the output bytes; `changed_arguments` includes it in the fingerprint of the recipes
+concerned.
 """
 
 import hashlib
@@ -23,11 +24,12 @@ from manifests.errors import UserError
 
 COMB, STAR, CLOSED, INTRA = "comb", "star", "closed", "intra"
 DEFAULT_KEYINT = {COMB: 90, STAR: 16, CLOSED: 30, INTRA: 1}
-COMB_STEP = 16  # frames from one P to the next
+COMB_STEP = 16  # distance in frames between consecutive P frames
 X26X_PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
-MAX_CONSECUTIVE_B_FRAMES = 16  # libx264 and libx265; a star has keyint - 2 of them
+MAX_CONSECUTIVE_B_FRAMES = 16  # limit of libx264 and libx265; a star has keyint - 2 of them
 
-# As the preset faster. The quicker ones look ahead by less than a tooth: 0.6 dB at the same number of bytes.
+# The value of the preset `faster`. Quicker presets look ahead by less than one P distance, which costs 0.6 dB at the
+# same file size.
 _COMB_LOOKAHEAD = 20
 
 Arguments = dict[str, str | int]
@@ -35,18 +37,19 @@ Arguments = dict[str, str | int]
 
 @dataclass(frozen=True)
 class Codec:
-    """One value of `--codec`.
+    """Properties of one value of `--codec`.
 
     Attributes:
-        encoder: the name that ffmpeg knows.
-        decoder: libav's name of what it writes, for the index.
-        gops: GOP layouts that it can write, the default first.
-        crf_range: smallest (best) and largest value of `--crf`; for MJPEG this is the quantiser scale.
-        presets: values of `--preset`; empty where the encoder has none.
+        encoder: name of the ffmpeg encoder.
+        decoder: libav name of the decoder, stored in the index.
+        gops: supported GOP layouts, the default first.
+        crf_range: smallest (best) and largest value of `--crf`; for MJPEG, the quantiser scale.
+        presets: values of `--preset`; empty if the encoder has none.
         gop_arguments: (gop, keyint) -> ffmpeg output arguments.
-        crf_argument: name of the argument that carries `--crf`.
-        encode_s_per_megapixel: core-seconds at the default settings, on an x86-64 server core at about 3 GHz.
-        bits_per_pixel: of its chunks at the default settings.
+        crf_argument: ffmpeg option that takes the value of `--crf`.
+        encode_s_per_megapixel: core-seconds per megapixel at the default settings, on an x86-64 server core at about 3
+            GHz.
+        bits_per_pixel: bits per pixel of the chunks at the default settings.
     """
 
     encoder: str
@@ -66,7 +69,7 @@ class Codec:
 
 def _h264_gop(gop: str, keyint: int) -> Arguments:
     return {
-        # CABAC and deblocking are what H.264 decoding costs most; fastdecode leaves both out.
+        # CABAC and deblocking dominate the cost of H.264 decoding; fastdecode disables both.
         "tune": "fastdecode",
         "bf": _num_b_frames(gop, keyint),
         "forced-idr": 1,
@@ -79,14 +82,14 @@ def _hevc_gop(gop: str, keyint: int) -> Arguments:
     b_frames = _num_b_frames(gop, keyint)
     params = f"{_x26x_gop(gop, keyint)}:open-gop=0:bframes={b_frames}:b-pyramid=0:pools=none:frame-threads=1"
     if gop in (COMB, STAR):
-        # With cutree, x265 makes the frame after a forced key frame a P: a fourth decode for the group.
-        # Its lookahead must be longer than the run of b frames, which it is not in the fast presets.
+        # With cutree, x265 makes the frame after a forced key frame a P frame, which adds a fourth decode to the GOP.
+        # The lookahead must be longer than the run of b frames; in the fast presets it is not.
         params += f":b-adapt=0:cutree=0:rc-lookahead={MAX_CONSECUTIVE_B_FRAMES + 4}"
     return {"tune": "fastdecode", "tag:v": "hvc1", "forced-idr": 1, "x265-params": f"{params}:log-level=error"}
 
 
 def _num_b_frames(gop: str, keyint: int) -> int:
-    """B frames in a row; a group that is shorter than a tooth of the comb is a star."""
+    """Return the number of consecutive B frames; a GOP shorter than COMB_STEP is encoded as a star."""
     return {STAR: keyint - 2, COMB: min(COMB_STEP - 1, keyint - 2), INTRA: 0}.get(gop, 3)
 
 
@@ -97,7 +100,7 @@ def _x26x_gop(gop: str, keyint: int) -> str:
 
 def _av1_gop(gop: str, keyint: int) -> Arguments:
     length = 1 if gop == INTRA else keyint
-    # SVT-AV1's key frames are closed; lp=1 is one thread.
+    # SVT-AV1's key frames close the GOP; lp=1 selects a single thread.
     return {"g": length, "svtav1-params": "lp=1:scd=0"}
 
 
@@ -173,7 +176,7 @@ CODECS: dict[str, Codec] = {
         gop_arguments=_vp9_gop,
         encode_s_per_megapixel=0.045,
         bits_per_pixel=0.12,
-        # Hidden alternate references would make packets without a frame of their own.
+        # Hidden alternate reference frames would produce packets without a visible frame.
         fixed_arguments=(("auto-alt-ref", 0), ("lag-in-frames", 0)),
     ),
     "mjpeg": Codec(
@@ -223,10 +226,10 @@ CODECS: dict[str, Codec] = {
 
 
 def codec_named(name: str) -> Codec:
-    """The codec that `--codec` asks for.
+    """Return the codec for a value of `--codec`.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no codec of that name.
     """
     try:
         return CODECS[name]
@@ -234,29 +237,29 @@ def codec_named(name: str) -> Codec:
         raise UserError(f'unknown codec "{name}"', hint=f"--codec is one of {', '.join(CODECS)}") from None
 
 
-# Key frame intervals that tell arguments apart: bounds of what a layout takes, its default, and those of COMB_STEP.
+# Key frame intervals for which a codec's arguments can differ: the limits of each layout, its default, and those around
+# COMB_STEP.
 _INTERVALS = {COMB: (3, 16, 17, 18, 90, 600), STAR: (3, 16, 18), CLOSED: (1, 30, 90, 600), INTRA: (1,)}
 
 
 def changed_arguments(name: str, gop: str) -> str | None:
-    """A hash over all that a codec tells its encoder for a GOP layout, where that is not what it was at schema 1.
+    """Return a hash of a codec's encoder arguments for a GOP layout, or None if they are the same as in schema 1.
 
-    It is part of a recipe's fingerprint, so that a change of this file makes the chunks that it concerns stale, and no
-    others.
+    The hash is part of the recipe's fingerprint: a change of this file makes only the chunks that it affects stale.
     """
     found = _arguments_sha256(codec_named(name), gop)
     return None if found == _AT_SCHEMA_1.get(name, {}).get(gop) else found
 
 
 def _arguments_sha256(codec: Codec, gop: str) -> str:
-    """The first 16 digits (hex) of a SHA-256."""
+    """Return the first 16 digits (hex) of the SHA-256 of a codec's arguments."""
     names = [codec.encoder, codec.crf_argument, codec.preset_argument, *map(list, codec.fixed_arguments)]
     arguments = [sorted(codec.gop_arguments(gop, keyint).items()) for keyint in _INTERVALS[gop]]
     told = [*names, *arguments]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-# Never change an entry: a codec that is newer than schema 1, or tells its encoder something else since, is hashed.
+# Never change an entry: the arguments of codecs added or changed after schema 1 are hashed.
 _AT_SCHEMA_1: dict[str, dict[str, str]] = {
     "h264": {
         "comb": "29127b4a227db357",

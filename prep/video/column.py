@@ -1,4 +1,4 @@
-"""The column `video`: `prep chunk` and `prep plan`, and what the commands of all columns know of it."""
+"""The column `video`: the commands `prep chunk` and `prep plan`, and the `ColumnSpec`."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -95,7 +95,7 @@ def _run(plan: "Planned", recipe: Recipe, request: Request) -> "Summary":
 
     engine = open_engine(request.engine, address=request.address, workers=request.workers)
     summary = execute(chunk_job(plan), engine)
-    remove_abandoned()  # of workers that were lost, now or in an earlier run
+    remove_abandoned()  # left by workers that were lost, in this run or an earlier one
     return summary
 
 
@@ -115,7 +115,7 @@ def _flags(stored: Mapping[str, Any]) -> list[str]:
     settings = recipe_from_dict(stored).settings()
     names = [name for name, values in NAMED_RECIPES.items() if values["codec"] == settings.codec]
     name, codec = (names[0], None) if names else (Recipe().recipe, settings.codec)
-    # Which values a layout of the GOP brings along, and which layout comes by itself.
+    # The defaults that depend on the GOP layout, and the default layout itself.
     defaults = asdict(Recipe(recipe=name, codec=codec, gop=settings.gop).settings())
     by_itself = Recipe(recipe=name, codec=codec).settings()
     defaults |= {"len": settings.len, "gop": by_itself.gop, "codec": by_itself.codec if names else None}

@@ -1,6 +1,6 @@
-"""A contact sheet: one HTML file, whole in itself, that shows what is in a shard set.
+"""The contact sheet: a self-contained HTML page with pictures from a shard set.
 
-Pictures are single frames of a chunk, decoded from its packet table without touching the other frames.
+Each picture is a single frame, decoded with the chunk's packet table without decoding unrelated frames.
 """
 
 import base64
@@ -37,7 +37,7 @@ _MAX_CAPTIONS = 3
 
 @dataclass(frozen=True)
 class Card:
-    """One chunk on the page; `pictures` are JPEG files, and `problem` says why there are none."""
+    """One chunk on the page. `pictures` are JPEG files; `problem` is the reason if there are none."""
 
     video_id: str
     key: str
@@ -51,10 +51,10 @@ class Card:
 def write_contact_sheet(
     path: Path, variant: Variant, *, on_chunk: Callable[[int, int], None] = lambda done, total: None
 ) -> int:
-    """Publishes the page and returns the number of chunks on it: at most MAX_CHUNKS, spread evenly over the set.
+    """Publish the page and return the number of chunks on it: at most MAX_CHUNKS, evenly spaced over the shard set.
 
     Raises:
-        UserError: `path` cannot be written, or no shard can be read.
+        UserError: `path` cannot be written, or no shard is readable.
     """
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     if path.is_dir() or not path.parent.is_dir():
@@ -89,7 +89,7 @@ def write_contact_sheet(
 
 
 def _sorted_chunks(shards: list[CommittedShard]) -> pa.Table:
-    """video_id, start_ms, shard (number in `shards`) and row of every chunk, by video and time."""
+    """Return video_id, start_ms, shard (index into `shards`) and row of every chunk, sorted by video and time."""
     parts = [
         shard.index.select(["video_id", "start_ms"])
         .append_column("shard", pa.array(np.full(shard.index.num_rows, number, np.int32)))
@@ -101,7 +101,7 @@ def _sorted_chunks(shards: list[CommittedShard]) -> pa.Table:
 
 
 def read_card(shard: CommittedShard, number: int) -> Card:
-    """One chunk's pictures and description; damage becomes the card's text."""
+    """Return the pictures and description of one chunk; if it is damaged, the card says so."""
     import av.error
 
     row: dict[str, Any] = {name: shard.index[name][number].as_py() for name in shard.index.column_names}
@@ -122,11 +122,11 @@ def read_card(shard: CommittedShard, number: int) -> Card:
 def page(
     cards: list[Card], *, num_chunks: Mapping[str, int], title: str, summary: str, settings: dict[str, Any]
 ) -> str:
-    """The HTML of the page; every text that comes from data is escaped.
+    """Return the HTML of the page. All text that comes from data is escaped.
 
     Args:
-        cards: those of a video together.
-        num_chunks: that each video has, by its id.
+        cards: the cards, grouped by video.
+        num_chunks: number of chunks of each video, by video id.
     """
     parts = [
         "<!doctype html>",
@@ -169,30 +169,30 @@ def _card_html(card: Card) -> Iterator[str]:
     yield "</article>"
 
 
-_JPEG_QUANTISER = 5  # 2 (best) to 31
-_DECODERS = {"av1": "libdav1d"}  # libav's own av1 needs hardware
+_JPEG_QUANTISER = 5  # from 2 (best) to 31
+_DECODERS = {"av1": "libdav1d"}  # libav's native av1 decoder requires hardware
 
 
 class NoPicture(Exception):
-    """A frame that should be there does not come out of the decoder."""
+    """The decoder did not return a requested frame."""
 
 
 def spread(num_frames: int, *, num_pictures: int) -> list[int]:
-    """Frames in the middle of `num_pictures` equal parts of a chunk."""
+    """Return the middle frames of `num_pictures` equal parts of a chunk."""
     count = min(num_pictures, num_frames)
     return [(2 * part + 1) * num_frames // (2 * count) for part in range(count)]
 
 
 def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int]) -> list[VideoFrame]:
-    """Decodes single frames of a chunk.
+    """Decode single frames of a chunk.
 
     Args:
-        content: the mp4.
-        row: of the index (shards.format.VIDEO_FIELDS).
-        frames: presentation indices.
+        content: bytes of the MP4 file.
+        row: row of the index (shards.format.VIDEO_FIELDS).
+        frames: presentation indices of the frames.
 
     Raises:
-        NoPicture: a frame does not decode.
+        NoPicture: a frame could not be decoded.
         av.error.FFmpegError: the packets are damaged.
     """
     context = av.CodecContext.create(_DECODERS.get(row["codec"], row["codec"]), "r")
@@ -216,7 +216,7 @@ def decode_frames(content: bytes, row: dict[str, Any], *, frames: Sequence[int])
 
 
 def jpeg(frame: VideoFrame, *, height: int) -> bytes:
-    """A JPEG picture of `frame`, scaled to `height` pixels."""
+    """Encode `frame` as a JPEG, scaled to a height of `height` pixels."""
     width = max(2, round(frame.width * height / frame.height / 2) * 2)
     small = frame.reformat(width=width, height=height, format="yuvj420p")
     context = av.CodecContext.create("mjpeg", "w")
@@ -227,7 +227,7 @@ def jpeg(frame: VideoFrame, *, height: int) -> bytes:
 
 
 def _needed(flags: Sequence[int], target: int) -> list[int]:
-    """Packets to feed for the one at `target`: from its key packet on, references only."""
+    """Return the packets to decode for the packet at `target`: from its key frame on, reference frames only."""
     begin = max(place for place in range(target + 1) if flags[place] & PACKET_KEY)
     return [place for place in range(begin, target + 1) if place == target or flags[place] & PACKET_REFERENCE]
 

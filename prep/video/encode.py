@@ -1,9 +1,8 @@
-"""One encoder pass over a span: the graph, the arguments, the run, and the proof that the right frames came out.
+"""One encoder pass over a span: the filter graph, the arguments, the process, and the check of the encoded frames.
 
-ffmpeg seeks to a little before the span, its fps filter drops what comes before the span's first frame (so the
-frame that is on show at that moment is known, which a seek alone would lose), and the segment muxer cuts at key
-frames that are forced every full chunk. ffmpeg also writes down the source time of every frame that it encodes
-(`-stats_enc_pre`).
+ffmpeg seeks to a point shortly before the span. The fps filter then drops everything before the span's first frame; a
+seek alone could miss the source frame that is visible at that moment. The segment muxer cuts at forced key frames, one
+per full chunk. ffmpeg also records the source timestamp of every encoded frame (`-stats_enc_pre`).
 """
 
 import math
@@ -28,17 +27,18 @@ from prep.video.spans import Span
 _TIMES_FILE = "times.txt"
 _PROGRESS_FILE = "progress.txt"
 _MIN_LIMIT_S = 120.0
-_LIMIT_PER_VIDEO_S = 60.0  # a pass slower than 1/60 of real time is stuck
+_LIMIT_PER_VIDEO_S = 60.0  # a pass slower than 1/60 of real time is considered stuck
 
 
 @dataclass(frozen=True)
 class EncodedSpan:
-    """What a pass left in its folder.
+    """Output of an encoder pass.
 
     Attributes:
-        segments: the chunks' files, in order.
-        source_times_s: float64 [frames]: the time of the source frame that each output frame shows (source_times).
-        cpu_s: user and system seconds of the encoder.
+        segments: files of the chunks, in order.
+        source_times_s: float64 [frames]: timestamp in seconds of the source frame shown by each output frame
+            (`read_source_times`).
+        cpu_s: user and system CPU time of the encoder in seconds.
     """
 
     segments: list[Path]
@@ -47,7 +47,7 @@ class EncodedSpan:
 
 
 def output_size(source: SourceFacts, *, short_side: int) -> tuple[int, int]:
-    """(width, height) of the chunks in pixels, even; the short side is `short_side`, or the source's if smaller."""
+    """Return (width, height) of the chunks in pixels, both even; the short side is `short_side`, but never upscaled."""
     scale = min(1.0, short_side / min(source.width, source.height))
     return _even(source.width * scale), _even(source.height * scale)
 
@@ -66,10 +66,10 @@ def encode_span(
     folder: Path,
     on_frames: Callable[[int], None] = lambda frames: None,
 ) -> EncodedSpan:
-    """Encodes the chunks of `span` into `folder` and proves their frames.
+    """Encode the chunks of `span` into `folder` and check their frames.
 
     Args:
-        on_frames: called now and then with the number of frames encoded so far.
+        on_frames: called periodically with the number of frames encoded so far.
 
     Raises:
         SourceFailure: the pass failed, or its frames are not those of the span.
@@ -89,7 +89,7 @@ def encode_span(
 def span_arguments(
     source_path: Path, *, source: SourceFacts, span: Span, recipe: ResolvedRecipe, program: str
 ) -> list[str]:
-    """The program and its arguments for one span; run them in an empty folder."""
+    """Return the ffmpeg command for one span; run it in an empty folder."""
     settings, codec = recipe.settings, codec_named(recipe.settings.codec)
     stream, video = scaled_frames(source_path, source=source, span=span, settings=settings)
     margin_s = _margin_s(span, fps=settings.fps_exact, source=source)
@@ -124,7 +124,7 @@ def span_arguments(
         "map_chapters": -1,
         "fflags": "+bitexact",
         "flags": "+bitexact",
-        # B frames begin with a negative decoding time, which muxers would otherwise shift into the presentation times.
+        # With B frames, decoding timestamps begin below zero; muxers would otherwise shift the presentation timestamps.
         "avoid_negative_ts": "disabled",
         "stats_enc_pre:v": _TIMES_FILE,
         "stats_enc_pre_fmt:v": TIMES_FORMAT,
@@ -140,9 +140,9 @@ def span_arguments(
 
 
 def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, settings: ChunkSettings) -> tuple[Any, Any]:
-    """(the source, the frames that the encoder of `span` gets) as streams of ffmpeg-python.
+    """Return (source stream, frames that the encoder of `span` receives) as streams of ffmpeg-python.
 
-    The frames have the chunks' size and rate and begin at time 0; their number is for the output to say.
+    The frames have the size and frame rate of the chunks and begin at time 0. The output options limit their number.
     """
     fps = settings.fps_exact
     width, height = output_size(source, short_side=settings.short_side)
@@ -160,7 +160,7 @@ def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, setting
     resize_options = {"flags": f"{settings.scaler}+accurate_rnd+bitexact", "out_range": "tv"}
     rate_options = {"fps": settings.fps, "start_time": _microseconds(margin_s), "round": "near"}
     video = stream["V:0"]
-    # The cheaper order: resize before frames are repeated, or after they are dropped. The pictures are the same.
+    # The cheaper order: resize before frames are duplicated, or after frames are dropped. The result is the same.
     if source.fps <= fps:
         video = video.filter("scale", *resize, **resize_options).filter("fps", **rate_options)
     else:
@@ -169,12 +169,15 @@ def scaled_frames(source_path: Path, *, source: SourceFacts, span: Span, setting
 
 
 def _seek_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
-    """Where the pass begins to read: before the span by a second and a key frame, on the grid of output frames."""
+    """Return the time at which the pass starts reading, on the grid of output frames.
+
+    It is one second and one key frame interval before the span.
+    """
     return Fraction(max(0, span.first_frame - math.ceil((1 + Fraction(source.key_gap_s)) * fps))) / fps
 
 
 def _margin_s(span: Span, *, fps: Fraction, source: SourceFacts) -> Fraction:
-    """How long the pass reads before the span begins."""
+    """Return how many seconds before the span the pass starts reading."""
     return Fraction(span.first_frame) / fps - _seek_s(span, fps=fps, source=source)
 
 
@@ -189,12 +192,12 @@ def _rate_control(settings: ChunkSettings, crf_argument: str) -> dict[str, str |
     assert settings.crf is not None, "a resolved recipe has one of crf and bitrate"
     rate: dict[str, str | int] = {crf_argument: settings.crf}
     if crf_argument == "crf" and settings.codec == "vp9":
-        rate["b:v"] = 0  # without it, libvpx holds to a default bitrate as well
+        rate["b:v"] = 0  # otherwise libvpx also applies its default bitrate
     return rate
 
 
 def _encoded_frames(progress: Path) -> int:
-    """Frames so far, from the end of ffmpeg's progress file."""
+    """Return the number of frames encoded so far, from the end of ffmpeg's progress file."""
     try:
         with progress.open("rb") as file:
             file.seek(max(0, progress.stat().st_size - 1000))
@@ -205,25 +208,25 @@ def _encoded_frames(progress: Path) -> int:
     return int(counts[-1]) if counts and counts[-1].isdigit() else 0
 
 
-TIMES_FORMAT = "{ptsi} {tbi}"  # of -stats_enc_pre: the source frame's time and its unit
-_ROUNDING_S = 2e-6  # ffmpeg seeks in whole microseconds
+TIMES_FORMAT = "{ptsi} {tbi}"  # for -stats_enc_pre: timestamp and time base of the source frame
+_ROUNDING_S = 2e-6  # ffmpeg seeks with microsecond precision
 
 
 def read_source_times(path: Path, *, offset_s: Fraction) -> np.ndarray:
-    """Source time of each output frame in seconds from the start of the video: float64 [frames].
+    """Return the source time of each output frame in seconds from the start of the video: float64 [frames].
 
     Args:
-        path: a line in TIMES_FORMAT for each output frame.
-        offset_s: where the pass began to read; ffmpeg counts from there.
+        path: file with one line in TIMES_FORMAT per output frame.
+        offset_s: time at which the pass started reading; ffmpeg's timestamps are relative to it.
 
     Raises:
-        SourceFailure: io_error, when a line is cut off.
+        SourceFailure: io_error, if a line is truncated.
     """
     lines = path.read_text().splitlines()
     if not lines:
         return np.zeros(0)
     try:
-        unit_s = Fraction(lines[0].split()[1])  # one stream, hence one unit
+        unit_s = Fraction(lines[0].split()[1])  # there is one stream, hence one time base
         counts = np.array([line.split()[0] for line in lines], np.int64)
     except (ValueError, IndexError):
         raise SourceFailure(FailureCode.IO_ERROR, "ffmpeg's list of frame times was not written whole") from None
@@ -231,11 +234,11 @@ def read_source_times(path: Path, *, offset_s: Fraction) -> np.ndarray:
 
 
 def check_source_times(times_s: np.ndarray, *, span: Span, fps: Fraction, source_frame_s: float) -> None:
-    """Compares the source frames that were encoded with the span's plan.
+    """Compare the source frames that were encoded with the span's plan.
 
-    Every output frame must show the source frame that was on show at its time: one that begins at most half an
-    output frame later. Only the first frames of a video that begins with a gap may show what comes after. The last
-    span may end earlier than its header promised by two frames or one source frame, whichever is longer.
+    Every output frame must show the source frame visible at its time: one that begins at most half an output frame
+    later. If a video begins with a gap, its first output frames may show a later source frame. The last span may end
+    earlier than the header announced, by two output frames or one source frame, whichever is longer.
 
     Args:
         times_s: float64 [frames], from `read_source_times`.

@@ -1,7 +1,7 @@
-"""The one interface to the ffmpeg program: which one, what it can do, and running it so that nothing is left behind.
+"""The single interface to the ffmpeg program: finding it, checking its features, and running it safely.
 
-The program is `$CLIPMILL_FFMPEG`, else the `ffmpeg` on PATH if it is new enough, else the one that the wheel of
-imageio-ffmpeg ships.
+The program is `$CLIPMILL_FFMPEG` if set, otherwise the `ffmpeg` on PATH if it is recent enough, otherwise the one in
+the imageio-ffmpeg wheel.
 """
 
 import os
@@ -19,32 +19,32 @@ from prep.engines import die_with_parent
 from prep.video.codecs import CODECS
 
 PROGRAM_VARIABLE = "CLIPMILL_FFMPEG"
-MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which proves the time of every frame
+MIN_VERSION = (6, 1)  # the first with -stats_enc_pre, which reports the timestamp of every frame
 LEAST_VERSION = ".".join(map(str, MIN_VERSION))
 _POLL_S = 0.1
 _KILL_GRACE_S = 2.0
-_STDERR_BYTES = 4000  # of its beginning, and of its end
+_STDERR_BYTES = 4000  # kept from the beginning, and as many from the end
 
 
 @dataclass(frozen=True)
 class Ffmpeg:
-    """A program that was found to work."""
+    """An ffmpeg program that works."""
 
     path: str
-    version: str  # "9.0.2", or what the build calls itself
-    passed_over: str | None = None  # the program on PATH that was too old, and its version
+    version: str  # such as "9.0.2", or the name of the build
+    passed_over: str | None = None  # program on PATH that was too old, with its version
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Result of an ffmpeg run.
 
     Attributes:
         return_code: exit status; negative for a signal.
-        stderr_head: the beginning of what it wrote to standard error, where the first error is.
-        stderr_tail: the end of it.
-        timed_out: it was killed because it exceeded its wall-clock limit.
-        cpu_s: user and system seconds of the process.
+        stderr_head: beginning of the standard error output, which contains the first error.
+        stderr_tail: end of the standard error output.
+        timed_out: True if the process was killed because it exceeded its wall-clock limit.
+        cpu_s: user and system CPU time of the process in seconds.
     """
 
     return_code: int
@@ -55,15 +55,15 @@ class Outcome:
 
     @property
     def stderr(self) -> str:
-        """All that it wrote, or the beginning and the end of it."""
+        """Standard error output: all of it, or its beginning and end if it is long."""
         return self.stderr_head if self.stderr_head == self.stderr_tail else f"{self.stderr_head}\n{self.stderr_tail}"
 
 
 def find_ffmpeg() -> Ffmpeg:
-    """Finds the program, in the order that the module's text gives.
+    """Find the program, in the order given in the module's docstring.
 
     Raises:
-        UserError: there is none, or the one that was named does not work or is too old.
+        UserError: no program was found, or the requested one does not work or is too old.
     """
     named = os.environ.get(PROGRAM_VARIABLE)
     if named:
@@ -92,7 +92,7 @@ def find_ffmpeg() -> Ffmpeg:
 
 
 def why_not_version(version: str) -> str | None:
-    """Why a worker's machine must not work for a plan that was made with ffmpeg `version`; None where it may."""
+    """Return why a worker's machine cannot take part in a plan made with ffmpeg `version`, or None if it can."""
     try:
         found = find_ffmpeg().version
     except UserError as error:
@@ -117,13 +117,13 @@ def _version(path: str, *, where: str) -> str:
 
 def _is_too_old(version: str) -> bool:
     digits = version.lstrip("n").split("-")[0].split(".")
-    # Builds from git call themselves N-12345-g...: they have no number, and are new.
+    # Git builds have names such as N-12345-g... instead of a version number, and count as recent.
     return digits[0].isdigit() and tuple(int(digit) for digit in digits[:2] if digit.isdigit()) < MIN_VERSION
 
 
 @cache
 def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
-    """Makes sure that `ffmpeg` can write `codec_name`, by writing four frames of it.
+    """Check that `ffmpeg` can encode with `codec_name` by encoding four frames.
 
     Raises:
         UserError: the program lacks the encoder, or the encoder lacks its hardware.
@@ -162,18 +162,18 @@ def require_encoder(ffmpeg: Ffmpeg, codec_name: str) -> None:
 def run(
     arguments: Sequence[str], *, folder: Path, limit_s: float, on_poll: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """Runs ffmpeg to its end, or to `limit_s` seconds of wall-clock time.
+    """Run ffmpeg until it ends, for at most `limit_s` seconds of wall-clock time.
 
-    The process has its own group, which is killed as a whole when the limit is passed or this call is left by an
-    exception; when the calling process itself is killed, the kernel ends ffmpeg with it.
+    The process runs in its own process group, which is killed as a whole if the limit is exceeded or an exception is
+    raised here. If the calling process itself is killed, the kernel terminates ffmpeg as well.
 
     Args:
         arguments: program and arguments.
         folder: working directory.
         limit_s: wall-clock limit in seconds.
-        on_poll: called about ten times a second, for progress.
+        on_poll: called about ten times a second, for progress reports.
     """
-    # A pipe, because a file could not tell of a full disk.
+    # A pipe, because a message about a full disk could not be written to a file.
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     try:
@@ -208,7 +208,7 @@ def run(
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> tuple[int, float] | None:
-    """Waits up to `seconds`; (return code, CPU seconds) when the process has ended."""
+    """Wait up to `seconds`; return (return code, CPU seconds) once the process has ended, otherwise None."""
     deadline_s = time.monotonic() + seconds
     pause_s = 0.002
     while True:
@@ -234,7 +234,7 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> tuple[int, float] | None:
 
 
 def _read_ends(descriptor: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]:
-    """Empties a pipe without waiting; the first bytes of `head` and of what was in the pipe, and the last of `tail`."""
+    """Empty a pipe without blocking; return the first and the last bytes of all that was read so far."""
     while True:
         try:
             piece = os.read(descriptor, 1 << 16)

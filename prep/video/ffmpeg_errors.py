@@ -1,8 +1,8 @@
-"""What ffmpeg says on its standard error, as a failure by name: one line that states the cause, the same in each run.
+"""Mapping of ffmpeg's standard error to failure codes, with a one-line message that is the same in every run.
 
-An exit status of 0 proves nothing: a Matroska file that breaks off, or a GIF frame that is cut in half, is told of in
-a line and encoded as far as it goes. Most lines at level `error` are harmless, though (a decoder joins an open group
-of pictures after a seek), so that only those in `_LOSSES` count against a run that ended well.
+An exit status of 0 does not prove success: for a truncated Matroska file or GIF frame, ffmpeg prints one line and
+encodes what it can read. Most lines at level `error` are harmless, however (for example when decoding starts in an open
+GOP after a seek), so that only those in `_LOSSES` make a run with exit status 0 fail.
 """
 
 import errno
@@ -12,18 +12,18 @@ import re
 from prep.core.failures import FailureCode, SourceFailure
 from prep.video.ffmpeg import Outcome
 
-# Data that is not there or not readable, whatever the exit status: pattern and code, the first that is found decides.
+# Missing or unreadable data, whatever the exit status: pattern and code. The first match decides.
 _LOSSES = (
     (r"File ended prematurely", FailureCode.SOURCE_TRUNCATED),
-    (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # of an Ogg page, which is left out
-    (r"exceeds containing master element", FailureCode.DECODE_ERRORS),  # Matroska: the rest of a cluster is left out
+    (r"CRC mismatch!", FailureCode.DECODE_ERRORS),  # of an Ogg page, which is then skipped
+    (r"exceeds containing master element", FailureCode.DECODE_ERRORS),  # Matroska: the rest of a cluster is skipped
     (r"invalid as first byte of an EBML number", FailureCode.DECODE_ERRORS),
     (r"corrupt input packet", FailureCode.DECODE_ERRORS),
     (r"Error during demuxing", FailureCode.DECODE_ERRORS),
     (r"LZW decode failed", FailureCode.DECODE_ERRORS),
     (r"corrupt decoded frame", FailureCode.DECODE_ERRORS),
 )
-# What the system refused to a run that failed.
+# Errors of the operating system that make a run fail.
 _REFUSALS = (
     (os.strerror(errno.ENOSPC), FailureCode.DISK_FULL),
     (os.strerror(errno.EDQUOT), FailureCode.DISK_FULL),
@@ -32,7 +32,7 @@ _REFUSALS = (
     (os.strerror(errno.EACCES), FailureCode.SOURCE_UNREADABLE),
     (os.strerror(errno.EIO), FailureCode.IO_ERROR),
 )
-# Damage that ends a run.
+# Damage that terminates a run.
 _DAMAGE = (
     *_LOSSES,
     (r"error while decoding", FailureCode.DECODE_ERRORS),
@@ -41,7 +41,7 @@ _DAMAGE = (
     (r"Invalid data found", FailureCode.DECODE_ERRORS),
     (r"corrupt", FailureCode.DECODE_ERRORS),
 )
-# What ffmpeg's threads and files say after something else has gone wrong.
+# Messages of ffmpeg's threads and files that only follow an earlier error.
 _CONSEQUENCES = re.compile(
     r"Task finished with error code|Terminating thread with return code|Last message repeated|Conversion failed"
     r"|Error opening (in|out)put files?\b|Nothing was written|Error sending frames to consumers|Error while filtering"
@@ -55,13 +55,13 @@ _LONGEST_MESSAGE = 300
 
 
 def require_success(outcome: Outcome, *, limit_s: float) -> None:
-    """Returns when ffmpeg has read its source whole and written its files.
+    """Return if ffmpeg read all of its source and wrote its files.
 
     Args:
-        limit_s: the wall-clock limit that it ran under, in seconds.
+        limit_s: wall-clock limit of the run in seconds.
 
     Raises:
-        SourceFailure: it has not; the message is the line that states the cause.
+        SourceFailure: it did not; the message is the line that states the cause.
     """
     text = outcome.stderr
     if outcome.timed_out:
@@ -77,10 +77,11 @@ def require_success(outcome: Outcome, *, limit_s: float) -> None:
 
 
 def cause(text: str) -> str:
-    """The line of ffmpeg's standard error that states the cause, without what differs from run to run.
+    """Return the line of ffmpeg's standard error that states the cause, without parts that vary between runs.
 
-    That is the first line that tells of damage or of a refusal by the system, else the first that is no mere
-    consequence of another, else the last. Memory addresses are left out; of `[in#0/mpegts @ 0x5616b5]` stays `mpegts`.
+    This is the first line about damage or an error of the operating system, otherwise the first line that is not merely
+    a consequence of another, otherwise the last line. Memory addresses are removed: `[in#0/mpegts @ 0x5616b5]` becomes
+    `mpegts`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

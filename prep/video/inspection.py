@@ -1,4 +1,4 @@
-"""What `prep inspect` shows of one chunk."""
+"""The report of `prep inspect` on one chunk."""
 
 import json
 from itertools import groupby
@@ -16,15 +16,15 @@ from shards.format import PACKET_KEY, PACKET_REFERENCE
 from shards.reader import CommittedShard
 
 _MAX_CAPTIONS = 20
-_MAX_PATTERN = 32  # frames of a group that are spelled out
+_MAX_PATTERN = 32  # longest GOP in frames that is printed in full
 _MAX_PATTERNS = 4
 
 
 def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Report:
-    """Everything about one chunk.
+    """Return the report on one chunk.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the chunk cannot be read.
     """
     row = {name: shard.index[name][number].as_py() for name in shard.index.column_names}
     key = row["key"]
@@ -72,9 +72,9 @@ def chunk_report(shard: CommittedShard, number: int, *, data_dir: Path) -> Repor
 
 
 def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
-    """How a chunk's frames depend on each other, in the order shown: `IbbbP x 28 + IP`.
+    """Return the frame types of a chunk in presentation order: `IbbbP x 28 + IP`.
 
-    I begins decoding, P may be needed by other frames, b is needed by none.
+    I marks a key frame, P a frame that other frames may reference, and b a frame that no other frame references.
     """
     shown = [flags for _, flags in sorted(zip(packet_frame, packet_flags, strict=True))]
     letters = "".join("I" if flag & PACKET_KEY else "P" if flag & PACKET_REFERENCE else "b" for flag in shown)
@@ -90,7 +90,7 @@ def gop_line(packet_frame: list[int], packet_flags: list[int]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a player shows them: 0:15, 1:02:03.5."""
+    """Format a time in seconds as in a media player: 0:15, 1:02:03.5."""
     minutes, rest = divmod(round(seconds, 3), 60)
     hours, minutes = divmod(int(minutes), 60)
     text = f"{rest:06.3f}".rstrip("0").rstrip(".")

@@ -1,6 +1,7 @@
-"""The layout of `video`: which span of which video lies in which shard.
+"""The layout of `video`: the assignment of spans to shards.
 
-It lies in `<data>/layout/<len>-<tail>.parquet`. New spans go into new shards, in manifest order, split by split.
+It is stored in `<data>/layout/<len>-<tail>.parquet`. New spans are assigned to new shards, in manifest order, one split
+after another.
 """
 
 from pathlib import Path
@@ -17,31 +18,31 @@ from prep.video.settings import ChunkSettings
 from shards.commits import Failure
 from shards.reader import Variant
 
-MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default recipe
-MIN_SHARDS = 16  # a small set still gives every core of a server something to do
+MAX_SHARD_CHUNKS = 256  # about half a gigabyte at the default settings
+MIN_SHARDS = 16  # so that even a small set keeps all cores of a server busy
 
 
 def layout_path(data_dir: Path, settings: ChunkSettings) -> Path:
-    """Where the layout for the recipe's chunk length lies."""
+    """Return the path of the layout for the recipe's chunk length."""
     return data_dir / LAYOUT_FOLDER / layout_file(settings)
 
 
 def layout_file(settings: ChunkSettings) -> str:
-    """Name of that file."""
+    """Return the file name of the layout for the recipe's chunk length."""
     return f"{settings.len}-{settings.tail}.parquet"
 
 
 def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray) -> pa.Table:
-    """Assigns every span of the given videos that has no shard yet.
+    """Assign every span of the given videos that has no shard yet.
 
     Args:
-        layout: schema LAYOUT.
-        video_ids: of the videos, in manifest order.
-        splits: of the videos, same order.
-        num_chunks: chunks of each video (0 for one that cannot be used), int64.
+        layout: table with schema LAYOUT.
+        video_ids: ids of the videos, in manifest order.
+        splits: splits of the videos, in the same order.
+        num_chunks: number of chunks of each video (0 if it is unusable), int64.
 
     Returns:
-        `layout` with new rows at its end; itself when nothing is new.
+        `layout` with the new rows appended; `layout` itself if there are none.
     """
     spans_per_video = -(-num_chunks // SPAN_CHUNKS)
     video_rows = np.repeat(np.arange(len(num_chunks)), spans_per_video)
@@ -74,16 +75,16 @@ def extend_layout(layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, nu
 def wanted_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_chunks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`wanted_spans` of videos with so many chunks each, int64."""
+    """Return `wanted_spans` for videos with the given numbers of chunks, int64."""
     num_spans = num_chunks // SPAN_CHUNKS + (num_chunks % SPAN_CHUNKS > 0)
     return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=num_spans)
 
 
 def video_layout_of_commits(data_dir: Path, settings: ChunkSettings, *, video_ids: pa.Array) -> pa.Table:
-    """The layout (schema LAYOUT) of chunks of this length, from every variant that shares it.
+    """Rebuild the layout (schema LAYOUT) for this chunk length from all variants that share it.
 
     Args:
-        video_ids: of the manifest, in its order.
+        video_ids: ids of the manifest's videos, in its order.
     """
     chunk_ms = float(1000 * settings.chunk_frames / settings.fps_exact)
 
@@ -122,7 +123,7 @@ def _codes(video_rows: np.ndarray, span_index: np.ndarray) -> np.ndarray:
 
 
 def _pack(span_chunks: np.ndarray, *, target: int, first_shard: int) -> tuple[np.ndarray, int]:
-    """Fills shards one after another up to `target` chunks; (shard of each span, next free shard id)."""
+    """Fill shards one after another with up to `target` chunks; return (shard of each span, next free shard id)."""
     shard_of = np.empty(len(span_chunks), np.int64)
     shard, held = first_shard, 0
     for row, chunks in enumerate(span_chunks.tolist()):

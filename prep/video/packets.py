@@ -1,6 +1,6 @@
-"""The packet table of a chunk, and the proof that the chunk is what its recipe and plan say.
+"""The packet table of a chunk, and the check of a chunk against its recipe and plan.
 
-Read from the finished file by demuxing it: nothing that the encoder was asked for is taken on trust.
+Everything is read by demuxing the finished file; no value is taken from the arguments given to the encoder.
 """
 
 import zlib
@@ -18,19 +18,19 @@ from shards.format import PACKET_KEY, PACKET_REFERENCE
 
 _H264_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
 _HEVC_LAST_SLICE_TYPE = 31
-_HEVC_LAST_SUBLAYER_TYPE = 14  # even types up to it are non-reference pictures of their layer (H.265 table 7-1)
+_HEVC_LAST_SUBLAYER_TYPE = 14  # even types up to this one are sub-layer non-reference pictures (H.265 table 7-1)
 
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """What demuxing a chunk shows. The packet lists are in decode order.
+    """Properties of a demuxed chunk. The packet lists are in decoding order.
 
     Attributes:
-        packet_offset: of each packet's bytes in the file.
-        packet_size: in bytes.
-        packet_frame: presentation index, 0 for the first frame shown.
+        packet_offset: byte offset of each packet in the file.
+        packet_size: size of each packet in bytes.
+        packet_frame: presentation index of each packet; 0 is the first frame shown.
         packet_flags: PACKET_KEY and PACKET_REFERENCE of shards.format.
-        packet_crc32: of its bytes.
+        packet_crc32: CRC-32 of each packet's bytes.
     """
 
     codec: str
@@ -49,14 +49,14 @@ class ChunkFacts:
 
 
 def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
-    """Demuxes one MP4 chunk.
+    """Demux an MP4 chunk.
 
     Args:
-        content: the whole file.
-        fps: rate that turns presentation times into indices.
+        content: bytes of the whole file.
+        fps: frame rate, used to convert presentation timestamps into indices.
 
     Raises:
-        SourceFailure: frames_differ, when it is no such file or a packet is not where the container says.
+        SourceFailure: frames_differ, if the file is not an MP4 chunk or a packet is not where the container says.
     """
     try:
         with av.open(BytesIO(content), "r", format="mp4") as container:
@@ -64,7 +64,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
             codec = stream.codec_context.codec.canonical_name
             extradata = bytes(stream.codec_context.extradata or b"")
             is_reference = _reference_test(codec, extradata)
-            # Whole numbers for each packet: a fraction would cost more than reading it.
+            # Integer arithmetic per packet: a Fraction would cost more than reading the packet.
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             offsets: list[int] = []
             sizes: list[int] = []
@@ -105,7 +105,7 @@ def read_chunk(content: bytes, *, fps: Fraction) -> ChunkFacts:
 
 
 def check_chunk(facts: ChunkFacts, *, num_frames: int, size: tuple[int, int], codec: str, size_bytes: int) -> None:
-    """Compares a chunk with what was planned.
+    """Compare a chunk with its plan.
 
     Raises:
         SourceFailure: frames_differ, with the first difference.
@@ -135,7 +135,7 @@ def _short(value: object) -> str:
 
 
 def _reference_test(codec: str, extradata: bytes) -> Callable[[Packet], bool]:
-    """How a packet of `codec` shows whether other frames may need it; codecs that do not tell count as all needed."""
+    """Return a function that tells whether other frames may need a packet; always True if the codec does not say."""
     if codec == "h264" and len(extradata) > 4 and extradata[0] == 1:
         length_bytes = (extradata[4] & 3) + 1
         return lambda packet: _h264_is_reference(memoryview(packet), length_bytes)
@@ -146,7 +146,7 @@ def _reference_test(codec: str, extradata: bytes) -> Callable[[Packet], bool]:
 
 
 def _h264_is_reference(payload: memoryview, length_bytes: int) -> bool:
-    """nal_ref_idc of the packet's first slice (H.264 7.3.1)."""
+    """Return True if nal_ref_idc of the packet's first slice is not 0 (H.264 7.3.1)."""
     header = _first_slice(payload, length_bytes, lambda byte: byte & 31 in _H264_SLICE_TYPES)
     return header is None or header >> 5 & 3 != 0
 

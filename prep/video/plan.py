@@ -1,8 +1,7 @@
-"""The plan of `video`: for each shard, what has to be done and why. A function of manifest, probes, layout, recipe and
-commits.
+"""The plan of `video`: what to do for each shard, and why.
 
-Planning touches nothing but the files that it is about: tables are columns, and a span costs one hash update, so that a
-million chunks take seconds.
+The plan is a function of manifest, probes, layout, recipe and commits. Planning opens only the files that it needs.
+Tables are handled by column and each span takes a single hash update, so that planning a million chunks takes seconds.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ from shards.commits import Commit, Failure
 
 @dataclass(frozen=True)
 class SpanPlan:
-    """One span of the plan: whose it is, what it holds, and the fingerprint of its encoder pass."""
+    """One span of the plan: its video, its chunks, and the fingerprint of its encoder pass."""
 
     video_id: str
     source_id: str
@@ -39,7 +38,7 @@ class SpanPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """Spans to be encoded, as arrays of one length: seconds of video, and the sources' pixels and frames per second."""
+    """Spans to encode, as arrays of the same length: seconds of video, and pixels and frame rate of the sources."""
 
     seconds: np.ndarray
     width: np.ndarray
@@ -48,13 +47,14 @@ class Workload:
 
 
 class Plan:
-    """All shards that the manifest wants under one recipe.
+    """All shards that the manifest requires under one recipe.
 
     Attributes:
-        layout: with every span assigned; to be written before the work begins.
-        shards: in shard order.
-        unusable: code -> number of videos that cannot be used, from their probes. A video whose source was read once
-            and cannot be now is not among them: what was made of it stays, and what is not made yet will fail by name.
+        layout: layout with every span assigned; to be written before the work begins.
+        shards: the shards, in order of their ids.
+        unusable: code -> number of videos that cannot be used, according to their probes. Videos whose source was
+            readable once but is not any more are not included: their existing chunks are kept, and missing chunks will
+            fail with a failure code.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Plan:
         problems: Problems,
         retry_codes: frozenset[str] = frozenset(),
     ) -> None:
-        """Plans.
+        """Compute the plan.
 
         Args:
             videos: the manifest's table (manifests.schema.VIDEOS).
-            probes: one row a video, same order (prep.sources.table.PROBES).
-            layout: as stored (prep.core.layout.LAYOUT).
-            commits: of the variant, by shard id.
-            problems: from a look at the committed files.
-            retry_codes: failures with these codes are tried again even if nothing changed.
+            probes: one row per video, in the same order (prep.sources.table.PROBES).
+            layout: the stored layout (prep.core.layout.LAYOUT).
+            commits: commits of the variant, by shard id.
+            problems: problems found by checking the committed files.
+            retry_codes: failure codes to try again even if nothing changed.
         """
         self.recipe = recipe
         self._videos, self._probes = videos, probes
@@ -95,20 +95,20 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that the manifest wants."""
+        """Number of chunks that the manifest requires."""
         return int(self._num_chunks.sum())
 
     @property
     def num_videos(self) -> int:
-        """Videos in the manifest."""
+        """Number of videos in the manifest."""
         return len(self._videos)
 
     def has_video(self, video_id: str) -> bool:
-        """Whether the manifest has this video."""
+        """Return True if the manifest contains this video."""
         return bool(pc.any(pc.equal(self._videos["video_id"], video_id)).as_py())
 
     def spans(self, rows: Sequence[int]) -> Iterator[SpanPlan]:
-        """The spans in the given rows of the plan."""
+        """Yield the spans in the given rows of the plan."""
         settings = self.recipe.settings
         for row in rows:
             video_row = int(self._video_rows[row])
@@ -127,14 +127,14 @@ class Plan:
             )
 
     def failed_sources(self) -> Iterator[Failure]:
-        """The videos that cannot be used."""
+        """Yield a failure for each unusable video."""
         for row in np.flatnonzero(self._is_unusable).tolist():
             probe = self._row(self._probes, row)
             message = f"{probe['path']}: {probe['message']}"
             yield Failure(self._videos["video_id"][row].as_py(), None, str(probe["code"]), message)
 
     def workload(self, rows: np.ndarray) -> Workload:
-        """What encoding the spans in the given rows amounts to."""
+        """Return the encoding work of the spans in the given rows."""
         videos = self._video_rows[rows]
         first_frame = self._span_index[rows] * SPAN_CHUNKS * self.recipe.settings.chunk_frames
         frames = np.minimum(self._num_frames[videos] - first_frame, SPAN_CHUNKS * self.recipe.settings.chunk_frames)
@@ -153,7 +153,7 @@ class Plan:
         retry_codes: frozenset[str],
     ) -> Iterator[ShardPlan]:
         shard_ids = np.asarray(self.layout["shard_id"])[layout_rows]
-        # The layout grows in shard order, so the rows of a shard lie together.
+        # The layout grows in shard order, so the rows of a shard are contiguous.
         bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)) if len(shard_ids) else np.zeros(1, int)
         describe = self._description()
         unreadable = frozenset(self._videos["video_id"].filter(pc.is_valid(self._probes["code"])).to_pylist())
@@ -184,8 +184,10 @@ class Plan:
         )
 
     def _held_shards(self) -> frozenset[int]:
-        """Shards with a video that is wanted and whose length is not known: its source cannot be read, and the probe
-        that knew it is lost. What was made of it stays."""
+        """Return the shards that hold a wanted video of unknown length; their content is kept.
+
+        The length is unknown if the source is unreadable and the probe that recorded its length is lost.
+        """
         if not self._is_unusable.any():
             return frozenset()
         ids, splits = as_array(self._videos["video_id"]), as_array(self._videos["split"])
@@ -199,14 +201,14 @@ class Plan:
         return np.minimum(left, SPAN_CHUNKS)
 
     def _description(self) -> Callable[[range], bytes]:
-        """A function from rows to the bytes that stand for their spans in the shard's fingerprint."""
+        """Return a function from rows to the bytes that represent their spans in the shard's fingerprint."""
         columns = [as_array(self._videos[name]) for name in ("video_id", "source_id", "dataset", "split")]
         columns += [as_array(self._videos["captions_sha256"]), as_array(self._probes["fingerprint"])]
 
         def describe(rows: range) -> bytes:
             part = slice(rows.start, rows.stop)
             video_rows = self._video_rows[part]
-            # A shard at a time: value by value, a million chunks would take seconds more.
+            # One shard at a time: converting value by value would take seconds longer for a million chunks.
             texts = [column.take(pa.array(video_rows)).to_pylist() for column in columns]
             numbers = self._span_index[part].tolist(), self._num_frames[video_rows].tolist()
             lines = ("\0".join(map(str, line)) for line in zip(*texts, *numbers, strict=True))
@@ -216,7 +218,7 @@ class Plan:
 
 
 def span_fingerprint(recipe_fingerprint: str, source_fingerprint: str, span: Span) -> str:
-    """SHA-256 (hex) of everything that the bytes of a span's chunks depend on."""
+    """Return the SHA-256 (hex) of everything that determines the bytes of a span's chunks."""
     frames = ",".join(map(str, span.chunk_frames))
     text = f"{recipe_fingerprint} {source_fingerprint} {span.first_frame} {frames}"
     return hashlib.sha256(text.encode()).hexdigest()

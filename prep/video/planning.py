@@ -1,6 +1,6 @@
-"""Gathering what a plan of `video` is a function of, and carrying it out as a job; what the manifest wants of a recipe.
+"""Collecting the inputs of a `video` plan, turning the plan into a job, and counting what the manifest requires.
 
-A plan looks at the sources. `wanted_chunks` goes by stored records alone: it serves commands that look after a data
+`make_plan` reads the sources. `wanted_chunks` uses stored records only; it serves the commands that maintain a data
 folder.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and what it was made from."""
+    """A plan and its inputs."""
 
     plan: Plan
     data_dir: Path
@@ -60,11 +60,12 @@ def make_plan(
     retry_codes: frozenset[str] = frozenset(),
     on_probe: Callable[[int, int], None] = lambda done, total: None,
 ) -> Planned:
-    """Plans `recipe` for the manifest in `data_dir`.
+    """Plan `recipe` for the manifest in `data_dir`.
 
     Args:
-        retry_codes: failures to try again though nothing changed; any code at all also probes failed sources again.
-        on_probe: called with (probed, to probe) while sources are probed.
+        retry_codes: failure codes to try again even if nothing changed; if there is any, failed sources are probed
+            again.
+        on_probe: called with (sources probed, sources to probe).
     """
     videos = read_videos(data_dir)
     probes = probe_sources(
@@ -92,7 +93,7 @@ def make_plan(
 
 
 def chunk_job(planned: Planned) -> "Job[ShardTask]":
-    """The plan as a job that the driver carries out; the layout that it relies on is written first."""
+    """Write the layout of the plan and return the plan as a job for the driver."""
     from prep.core.run import Job
     from prep.video.worker import ShardTask, make_shard
 
@@ -130,11 +131,12 @@ def chunk_job(planned: Planned) -> "Job[ShardTask]":
 
 @dataclass(frozen=True)
 class WantedChunks:
-    """Chunks and shards that the manifest wants.
+    """Chunks and shards that the manifest requires.
 
     Attributes:
-        num_chunks: of all videos whose probe is known.
-        shard_ids: of the layout, with anything in them that is wanted. A video that was not probed yet counts as long.
+        num_chunks: number of chunks of all videos with a known probe.
+        shard_ids: shards of the layout with wanted content. A video that was not probed yet counts as having all its
+            spans.
     """
 
     num_chunks: int
@@ -142,7 +144,10 @@ class WantedChunks:
 
 
 def wanted_chunks(data_dir: Path, settings: ChunkSettings, *, videos: pa.Table, probes: pa.Table) -> WantedChunks:
-    """What `videos` (manifests.schema.VIDEOS) make, as far as `probes` (prep.sources.table.PROBES) know them.
+    """Return what the manifest requires of `videos` (manifests.schema.VIDEOS), as far as their probes are known.
+
+    Args:
+        probes: the stored probes (prep.sources.table.PROBES).
 
     Raises:
         UserError: the layout is damaged.
@@ -167,7 +172,7 @@ def wanted_chunks(data_dir: Path, settings: ChunkSettings, *, videos: pa.Table, 
 
 
 def pending_chunks(data_dir: Path, variant: Variant) -> Pending:
-    """What is wanted of a variant; whether its sources have changed is not looked at.
+    """Return what remains to be made of a variant, without checking whether its sources have changed.
 
     Raises:
         UserError: there is no manifest, the recipe is of another version, or the layout is damaged.

@@ -1,8 +1,8 @@
-"""The recipe of the `video` column: every setting that changes its bytes, and nothing else.
+"""The recipe of the `video` column: exactly the settings that affect its bytes.
 
-A recipe as the user states it (`Recipe`) leaves choices to a named recipe and to the codec; `resolve` fills them in and
-adds the ffmpeg build. The resolved recipe is what is fingerprinted, stored beside the shards and compared when a run is
-repeated; the name is not part of it.
+In a `Recipe`, settings that the user did not give are None and take their values from a named recipe or from the codec.
+`resolve` fills them in and adds the ffmpeg build. The resolved recipe is fingerprinted, stored beside the shards and
+compared when a run is repeated; the name of the named recipe is not part of it.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from prep.core.column import recipe_fingerprint
 from prep.video.codecs import DEFAULT_KEYINT, INTRA, changed_arguments, codec_named
 from prep.video.settings import Audio, ChunkSettings, Gop, Scaler, Tail, require_bitrate_unit
 
-RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
-SPAN_CHUNKS = 20  # chunks of one encoder pass: five minutes of video at 15 s
+RECIPE_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
+SPAN_CHUNKS = 20  # chunks per encoder pass: five minutes of video at 15 s per chunk
 
 RecipeName = Literal["balanced", "small", "fast"]
-# docs/encoding.md says what they were chosen by. What a name does not say comes from the codec.
+# docs/encoding.md explains the choices. Settings that a named recipe does not contain come from the codec.
 NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
     "balanced": {"codec": "h264", "crf": 24, "preset": "faster", "gop": "comb", "keyint": 90},
     "small": {"codec": "av1", "crf": 45, "preset": "9", "gop": "closed", "keyint": 90},
@@ -76,13 +76,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.crf is not None and self.bitrate is not None:
             raise UserError("--crf and --bitrate exclude each other", hint="give the one that you mean")
-        self.settings()  # says what does not fit
+        self.settings()  # raises UserError if settings conflict
 
     def settings(self) -> ChunkSettings:
-        """Every setting with its value, in its one spelling.
+        """Return the settings with all values filled in and normalised.
 
         Raises:
-            UserError: they do not fit together.
+            UserError: the settings conflict.
         """
         given = {field.name: getattr(self, field.name) for field in fields(ChunkSettings)}
         named = NAMED_RECIPES[self.recipe]
@@ -107,19 +107,19 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe:
-    """A recipe with every choice made, and the program that carries it out."""
+    """A recipe with all values filled in, and the ffmpeg version."""
 
     settings: ChunkSettings
-    ffmpeg: str  # version line of the program: another build may write other bytes
+    ffmpeg: str  # version line of the program: another build may produce other bytes
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the canonical JSON of `as_dict`."""
+        """SHA-256 (hex) of `as_dict` as canonical JSON."""
         return recipe_fingerprint(self.as_dict())
 
     @property
     def variant(self) -> str:
-        """Folder name of the variant that this recipe makes: a readable part and the fingerprint's first 8 digits."""
+        """Folder name of the recipe's variant: a readable part and the first 8 digits of the fingerprint."""
         settings = self.settings
         rate = f"crf{settings.crf}" if settings.bitrate is None else settings.bitrate
         gop = INTRA if settings.gop == INTRA else f"{settings.gop}{settings.keyint}"
@@ -127,7 +127,7 @@ class ResolvedRecipe:
         return f"{settings.codec}-{settings.short_side}p{fps}-{rate}-{gop}-{settings.len}-{self.fingerprint[:8]}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the recipe as JSON values."""
         changed = changed_arguments(self.settings.codec, self.settings.gop)
         return {
             "schema": RECIPE_SCHEMA,
@@ -140,15 +140,15 @@ class ResolvedRecipe:
 
 
 def resolve(recipe: Recipe, *, ffmpeg_version: str) -> ResolvedRecipe:
-    """Fills in what `recipe` leaves open, so that the same bytes have one description."""
+    """Fill in the settings that `recipe` leaves open, so that the same bytes always have the same description."""
     return ResolvedRecipe(settings=recipe.settings(), ffmpeg=ffmpeg_version)
 
 
 def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
-    """The recipe in a variant's recipe.json, as written by `ResolvedRecipe.as_dict`: every setting is given.
+    """Return the recipe in a variant's recipe.json, as written by `ResolvedRecipe.as_dict`, with all settings given.
 
     Raises:
-        UserError: it was written by another version of the recipe's schema.
+        UserError: the recipe was written with another version of the recipe schema.
     """
     if stored.get("schema") != RECIPE_SCHEMA:
         raise UserError(
@@ -160,7 +160,7 @@ def recipe_from_dict(stored: Mapping[str, Any]) -> Recipe:
 
 
 def settings_line(stored: Mapping[str, Any]) -> str:
-    """The settings of a recipe.json that say something, on one line."""
+    """Return the relevant settings of a recipe.json on one line."""
     names = [field.name for field in fields(ChunkSettings)]
     return " ".join(f"{name}={stored[name]}" for name in [*names, "ffmpeg"] if stored.get(name) is not None)
 

@@ -1,8 +1,8 @@
-"""What a plan of `video` says: what has to be done and why, and what that will cost in core-hours and bytes.
+"""The report of a `video` plan: the work, its reasons, and an estimate in core-hours and bytes.
 
-Bytes come from the shards that are committed already, else from the bitrate or from measured averages. Core-hours come
-from a model with two terms: reading grows with the source's pixels, writing with the output's. Both were fitted to runs
-on natural videos; expect the right order of magnitude, not the minute.
+Bytes are estimated from shards that are already committed, otherwise from the bitrate or from measured averages.
+Core-hours come from a model with two terms: reading is proportional to the source's pixels, writing to the output's.
+Both were fitted to runs on natural videos; expect the right order of magnitude, not an exact time.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,13 +23,13 @@ from prep.video.settings import ChunkSettings, bits_per_second
 from shards.damage import DamagedIndex
 from shards.index import open_index
 
-# Core-seconds for a million pixels, measured on an x86-64 server core at about 3 GHz.
+# Core-seconds per megapixel, measured on an x86-64 server core at about 3 GHz.
 _DECODE_S_PER_MEGAPIXEL = 0.0029
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Cost of encoding; what is taken over from old shards costs nothing here."""
+    """Estimated cost of encoding; chunks copied from old shards count as free."""
 
     core_hours: float
     size_bytes: float
@@ -37,10 +37,10 @@ class Estimate:
 
 
 def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float | None) -> Estimate:
-    """Cost of encoding `work`.
+    """Estimate the cost of encoding `work`.
 
     Args:
-        bytes_per_second: of video, measured on shards of the same variant; None where there are none yet.
+        bytes_per_second: bytes per second of video, measured on shards of the same variant; None if there are none yet.
     """
     codec = codec_named(settings.codec)
     source_pixels = work.width * work.height
@@ -61,7 +61,7 @@ def estimate(work: Workload, *, settings: ChunkSettings, bytes_per_second: float
 
 
 def estimate_of(planned: Planned) -> Estimate:
-    """Cost of the shards that have to be encoded; those that are only written anew count as nothing."""
+    """Estimate the cost of the shards that have to be encoded; shards that are only rewritten count as free."""
     plan = planned.plan
     ranges = [np.asarray(shard.rows) for shard in plan.shards if shard.has_work and shard.state != ShardState.CHANGED]
     work = plan.workload(np.concatenate([np.zeros(0, np.int64), *ranges]).astype(np.int64))
@@ -69,20 +69,20 @@ def estimate_of(planned: Planned) -> Estimate:
 
 
 def _bytes_per_second(planned: Planned) -> float | None:
-    """Measured on one committed shard of this variant."""
+    """Return the bytes per second of video of one committed shard of this variant; None if there is none."""
     for commit in planned.commits.values():
         if commit.files is None:
             continue
         try:
             frames = open_index(planned.variant_dir / commit.files.index)["num_frames"].to_numpy().sum()
         except (DamagedIndex, OSError):
-            continue  # its shard is planned anew; another one will do
+            continue  # its shard is planned again; use another one
         return float(commit.files.tar_bytes * planned.plan.recipe.settings.fps_exact / int(frames))
     return None
 
 
 def plan_report(planned: Planned) -> Report:
-    """What would be done, by state and reason, with an estimate."""
+    """Return the report of a plan: the work by state and reason, with an estimate."""
     plan, cost = planned.plan, estimate_of(planned)
     against = _changed_settings(planned)
     lines = [f"variant  {plan.recipe.variant}", *(f"setting  {difference}" for difference in against)]
@@ -113,10 +113,10 @@ def _changed_settings(planned: Planned) -> list[str]:
 
 
 def explanation(planned: Planned, name: str) -> Report:
-    """Why one chunk, or one video, would be made or not.
+    """Explain why one chunk, or one video, would be made or not.
 
     Raises:
-        UserError: the manifest has no such video.
+        UserError: the manifest does not contain the video.
     """
     plan = planned.plan
     try:
@@ -147,7 +147,7 @@ def explanation(planned: Planned, name: str) -> Report:
 
 
 def chunk_summary(summary: Summary, *, listed: Path) -> Report:
-    """What a run did; `listed` is the list of its failures."""
+    """Return the report of a run; `listed` is the path of the list of failures."""
     speed = None
     if summary.cpu_s and summary.encoded_s:
         speed = f"{summary.encoded_s / summary.cpu_s:.1f}x real time a core ({summary.cpu_s:.1f} CPU-s)"

@@ -1,4 +1,4 @@
-"""From a finished chunk and the captions that it carries to a sample: its members and its row of the index."""
+"""Building a sample (its members and its index row) from a finished chunk and its captions."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from shards.writer import Sample
 
 @dataclass(frozen=True)
 class Caption:
-    """One caption; `end_s` is None when it lasts to the end of the video."""
+    """One caption; `end_s` is None if it lasts to the end of the video."""
 
     caption_id: int
     begin_s: float
@@ -29,12 +29,12 @@ class Caption:
     source: str
 
     def overlaps(self, begin_s: Fraction, end_s: Fraction) -> bool:
-        """Whether any moment of [begin_s, end_s) belongs to the caption."""
+        """Return True if the caption overlaps [begin_s, end_s)."""
         return self.begin_s < end_s and (self.end_s is None or self.end_s > begin_s)
 
 
 def captions_of(captions_file: Path, video_ids: Sequence[str]) -> dict[str, list[Caption]]:
-    """Captions of some videos, each list in the order of time; reads the table in pieces and keeps only theirs."""
+    """Return the captions of some videos, sorted by time; the table is read in batches and only these rows are kept."""
     wanted = pa.array(sorted(set(video_ids)), pa.string())
     found: dict[str, list[Caption]] = {}
     scanner = ds.dataset(captions_file, format="parquet").scanner(columns=_COLUMNS, use_threads=False)
@@ -62,11 +62,12 @@ def video_sample(
     settings: ChunkSettings,
     captions: Sequence[Caption] | None,
 ) -> Sample:
-    """The sample of chunk `number` of a span.
+    """Return the sample of chunk `number` of a span.
 
     Args:
-        span_chunks: chunks that the span really has.
-        captions: of the whole video; None when the data set has none, and then there is no txt member.
+        span_chunks: number of chunks that the span actually has.
+        captions: captions of the whole video; None if the data set has no captions, and then the sample has no txt
+            member.
     """
     fps, first_frame = settings.fps_exact, plan.span.chunk_starts()[number]
     begin_s, end_s = first_frame / fps, (first_frame + chunk.facts.num_frames) / fps
@@ -108,7 +109,7 @@ def video_sample(
 
 
 def _ratio(value: Fraction) -> list[int]:
-    """Exact in JSON: [numerator, denominator]."""
+    """Return an exact fraction for JSON: [numerator, denominator]."""
     return [value.numerator, value.denominator]
 
 

@@ -1,14 +1,14 @@
-"""Scratch space of a worker, on the node's own disk, removed when the work is done; also after a kill.
+"""Scratch space of a worker on the node's local disk, removed when the work is done, even if a worker was killed.
 
-    $TMPDIR/scratch-clipmill-<uid>/      this user's alone (0700), removed once it is empty
-        <12 hex>/                        one worker's, locked for as long as the worker lives
+    $TMPDIR/scratch-clipmill-<uid>/      accessible to this user only (0700), removed once it is empty
+        <12 hex>/                        folder of one worker, locked while the worker lives
             clipmill-scratch.json        the marker: program, format, name of the folder, run
-        <12 hex>.json                    a marker on its way into its folder, or out of it
+        <12 hex>.json                    a marker being moved into its folder, or out of it
 
-A folder is removed only if it is unlocked and holds a marker with its own name. Folders without one are never touched,
-whatever they are called, and neither is anything else in $TMPDIR. The lock of the parent folder is held while a folder
-comes into being or goes, so whatever is half made when that lock is free was left by a killed worker, and its marker
-beside it tells which folder was meant.
+A folder is removed only if it is unlocked and holds a marker with its own name. Folders without a marker are never
+touched, whatever they are called, and neither is anything else in $TMPDIR. The lock of the parent folder is held while
+a folder is created or removed. Anything half made while that lock is free was therefore left by a killed worker, and
+the marker beside it names the folder that it belongs to.
 """
 
 import errno
@@ -37,26 +37,26 @@ _BEGINNING = json.dumps({"program": _PROGRAM})[:-1].encode()
 
 @contextmanager
 def scratch_folder(run: str = "") -> Iterator[Path]:
-    """Yields a new folder and removes it at the end; first removes those that killed workers of this user left here.
+    """Yield a new folder and remove it at the end; first remove folders left here by this user's killed workers.
 
     Args:
-        run: what the space is for; stands in the marker, for people.
+        run: what the folder is used for; stored in the marker for information.
 
     Raises:
-        OSError: the folder cannot be made, or the folder for all of them is not this user's alone.
+        OSError: the folder cannot be created, or its parent folder is not exclusive to this user.
     """
     remove_abandoned()
     folder, lock = _make(_root(), run)
     try:
         yield folder
     finally:
-        with suppress(OSError):  # what cannot be removed now is abandoned, and found by the next worker
+        with suppress(OSError):  # if removal fails, the folder counts as abandoned and the next worker removes it
             _remove(folder)
         os.close(lock)
 
 
 def remove_abandoned() -> None:
-    """Removes what killed workers of this user left on this machine; what cannot be removed stays."""
+    """Remove folders left on this machine by this user's killed workers; those that cannot be removed are kept."""
     root = _root()
     if not root.is_dir() or root.is_symlink():
         return
@@ -64,24 +64,24 @@ def remove_abandoned() -> None:
         with _alone(root):
             for loose in root.glob("*.json"):
                 if found := _LOOSE_MARKER.fullmatch(loose.name):
-                    with suppress(OSError):  # for one, because there is something in the folder
+                    with suppress(OSError):  # for example because the folder is not empty
                         _remove_loose(loose, root / found[1])
             entries = [entry for entry in root.iterdir() if _FOLDER.fullmatch(entry.name)]
         for folder in entries:
             with suppress(OSError):
                 _remove_if_abandoned(folder)
         with _alone(root):
-            pass  # it goes if it is empty
+            pass  # it is removed if it is empty
 
 
 def _root() -> Path:
-    # Asked for another place when this one is full, gettempdir() would give it without a word.
-    # Older versions remove every `clipmill-*` in $TMPDIR, and may be at work on this machine.
+    # If $TMPDIR is unusable, gettempdir() silently returns another directory. Older versions remove every `clipmill-*`
+    # in $TMPDIR and may be running on this machine.
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir()) / f"scratch-{_PROGRAM}-{os.geteuid()}"
 
 
 def _make(root: Path, run: str) -> tuple[Path, int]:
-    """A new folder below `root` with its marker, and the descriptor that holds its lock."""
+    """Create a folder below `root` with its marker; return it with the descriptor that holds its lock."""
     with _alone(root):
         folder = root / secrets.token_hex(6)
         loose = _loose_marker(folder)
@@ -105,7 +105,7 @@ def _make(root: Path, run: str) -> tuple[Path, int]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder whose lock is held: its content, then marker and folder as one step."""
+    """Remove a folder whose lock is held: first its content, then the marker and the folder in one step."""
     for entry in folder.iterdir():
         if entry.name == _MARKER:
             continue
@@ -119,7 +119,7 @@ def _remove(folder: Path) -> None:
 
 
 def _finish_removing(folder: Path) -> None:
-    """Removes an empty folder whose marker lies beside it, then the marker; the parent's lock is held."""
+    """Remove an empty folder whose marker is beside it, then the marker; the parent's lock must be held."""
     with suppress(FileNotFoundError):
         folder.rmdir()
     _loose_marker(folder).unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def _remove_loose(loose: Path, folder: Path) -> None:
     if _names(content, folder.name):
         _finish_removing(folder)
     elif content.startswith(_BEGINNING) or _BEGINNING.startswith(content):
-        loose.unlink()  # killed while it was written, so that its folder never came to be
+        loose.unlink()  # its writer was killed before the folder was created
 
 
 def _remove_if_abandoned(folder: Path) -> None:
@@ -145,10 +145,10 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _content(descriptor: int) -> bytes:
-    """What a small regular file holds; closes it.
+    """Return the content of a small regular file, and close it.
 
     Raises:
-        OSError: it is another kind of file.
+        OSError: it is not a regular file.
     """
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -157,7 +157,7 @@ def _content(descriptor: int) -> bytes:
 
 
 def _names(marker: bytes, folder: str) -> bool:
-    """Whether the content of a marker is this program's, and speaks of that folder."""
+    """Return True if the marker was written by this program for that folder."""
     try:
         said: Any = parse_json(marker)
     except ValueError:
@@ -168,10 +168,10 @@ def _names(marker: bytes, folder: str) -> bool:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Holds the lock of the parent folder, which is made if need be and removed at the end if it is empty.
+    """Hold the lock of the parent folder, which is created if missing and removed at the end if empty.
 
     Raises:
-        OSError: it cannot be made, or is not a folder of this user alone.
+        OSError: it cannot be created, or is not a folder exclusive to this user.
     """
     while True:
         with suppress(FileExistsError):
@@ -181,7 +181,7 @@ def _alone(root: Path) -> Iterator[None]:
         except FileNotFoundError:
             if not root.parent.is_dir():
                 raise
-            continue  # the worker before had no more in it, and removed it
+            continue  # the previous worker left it empty and removed it
         try:
             state = os.fstat(lock)
             if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
@@ -193,7 +193,7 @@ def _alone(root: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                with suppress(OSError):  # others have their folders in it
+                with suppress(OSError):  # other workers have folders in it
                     root.rmdir()
             return
         finally:

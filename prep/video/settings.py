@@ -1,4 +1,4 @@
-"""The settings of `prep chunk` with every choice made: what the planner, the encoder and the fingerprint work with."""
+"""The settings of `prep chunk` with all values filled in, as used by the planner, the encoder and the fingerprint."""
 
 import re
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ Scaler = Literal["bicubic", "area", "bilinear", "lanczos"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings:
-    """Every setting that changes the bytes of chunks; `prep.video.recipe.Recipe` says what each means.
+    """Every setting that affects the bytes of chunks; see `prep.video.recipe.Recipe` for their meaning.
 
     Attributes:
-        crf: None where `bitrate` is given.
-        preset: None where the encoder has none.
+        crf: None if `bitrate` is given.
+        preset: None if the encoder has no presets.
 
     Raises:
-        UserError: a value is none that the codec can do, or two exclude each other.
+        UserError: the codec does not support a value, or two settings exclude each other.
     """
 
     len: str
@@ -49,7 +49,7 @@ class ChunkSettings:
         if self.crf is not None and not low <= self.crf <= high:
             raise UserError(f"--crf {self.crf} is out of range", hint=f"{self.codec} takes {low} (best) to {high}")
         if self.bitrate is not None:
-            bits_per_second(self.bitrate)  # says what is wrong with it
+            bits_per_second(self.bitrate)  # raises UserError if it is invalid
         if self.preset is not None and self.preset not in codec.presets:
             known = ", ".join(codec.presets) or "none"
             raise UserError(f'{self.codec} has no preset "{self.preset}"', hint=f"its presets: {known}")
@@ -106,15 +106,15 @@ class ChunkSettings:
 
     @property
     def chunk_frames(self) -> int:
-        """Frames in a full chunk."""
+        """Number of frames in a full chunk."""
         return int(self.len_s * self.fps_exact)
 
 
 def require_bitrate_unit(_type: object, bitrate: str | None) -> None:
-    """A check of `--bitrate` as it is typed; recipes that older versions stored may have a bare number of bits.
+    """Validate `--bitrate` on the command line; only recipes stored by older versions may omit the unit.
 
     Raises:
-        UserError: it is a number without a unit.
+        UserError: the value is a number without a unit.
     """
     if bitrate is not None and bitrate.isdecimal() and int(bitrate):
         meant = f"{int(bitrate) // 1000}k" if int(bitrate) >= 10_000 else f"{int(bitrate)}k"
@@ -122,10 +122,10 @@ def require_bitrate_unit(_type: object, bitrate: str | None) -> None:
 
 
 def bits_per_second(bitrate: str) -> float:
-    """The value of `--bitrate`.
+    """Parse the value of `--bitrate` into bits per second.
 
     Raises:
-        UserError: it is none.
+        UserError: the value is not a bitrate.
     """
     if not _BITRATE.fullmatch(bitrate):
         raise UserError(f'--bitrate "{bitrate}" is not a bitrate', hint="write 800k or 2M (bits per second)")

@@ -1,6 +1,6 @@
-"""The chunks of one span: encoded, read back and compared with the plan; or what can be taken over of an old shard.
+"""The chunks of one span: encoded, read back and compared with the plan, or copied from an old shard.
 
-A span stands or falls as one. Intact bytes of an encoder pass that the new plan wants as well are kept.
+If one chunk fails, the whole span fails. Intact chunks of an encoder pass that is part of the new plan too are kept.
 """
 
 import json
@@ -24,17 +24,17 @@ from prep.video.spans import start_ms
 from shards.commits import Commit
 from shards.salvage import readable_rows
 
-_TRIES = 2  # of a span whose failure may pass
+_TRIES = 2  # attempts at a span with a transient failure
 
 
 @dataclass(frozen=True)
 class ReadyChunk:
-    """A chunk that was read back and found to be what was planned.
+    """A chunk that was read back and matches its plan.
 
     Attributes:
-        path: its file, in scratch space.
-        facts: from demuxing it.
-        num_source_frames: different source frames that it shows.
+        path: its file in scratch space.
+        facts: its properties, from demuxing it.
+        num_source_frames: number of distinct source frames that it shows.
     """
 
     path: Path
@@ -45,10 +45,10 @@ class ReadyChunk:
 def make_span(
     plan: SpanPlan, *, recipe: ResolvedRecipe, program: str, folder: Path, on_frames: Callable[[int], None]
 ) -> list[ReadyChunk]:
-    """Encodes a span into a new folder below `folder`.
+    """Encode a span into a new folder below `folder`.
 
     Args:
-        on_frames: called now and then with the number of frames encoded so far.
+        on_frames: called periodically with the number of frames encoded so far.
 
     Raises:
         SourceFailure: the span cannot be made.
@@ -76,7 +76,7 @@ def make_span(
 def checked_chunk(
     path: Path, *, num_frames: int, num_source_frames: int, plan: SpanPlan, recipe: ResolvedRecipe
 ) -> ReadyChunk:
-    """Reads one chunk back and compares it with the plan.
+    """Read one chunk back and compare it with the plan.
 
     Raises:
         SourceFailure: frames_differ.
@@ -94,7 +94,8 @@ def checked_chunk(
 
 
 def _checked(encoded: EncodedSpan, plan: SpanPlan, *, recipe: ResolvedRecipe) -> list[ReadyChunk]:
-    # Only the last span of a video may be shorter than planned (prep.video.encode): its last chunk is cut, or missing.
+    # Only the last span of a video may be shorter than planned (prep.video.encode): its last chunk is shorter or
+    # missing.
     times_s, frames = encoded.source_times_s, []
     for planned in plan.span.chunk_frames:
         if len(times_s):
@@ -121,11 +122,11 @@ def _require_source(plan: SpanPlan) -> None:
 
 @dataclass(frozen=True)
 class SpanChunks:
-    """Chunks of one span: all that it has, or what is left of them.
+    """Chunks of one span: all of them, or those that are still intact.
 
     Attributes:
-        chunks: by their number in the span, ascending.
-        num_chunks: that the span has when it is whole.
+        chunks: chunks by their number in the span, ascending.
+        num_chunks: number of chunks of the complete span.
     """
 
     chunks: dict[int, ReadyChunk]
@@ -140,7 +141,7 @@ class OldChunks:
     """The intact chunks of a shard's last commit, unpacked into scratch space."""
 
     def __init__(self, variant_dir: Path, commit: Commit | None, *, plans: Iterable[SpanPlan], folder: Path) -> None:
-        """Unpacks the chunks of those spans of `plans` whose fingerprint has not changed into `folder`."""
+        """Unpack the chunks of those spans in `plans` whose fingerprint has not changed into `folder`."""
         wanted = {(plan.video_id, plan.fingerprint) for plan in plans}
         self._found: dict[tuple[str, str], dict[int, tuple[Path, dict[str, Any]]]] = {}
         for sample in readable_rows(variant_dir, commit) if commit is not None else ():
@@ -153,7 +154,7 @@ class OldChunks:
                 self._found.setdefault(span, {})[begin_ms] = path, description
 
     def span(self, plan: SpanPlan, *, recipe: ResolvedRecipe) -> SpanChunks:
-        """What is left of one span; each chunk of it was read back and compared with the plan."""
+        """Return the intact chunks of one span, each read back and compared with the plan."""
         found = self._found.get((plan.video_id, plan.fingerprint), {})
         chunks, num_chunks = {}, len(plan.span.chunk_frames)
         for number, first_frame in enumerate(plan.span.chunk_starts()):
@@ -169,6 +170,6 @@ class OldChunks:
                     plan=plan,
                     recipe=recipe,
                 )
-            except SourceFailure:  # made by something else than this recipe: not ours to take over
+            except SourceFailure:  # not made with this recipe, so it cannot be reused
                 continue
         return SpanChunks(chunks, num_chunks)

@@ -1,8 +1,8 @@
-"""Which frames of a video make which chunk, and which chunks make a span. Pure arithmetic on frame counts.
+"""The division of a video into chunks and spans: pure arithmetic on frame counts.
 
-A video of `F` output frames (at the recipe's rate) has full chunks of `n` frames and, where F is no multiple of n,
-a tail. A span is a run of `span_chunks` chunks that one encoder pass makes: its bytes depend on where it begins, so
-spans never move: span `s` begins with chunk `s * span_chunks` whatever the video's length.
+A video of `F` output frames (at the recipe's frame rate) has full chunks of `n` frames and, if F is not a multiple of
+n, a tail. A span is a run of `span_chunks` chunks that one encoder pass makes. Its bytes depend on where it begins, so
+that spans never move: span `s` begins with chunk `s * span_chunks`, whatever the length of the video.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class Span:
     """One encoder pass.
 
     Attributes:
-        index: of the span in its video.
-        first_frame: of its first chunk, in output frames from the start of the video.
-        chunk_frames: frames of each chunk, in order.
-        is_last: whether the video ends with it.
+        index: number of the span within its video.
+        first_frame: first frame of its first chunk, in output frames from the start of the video.
+        chunk_frames: number of frames of each chunk, in order.
+        is_last: True for the last span of a video.
     """
 
     index: int
@@ -32,7 +32,7 @@ class Span:
         return sum(self.chunk_frames)
 
     def chunk_starts(self) -> list[int]:
-        """First frame of each chunk, from the start of the video."""
+        """Return the first frame of each chunk, counted from the start of the video."""
         starts = [self.first_frame]
         for frames in self.chunk_frames[:-1]:
             starts.append(starts[-1] + frames)
@@ -40,25 +40,25 @@ class Span:
 
 
 def num_output_frames(end_s: np.ndarray, *, fps: Fraction) -> np.ndarray:
-    """Output frames of videos that end at `end_s` seconds: int64, same shape; any video has one at least."""
+    """Return the number of output frames of videos that end at `end_s` seconds: int64, same shape, at least 1."""
     return np.maximum(1, np.rint(end_s * float(fps))).astype(np.int64)
 
 
 def num_chunks_of(num_frames: np.ndarray, *, chunk_frames: int, tail: str) -> np.ndarray:
-    """How many chunks `chunks_of` makes of each of many videos: int64, same shape as `num_frames`."""
+    """Return the number of chunks that `chunks_of` makes of each video: int64, same shape as `num_frames`."""
     full, rest = np.divmod(num_frames, chunk_frames)
     has_tail = {"keep": rest > 0, "drop": np.zeros_like(rest, bool), "merge": (rest > 0) & (full == 0)}
     return full + has_tail[tail]
 
 
 def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
-    """Frames of each chunk of a video of `num_frames` frames.
+    """Return the number of frames in each chunk of a video of `num_frames` frames.
 
     Args:
-        num_frames: of the whole video.
-        chunk_frames: of a full chunk.
-        tail: what becomes of the rest: `keep` it as a chunk of its own, `drop` it, or `merge` it into the chunk before
-            (a video shorter than one chunk is kept as one).
+        num_frames: number of frames of the whole video.
+        chunk_frames: number of frames of a full chunk.
+        tail: what to do with the remainder: `keep` it as a chunk of its own, `drop` it, or `merge` it into the previous
+            chunk (a video shorter than one chunk is kept as one).
     """
     full, rest = divmod(num_frames, chunk_frames)
     chunks = [chunk_frames] * full
@@ -70,7 +70,7 @@ def chunks_of(num_frames: int, *, chunk_frames: int, tail: str) -> list[int]:
 
 
 def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
-    """Span `index` of a video whose chunks have the frames `chunks`."""
+    """Return span `index` of a video whose chunks have the numbers of frames in `chunks`."""
     begin = index * span_chunks
     return Span(
         index=index,
@@ -81,5 +81,5 @@ def span_of(chunks: list[int], *, index: int, span_chunks: int) -> Span:
 
 
 def start_ms(first_frame: int, *, fps: Fraction) -> int:
-    """Start of a chunk in milliseconds; exact, since chunk lengths are whole milliseconds."""
+    """Return the start of a chunk in milliseconds; exact, since chunk lengths are whole milliseconds."""
     return round(first_frame / fps * 1000)

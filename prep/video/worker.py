@@ -1,8 +1,8 @@
-"""Making one shard of the `video` column: what a worker does, on whichever machine and through whichever engine.
+"""Making one shard of the `video` column in a worker, independent of machine and engine.
 
-Spans whose encoder pass is unchanged are taken from the bytes of the old shard; the others are encoded. Every
-chunk, new or taken over, is read back and compared with the plan before it goes into the tar. A span that fails is
-named in the commit and does not hold up the others.
+Spans whose encoder pass is unchanged are copied from the old shard; all others are encoded. Every chunk, new or copied,
+is read back and compared with the plan before it is written to the tar. A failed span is recorded in the commit and
+does not affect the others.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ from shards.writer import ShardWriter
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Everything that a worker needs to know; paths and small values only.
+    """Input of a worker: paths and small values only.
 
     Attributes:
-        old_commit: what the shard held before, for its unchanged chunks.
-        captions_file: the manifest's table, or None when no video has captions.
+        old_commit: previous commit of the shard, for its unchanged chunks.
+        captions_file: the manifest's table of captions, or None if no video has captions.
     """
 
     variant_dir: Path
@@ -47,7 +47,7 @@ class ShardTask:
 
 
 def make_shard(task: ShardTask) -> ShardResult:
-    """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes under the same names."""
+    """Make, publish and commit one shard. Idempotent: a second run writes the same bytes under the same names."""
     version = find_ffmpeg().version
     if version != task.recipe.ffmpeg:
         message = f"this node has ffmpeg {version}, the plan was made with {task.recipe.ffmpeg}"
@@ -93,7 +93,7 @@ def _make_in(scratch: Path, task: ShardTask, *, ffmpeg: Ffmpeg) -> ShardResult:
                         span = SpanChunks(dict(enumerate(made)), len(made))
                         encoded_s += float(sum(chunk.facts.num_frames for chunk in made) / settings.fps_exact)
                     except SourceFailure as failure:
-                        # What is intact stays, even when its source can give no more of it.
+                        # Intact chunks are kept even if their source can no longer be read.
                         is_new = False
                         key = chunk_key(plan.video_id, start_ms(plan.span.first_frame, fps=settings.fps_exact))
                         failures.append(Failure(plan.video_id, key, str(failure.code), failure.message))
