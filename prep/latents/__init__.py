@@ -1,1 +1,1 @@
-"""The `latents` column: frames of chunks as a VAE sees them."""
+"""The `latents` column: VAE latents of the frames of chunks."""

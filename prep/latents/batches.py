@@ -1,4 +1,4 @@
-"""Batches across chunks: the model always gets full batches, and each chunk gets its own frames back, in order."""
+"""Batching across chunks: the model gets full batches, and each chunk gets its own latents back, in order."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ P = TypeVar("P", bound="Pictures")
 
 
 class Pictures(Protocol):
-    """Some pictures of one size, wherever they are."""
+    """Pictures of the same size, in memory or on a device."""
 
     def __len__(self) -> int: ...
 
@@ -25,7 +25,7 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class EncodedChunk(Generic[C]):
-    """The latents of one chunk, float32 [F, C, h, w], or why there are none."""
+    """The latents of one chunk, float32 [F, C, h, w], or the reason why there are none."""
 
     chunk: C
     latents: NDArray[np.float32] | None
@@ -36,15 +36,15 @@ class EncodedChunk(Generic[C]):
 class _Growing(Generic[C]):
     chunk: C
     latents: list[NDArray[np.float32]] = field(default_factory=list)
-    num_frames: int = 0  # decoded so far
-    num_waiting: int = 0  # of these, in no finished batch yet
+    num_frames: int = 0  # number of frames decoded so far
+    num_waiting: int = 0  # number of these that are not in a finished batch yet
     is_ended: bool = False
     failure: SourceFailure | None = None
 
 
 @dataclass(frozen=True)
 class Part(Generic[C, P]):
-    """The frames of a batch that are of one chunk, from its `first_frame` on."""
+    """The frames in a batch that belong to one chunk, starting with its frame `first_frame`."""
 
     owner: _Growing[C]
     first_frame: int
@@ -62,12 +62,12 @@ def encoded_chunks(
     encode: Callable[[list[Part[C, P]]], NDArray[np.float32]],
     batch: int,
 ) -> Iterator[EncodedChunk[C]]:
-    """Runs the model over the pieces of many chunks, `batch` frames at a time; chunks come out in order.
+    """Run the model over the pieces of many chunks, `batch` frames at a time, and yield the chunks in order.
 
     Args:
-        pieces: of one chunk after another; the last of each has no crops.
-        resized: crops [N, S, S, 3] as pictures of one size for all chunks.
-        encode: latents of the pictures of all parts, one after another.
+        pieces: pieces of one chunk after another; the last piece of each chunk has no crops.
+        resized: convert crops [N, S, S, 3] to pictures of the same size for all chunks.
+        encode: return the latents of the pictures of all parts, concatenated.
     """
     growing: deque[_Growing[C]] = deque()
     waiting: list[Part[C, P]] = []

@@ -1,4 +1,4 @@
-"""The column `latents`: its commands, and what the commands of all columns know of it."""
+"""The column `latents`: its commands and its `ColumnSpec`."""
 
 import shlex
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "S
     from prep.engines.choice import gpus_of_a_worker, open_engine, threads_of_a_worker
     from prep.latents.plan import latents_job
 
-    # Looking for GPUs takes seconds, which a run with nothing to do need not spend.
+    # Detecting GPUs takes seconds, so a run without work skips it.
     gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
     engine = open_engine(request.engine, address=request.address, workers=request.workers, gpus_each=gpus_each)
     job = latents_job(

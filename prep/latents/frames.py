@@ -1,6 +1,6 @@
-"""What of a chunk is encoded: which frames, decoding just those, and which square of each segment.
+"""Which part of a chunk is encoded: choosing and decoding frames, and choosing a square crop for each segment.
 
-The squares are a function of settings, key and frame size; `generator` is what all that is random comes from.
+The crops are a function of settings, key and frame size; all randomness comes from `generator`.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from prep.core.failures import FailureCode, SourceFailure
 from prep.latents.recipe import LatentsSettings
 from shards.format import PACKET_REFERENCE
 
-# Of 288 pixels, the default height of a chunk, it leaves 256: then nothing is resized.
+# For chunks of the default height of 288 pixels, this gives crops of 256 pixels, which need no resizing.
 _RANDOM_SIDE = (8, 9)
 RgbFrame = NDArray[np.uint8]  # [H, W, 3]
 
 
 def frames_on_screen(num_frames: int, *, chunk_fps: Fraction, fps: Fraction) -> list[int]:
-    """Indices of the frames that a chunk of `num_frames` shows at 0, 1 / fps, 2 / fps ... seconds after its begin."""
+    """Return the indices of the frames that a chunk of `num_frames` shows at 0, 1 / fps, 2 / fps ... seconds."""
     num_moments = -(-num_frames * fps // chunk_fps)
     return [int(moment * chunk_fps // fps) for moment in range(num_moments)]
 
@@ -32,14 +32,14 @@ def frames_on_screen(num_frames: int, *, chunk_fps: Fraction, fps: Fraction) -> 
 def decode_frames(
     content: bytes, wanted: Sequence[int], *, fps: Fraction, packet_frame: Sequence[int], packet_flags: Sequence[int]
 ) -> Iterator[RgbFrame]:
-    """Decodes `wanted` (ascending) of the mp4 file `content`; frames that no other needs are skipped.
+    """Decode the frames `wanted` (ascending) of the MP4 file `content`, skipping frames that none of them depends on.
 
     Args:
-        fps: of the chunk.
-        packet_frame, packet_flags: its packet table, in decode order (shards.format.VIDEO_FIELDS).
+        fps: frame rate of the chunk.
+        packet_frame, packet_flags: packet table of the chunk, in decoding order (shards.format.VIDEO_FIELDS).
 
     Raises:
-        SourceFailure: decode_errors, or frames_differ where a wanted frame does not come out.
+        SourceFailure: decode_errors, or frames_differ if the decoder does not return a wanted frame.
     """
     due = iter(wanted)
     target = next(due, None)
@@ -47,7 +47,7 @@ def decode_frames(
     try:
         with av.open(BytesIO(content), "r", format="mp4") as container:
             stream = container.streams.video[0]
-            stream.codec_context.thread_count = 1  # the caller's threads are the parallel part
+            stream.codec_context.thread_count = 1  # the caller already decodes in parallel threads
             frames_per_tick = (stream.time_base or Fraction(0)) * fps
             number = 0
             for packet in container.demux(stream):
@@ -72,7 +72,7 @@ def decode_frames(
 
 @dataclass(frozen=True)
 class Square:
-    """A part of a frame, in pixels."""
+    """A square region of a frame, in pixels."""
 
     left: int
     top: int
@@ -80,7 +80,7 @@ class Square:
 
 
 def segment_squares(num_segments: int, *, key: str, width: int, height: int, settings: LatentsSettings) -> list[Square]:
-    """The square of each segment of the chunk `key`, whose frames have `width` x `height` pixels."""
+    """Return the crop of each segment of the chunk `key`, whose frames have `width` x `height` pixels."""
     short = min(width, height)
     if settings.crop == "centre":
         return [Square((width - short) // 2, (height - short) // 2, short)] * num_segments
@@ -94,11 +94,11 @@ def segment_squares(num_segments: int, *, key: str, width: int, height: int, set
 
 
 def generator(seed: int, key: str, purpose: str) -> np.random.Generator:
-    """A generator that depends on these values alone."""
+    """Return a random generator that depends on these values alone."""
     digest = hashlib.blake2b(f"{seed}/{key}/{purpose}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def as_numbers(squares: list[Square]) -> list[int]:
-    """left, top, width and height of each square, one after another, as the index has them."""
+    """Return left, top, width and height of all squares in one list, as stored in the index."""
     return [number for square in squares for number in (*astuple(square), square.side)]

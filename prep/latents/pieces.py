@@ -1,9 +1,9 @@
-"""Decoding ahead of the model: threads cut the wanted squares out of chunks, a bounded number of frames at a time.
+"""Decoding ahead of the model: threads decode chunks and crop the frames, with a bounded number of frames in memory.
 
-    chunk ──► thread: decode, crop ──► its own short queue ──► the consumer, which takes chunks in order
+    chunk ──► thread: decode, crop ──► one short queue per chunk ──► consumer, which takes the chunks in order
 
-A chunk's thread waits while its queue is full, so memory depends neither on the length of a chunk nor on the speed of
-the model.
+The thread of a chunk blocks while its queue is full, so that memory use depends neither on the length of a chunk nor on
+the speed of the model.
 """
 
 import threading
@@ -23,7 +23,7 @@ from prep.core.failures import SourceFailure
 from prep.latents.frames import Square, decode_frames
 
 PIECE_FRAMES = 16
-_PIECES_AHEAD = 4  # of one chunk: with 60 frames, all of it
+_PIECES_AHEAD = 4  # queue length per chunk: with 60 frames, the whole chunk
 _LOOK_AGAIN_S = 0.2
 
 C = TypeVar("C")
@@ -31,11 +31,11 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class ChunkVideo:
-    """What decoding a chunk takes.
+    """What to decode of a chunk.
 
     Attributes:
         wanted: indices of the frames, ascending.
-        squares: of each segment of `segment_frames` wanted frames.
+        squares: crop of each segment; a segment has `segment_frames` wanted frames.
     """
 
     content: bytes
@@ -49,7 +49,7 @@ class ChunkVideo:
 
 @dataclass(frozen=True)
 class Piece(Generic[C]):
-    """Frames of one chunk, in order: crops uint8 [N, S, S, 3]. The last piece of a chunk has none, or a failure."""
+    """Frames of one chunk, in order: crops uint8 [N, S, S, 3]. The last piece of a chunk has no crops, or a failure."""
 
     chunk: C
     crops: NDArray[np.uint8] | None
@@ -57,13 +57,13 @@ class Piece(Generic[C]):
 
 
 def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num_threads: int) -> Iterator[Piece[C]]:
-    """Pieces of all `chunks` in order; `num_threads` of them are decoded at a time.
+    """Yield the pieces of all `chunks` in order; `num_threads` chunks are decoded in parallel.
 
     Args:
-        read: gets a chunk's bytes and says what to take from them; may raise SourceFailure.
+        read: read a chunk and return what to decode of it; may raise SourceFailure.
 
     Raises:
-        Whatever else `read` raises.
+        Exception: any other exception that `read` raises.
     """
     waiting = iter(chunks)
     running: deque[_Decoding[C]] = deque()
@@ -80,7 +80,7 @@ def pieces_in_order(chunks: Iterable[C], *, read: Callable[[C], ChunkVideo], num
 
 
 class _Decoding(Generic[C]):
-    """One chunk that a thread is decoding."""
+    """A chunk that a thread is decoding."""
 
     def __init__(self, chunk: C, read: Callable[[C], ChunkVideo]) -> None:
         self._chunk, self._read = chunk, read
@@ -122,7 +122,10 @@ class _Decoding(Generic[C]):
 
 
 def cut(video: ChunkVideo) -> Iterator[NDArray[np.uint8]]:
-    """The squares of the wanted frames, up to PIECE_FRAMES at a time: uint8 [N, S, S, 3], S of the chunk."""
+    """Yield the crops of the wanted frames, up to PIECE_FRAMES at a time: uint8 [N, S, S, 3].
+
+    S is the same for the whole chunk.
+    """
     frames = decode_frames(
         video.content,
         video.wanted,

@@ -1,7 +1,7 @@
 """The plan of the `latents` column: which shards have to be made and why, from the commits of `video` and its own.
 
-Shard N of `latents` holds the chunks of shard N of `video`. What is committed of `video` is planned, whether or not
-`prep chunk` is still at work; the rest is found by the next plan.
+Shard N of `latents` holds the chunks of shard N of `video`. The plan covers the shards of `video` committed so far,
+even while `prep chunk` is running; a later plan covers the rest.
 """
 
 import hashlib
@@ -39,12 +39,12 @@ _COLUMNS = [*FINGERPRINT_COLUMNS, "video_id", "num_frames", "fps_num", "fps_den"
 
 @dataclass(frozen=True)
 class VideoShard:
-    """What a plan has to know of a shard of chunks.
+    """What a plan needs to know about a shard of chunks.
 
     Attributes:
-        fingerprint: of the keys and bytes of its chunks; changed captions leave it alone.
-        num_frames: latents of all its chunks together.
-        video_ids: of its chunks, each once; a long video is in several shards.
+        fingerprint: hash of the keys and bytes of its chunks; captions do not affect it.
+        num_frames: total number of frames to encode in its chunks.
+        video_ids: ids of the videos of its chunks, without duplicates; a long video spans several shards.
     """
 
     shard_id: int
@@ -57,13 +57,13 @@ class VideoShard:
 
 @dataclass(frozen=True)
 class LatentsPlan:
-    """A plan and what it was made from.
+    """A plan and its inputs.
 
     Attributes:
-        shards: in shard order.
-        video_shards: by shard id, those that latents are wanted of.
-        num_videos: with committed chunks.
-        unreadable: shards of `video` that cannot be planned, since their index cannot be read.
+        shards: the shards, in order of their ids.
+        video_shards: shards of `video` whose latents are wanted, by shard id.
+        num_videos: number of videos with committed chunks.
+        unreadable: shards of `video` that cannot be planned because their index is unreadable.
     """
 
     recipe: LatentsRecipe
@@ -79,14 +79,14 @@ class LatentsPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that latents are wanted of."""
+        """Number of chunks whose latents are wanted."""
         return sum(shard.num_chunks for shard in self.shards)
 
 
 def make_latents_plan(
     data_dir: Path, recipe: LatentsRecipe, *, retry_codes: frozenset[str] = frozenset()
 ) -> LatentsPlan:
-    """Plans `recipe` for what is committed of its variant of `video` in `data_dir`."""
+    """Plan `recipe` for the committed shards of its `video` variant in `data_dir`."""
     video_dir = variant_dir(data_dir, VIDEO, recipe.video)
     folder = variant_dir(data_dir, LATENTS, recipe.variant)
     video, own = read_commits(video_dir), stored_shards(folder)
@@ -115,7 +115,7 @@ def make_latents_plan(
 
 
 def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads: int) -> "Job[LatentsTask]":
-    """The plan as a job that the driver carries out; see `LatentsTask` for the arguments."""
+    """Return the plan as a job for the driver; see `LatentsTask` for the arguments."""
     from prep.core.run import Job
     from prep.latents.worker import LatentsTask, make_latents
 
@@ -149,13 +149,13 @@ def latents_job(plan: LatentsPlan, *, device: "Device", batch: int, num_threads:
 
 
 def pending_latents(data_dir: Path, variant: Variant) -> Pending:
-    """What would be made of a variant now; nothing of one that is not current."""
+    """Return what remains to be made of a variant; nothing if the variant is not current."""
     if current_variant(data_dir, LATENTS) != variant.directory.name:
         return Pending()
     try:
         recipe = latents_recipe_from_dict(variant.recipe)
     except UserError:
-        return Pending()  # of another version, or without a recipe
+        return Pending()  # its recipe is missing or of another version
     if recipe.video != (video := current_variant(data_dir, VIDEO)):
         return Pending(stale_because=f"made from {recipe.video}; the current variant of video is {video}")
     return pending_of(make_latents_plan(data_dir, recipe).shards)
@@ -169,7 +169,7 @@ def _wanted(shard: VideoShard, *, recipe_fingerprint: str) -> WantedShard:
 def _look_at_video(
     video_dir: Path, commits: Iterable[Commit], *, fps: Fraction
 ) -> tuple[list[VideoShard], dict[int, Failure]]:
-    """The committed shards of chunks, and by shard id those whose index cannot be read."""
+    """Return the committed shards of chunks, and by shard id the failures of those whose index is unreadable."""
     shards, unreadable = [], {}
     with ThreadPoolExecutor(NUM_LOOKING_THREADS) as pool:
         for found in pool.map(lambda commit: _look_at_one(video_dir, commit, fps=fps), commits):

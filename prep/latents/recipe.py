@@ -11,7 +11,7 @@ from prep.core.column import recipe_fingerprint
 from prep.latents.weights import Vae, find_vae
 
 LATENTS = "latents"
-LATENTS_SCHEMA = 1  # goes up when the same settings begin to give other bytes
+LATENTS_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>s|ms)", re.ASCII)
 _MAX_SIZE_PX = 4096
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
@@ -65,7 +65,7 @@ class LatentsSettings:
 
     @property
     def fps_exact(self) -> Fraction:
-        """Frames a second, exact."""
+        """Sampling rate in frames per second, exact."""
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
@@ -81,16 +81,16 @@ class LatentsSettings:
 
     @property
     def segment_frames(self) -> int:
-        """Frames of a segment."""
+        """Number of frames in a segment."""
         return int(self.segment_s * self.fps_exact)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsRecipe:
-    """Everything that the latents depend on, beside the chunks themselves.
+    """Everything that the latents depend on besides the chunks themselves.
 
     Attributes:
-        video: the variant of `video` whose chunks are encoded.
+        video: name of the `video` variant whose chunks are encoded.
     """
 
     settings: LatentsSettings
@@ -106,12 +106,12 @@ class LatentsRecipe:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the canonical JSON of `as_dict`."""
+        """SHA-256 (hex) of `as_dict` as canonical JSON."""
         return recipe_fingerprint(self.as_dict())
 
     @property
     def variant(self) -> str:
-        """Folder name: the VAE's name, the main settings, and the fingerprint's first 8 digits."""
+        """Folder name: the VAE's name, the main settings, and the first 8 digits of the fingerprint."""
         settings = self.settings
         vae = _NOT_IN_A_NAME.sub("-", self.vae.name.rpartition("/")[2]).strip("-.") or "vae"
         fps = settings.fps.replace("/", "-")
@@ -119,12 +119,15 @@ class LatentsRecipe:
 
     @property
     def frame_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the latents of one frame."""
+        """Shape of the latents of one frame: channels, height and width."""
         side = self.settings.size // self.vae.factor
         return self.vae.channels, side, side
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON. What cannot change the bytes is null: a seed without anything random, for one."""
+        """Return the recipe as JSON values.
+
+        Settings that cannot affect the bytes are null, such as the seed if nothing is random.
+        """
         settings = asdict(self.settings)
         is_random = settings["crop"] == "random"
         settings["segment"] = self.settings.segment if is_random else None
@@ -145,19 +148,19 @@ class LatentsRecipe:
 
 
 def resolve(settings: LatentsSettings, *, video: str) -> LatentsRecipe:
-    """Finds the VAE that `settings` name.
+    """Find the VAE that `settings` refer to and return the full recipe.
 
     Raises:
-        UserError: there is no such VAE, or it does not fit the settings.
+        UserError: the VAE does not exist, or is incompatible with the settings.
     """
     return LatentsRecipe(settings=settings, vae=find_vae(settings.vae), video=video)
 
 
 def latents_recipe_from_dict(stored: Mapping[str, Any]) -> LatentsRecipe:
-    """The recipe in a variant's recipe.json, as written by `LatentsRecipe.as_dict`; the weights are not looked for.
+    """Return the recipe in a recipe.json written by `LatentsRecipe.as_dict`, without searching for the weights.
 
     Raises:
-        UserError: it was written by another version of the recipe's schema.
+        UserError: the recipe was written with another version of the recipe schema.
     """
     if stored.get("schema") != LATENTS_SCHEMA or stored.get("column") != LATENTS:
         raise UserError(

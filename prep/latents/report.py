@@ -1,4 +1,4 @@
-"""What a plan and a run of the `latents` column say to people and to scripts."""
+"""Text and JSON reports of plans and runs of the `latents` column."""
 
 from math import prod
 from pathlib import Path
@@ -12,7 +12,7 @@ _BYTES_PER_NUMBER = 2
 
 
 def latents_report(plan: LatentsPlan) -> Report:
-    """What would be done, by state and reason."""
+    """Return the report of a plan: the work by state and reason."""
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, LATENTS, variant=recipe.variant, recipe=recipe.as_dict())
     num_frames = sum(plan.video_shards[shard.shard_id].num_frames for shard in plan.shards if shard.has_work)
@@ -22,7 +22,7 @@ def latents_report(plan: LatentsPlan) -> Report:
     lines += states_lines(plan.shards)
     lines += [f"{failure.video_id}  cannot be planned: {failure.message}" for failure in plan.unreadable]
     if num_frames:
-        # Unchanged chunks of a changed shard are taken over, which only the work itself finds out.
+        # Unchanged chunks of a changed shard are copied; how many is known only while the shard is made.
         lines.append(f"estimate at most {num_frames} frames to encode, {size_text(size_bytes)}")
     else:
         lines.append("nothing to do")
@@ -39,7 +39,7 @@ def latents_report(plan: LatentsPlan) -> Report:
 
 
 def latents_summary(summary: Summary, *, vae: str, listed: Path) -> Report:
-    """What a run did, with the VAE's name; `listed` is the list of its failures."""
+    """Return the report of a run with the VAE's name; `listed` is the path of the list of failures."""
     speed = None
     if summary.encoded_s:
         speed = (

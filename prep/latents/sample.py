@@ -1,6 +1,6 @@
-"""From a chunk of `video` to its sample of `latents`: what to decode, its member and its row; samples of before; and
-the comparison of a sample with its row. Numbers are stored as float16, or as the bits of bfloat16 in uint16, since npy
-has no such type.
+"""Samples of `latents`: what to decode of a chunk, the sample's member and index row, reuse of old samples, and checks.
+
+Numbers are stored as float16, or as the bits of bfloat16 in uint16, since npy has no bfloat16.
 """
 
 import hashlib
@@ -32,22 +32,22 @@ FINGERPRINT_COLUMNS = ["key", "span_fingerprint", "mp4_size", "mp4_crc32"]
 
 
 def chunk_fingerprints(index: pa.Table) -> list[str]:
-    """One hash (hex) a chunk over its key and its bytes, from FINGERPRINT_COLUMNS of a `video` index."""
+    """Return one hash (hex) per chunk over its key and bytes, from FINGERPRINT_COLUMNS of a `video` index."""
     columns = [index[name].to_pylist() for name in FINGERPRINT_COLUMNS]
     lines = ("\0".join(map(str, line)) for line in zip(*columns, strict=True))
     return [hashlib.blake2b(line.encode(), digest_size=16).hexdigest() for line in lines]
 
 
 def seconds_of(index: pa.Table, row: int) -> Fraction:
-    """How long a chunk lasts."""
+    """Return the duration of a chunk in seconds."""
     return index["num_frames"][row].as_py() / _fps(index, row)
 
 
 def read_chunk_video(video: CommittedShard, row: int, *, settings: LatentsSettings) -> ChunkVideo:
-    """Reads a chunk and says which frames and squares of it are wanted.
+    """Read a chunk and determine which frames and crops of it are wanted.
 
     Raises:
-        SourceFailure: chunk_damaged, when its bytes are not those that were committed.
+        SourceFailure: chunk_damaged, if its bytes differ from those committed.
     """
     index = video.index
     try:
@@ -70,7 +70,7 @@ def read_chunk_video(video: CommittedShard, row: int, *, settings: LatentsSettin
 def latents_sample(
     index: pa.Table, row: int, stored: NDArray[np.generic], *, fingerprint: str, settings: LatentsSettings
 ) -> Sample:
-    """The sample of the chunk in `row` of a `video` index; `stored` as from `as_stored`."""
+    """Return the sample of the chunk in `row` of a `video` index; `stored` is the output of `as_stored`."""
     num_frames, channels, height, width = stored.shape
     fields = {
         "video_id": index["video_id"][row].as_py(),
@@ -89,7 +89,7 @@ def latents_sample(
 
 
 class OldLatents:
-    """The samples of a shard as it was committed before, as far as their bytes are still those that were written."""
+    """The samples of a shard's previous commit, as far as their bytes are undamaged."""
 
     def __init__(self, variant_dir: Path, commit: Commit | None) -> None:
         self._rows: dict[str, int] = {}
@@ -103,13 +103,13 @@ class OldLatents:
                 if zlib.crc32(self._shard.read(row, EXTENSION)) == crc32s[row]:
                     self._rows[fingerprint] = row
         except (Damaged, OSError, KeyError):
-            return  # what was read so far can be used
+            return  # the samples read so far remain usable
 
     def __contains__(self, fingerprint: str) -> bool:
         return fingerprint in self._rows
 
     def sample(self, fingerprint: str) -> Sample:
-        """The sample of a chunk that it holds."""
+        """Return the sample of a chunk; the shard must contain it."""
         row = self._rows[fingerprint]
         fields = {field.name: self._shard.index[field.name][row].as_py() for field in LATENTS_FIELDS}
         key = self._shard.index["key"][row].as_py()
@@ -136,18 +136,18 @@ def _squares(index: pa.Table, row: int, settings: LatentsSettings) -> list[Squar
 
 
 def as_stored(latents: NDArray[np.float32], *, dtype: Literal["float16", "bfloat16"]) -> NDArray[np.generic]:
-    """Rounds to nearest, ties to even. What is too large becomes infinite; `is_finite` tells."""
+    """Round to nearest, ties to even. Values out of range become infinite, which `is_finite` detects."""
     if dtype == "float16":
         with np.errstate(over="ignore", invalid="ignore"):
             return latents.astype(np.float16)
     bits = np.ascontiguousarray(latents).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Rounding the payload of a NaN could make it an infinity, or overflow.
+    # Rounding the payload of a NaN could turn it into infinity, or overflow.
     return np.where(np.isnan(latents), np.uint16(0x7FC0), rounded.astype(np.uint16))
 
 
 def is_finite(stored: NDArray[np.generic]) -> bool:
-    """Whether every number is neither NaN nor infinite."""
+    """Return True if no value is NaN or infinite."""
     if stored.dtype == np.uint16:
         bits = stored.view(np.uint16) & _BFLOAT16_EXPONENT
         return bool((bits != _BFLOAT16_EXPONENT).all())
@@ -155,7 +155,7 @@ def is_finite(stored: NDArray[np.generic]) -> bool:
 
 
 def check_latents(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Loads the array of a sample and compares it with its row of the index."""
+    """Load the array of a sample and compare it with its index row."""
     wanted = tuple(row[name] for name in ("num_frames", "channels", "height", "width"))
     array = load_npy(members[EXTENSION])
     if array is None:

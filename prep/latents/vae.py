@@ -1,4 +1,4 @@
-"""The one interface to torch and diffusers: a VAE on a device, pictures in, latents out."""
+"""The single interface to torch and diffusers: a VAE on a device that turns pictures into latents."""
 
 import logging
 from functools import lru_cache
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 Device = Literal["cpu", "cuda"]
 Precision = Literal["float32", "float16", "bfloat16"]
 
-# Of the normalisations of the tiny VAE: without training it would blow up the noise of flat areas.
+# Epsilon of the normalisation layers of the tiny VAE: being untrained, it would otherwise amplify noise in flat areas.
 _TINY_EPS = 0.1
 
 
 class Encoder:
-    """The encoding half of a VAE.
+    """The encoder of a VAE.
 
     Args:
         model: a diffusers AutoencoderKL.
@@ -31,31 +31,31 @@ class Encoder:
     def __init__(self, model: Any, *, vae: Vae, device: Device, precision: Precision) -> None:
         import torch
 
-        model.decoder = None  # nothing is decoded here, and it is the larger half
+        model.decoder = None  # not needed, and larger than the encoder
         self._model = model.to(device=device, dtype=getattr(torch, precision)).eval().requires_grad_(False)
         self._device, self._dtype = torch.device(device), getattr(torch, precision)
         self._scale, self._shift = vae.scaling_factor, vae.shift_factor or 0.0
 
     def resized(self, crops: NDArray[np.uint8], *, size: int) -> "torch.Tensor":
-        """Square pictures [N, S, S, 3] as uint8 [N, 3, size, size] on the device, by antialiased bilinear resizing."""
+        """Resize square pictures [N, S, S, 3] to uint8 [N, 3, size, size] on the device (antialiased, bilinear)."""
         import torch
         from torch.nn import functional
 
         pictures = torch.from_numpy(crops).permute(0, 3, 1, 2)
         if pictures.shape[-1] != size:
-            # On the CPU, whatever the device: a GPU resizes no bytes, and in float32 a quarter of them come out as
-            # others, which moves latents more than half precision does.
+            # Always on the CPU: CUDA does not resize uint8, and in float32 a quarter of the bytes differ, which changes
+            # the latents more than half precision does.
             pictures = functional.interpolate(pictures, size=(size, size), mode="bilinear", antialias=True)
         return pictures.to(self._device)
 
     def encode(self, parts: "list[torch.Tensor]", *, noise: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Latents [N, C, h, w] of the N uint8 pictures [3, H, W] in all parts, shifted and scaled.
-
-        Raises:
-            MemoryError: the GPU has no room for so many.
+        """Return the latents [N, C, h, w] of the N uint8 pictures [3, H, W] in all parts, shifted and scaled.
 
         Args:
-            noise: standard normal [N, C, h, w], for samples of the posterior; None for its mean.
+            noise: standard normal [N, C, h, w] to sample the posterior; None for its mean.
+
+        Raises:
+            MemoryError: the GPU does not have enough memory for the batch.
         """
         import torch
 
@@ -74,12 +74,12 @@ class Encoder:
 
 @lru_cache(maxsize=1)
 def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads: int) -> Encoder:
-    """Loads `vae`, once in each process.
+    """Load `vae`, once per process.
 
     Raises:
-        UserError: torch or diffusers is missing, or the weights do not fit the configuration.
+        UserError: torch or diffusers is missing, or the weights do not match the configuration.
     """
-    # diffusers loads xformers where it is installed, whose complaints do not matter: no attention of its is used.
+    # diffusers imports xformers if it is installed; its warnings are irrelevant, since its attention is not used.
     logging.getLogger("xformers").setLevel(logging.ERROR)
     try:
         import torch
@@ -89,7 +89,7 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
         raise UserError(f"{error.name} is not installed", hint="install clipmill[columns]") from None
     diffusers_logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
-    # Convolutions would be rounded to TF32 by default, whose products have eleven bits: that is not float32.
+    # By default, convolutions would use TF32, which keeps 11 significant bits instead of float32's 24.
     torch.backends.cudnn.allow_tf32 = False
     if vae.directory is None:
         model = tiny_vae()
@@ -108,7 +108,7 @@ def open_encoder(vae: Vae, *, device: Device, precision: Precision, num_threads:
 
 
 def tiny_vae() -> Any:
-    """The VAE without weights: small, and the same on every machine, since numpy draws its numbers."""
+    """Return the small VAE without pretrained weights; numpy generates its numbers, the same on every machine."""
     import torch
     from diffusers import AutoencoderKL
 

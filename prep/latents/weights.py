@@ -1,4 +1,4 @@
-"""Where the VAE's weights are, what they are worth by their hash, and what its configuration says. No torch here."""
+"""The VAE's weights: their location and hash, and the VAE's configuration. This module does not import torch."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from typing import Any
 from manifests.errors import UserError
 from manifests.json_text import parse_json
 
-TINY = "tiny"  # the small seeded VAE that needs no weights
+TINY = "tiny"  # the small VAE with seeded weights; needs no download
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 _CLASS = "AutoencoderKL"
 _PIECE_BYTES = 1 << 20
 _SUGGESTION = "name a folder with an AutoencoderKL, a model such as stabilityai/sd-vae-ft-mse, or tiny"
 
-# The VAE without weights: what makes it (prep.latents.vae) may only change together with this name.
+# Identifies the tiny VAE: change this name whenever the code that makes it (prep.latents.vae) changes.
 _TINY_SHA256 = hashlib.sha256(b"clipmill tiny VAE, version 1").hexdigest()
 TINY_CONFIG: dict[str, Any] = {
     "_class_name": _CLASS,
@@ -29,7 +29,7 @@ TINY_CONFIG: dict[str, Any] = {
     "latent_channels": 4,
     "norm_num_groups": 4,
     "mid_block_add_attention": False,
-    "scaling_factor": 1.5,  # makes the latents of natural videos about as wide as a standard normal
+    "scaling_factor": 1.5,  # gives the latents of natural videos a standard deviation of about 1
 }
 
 
@@ -38,12 +38,13 @@ class Vae:
     """A VAE that was found.
 
     Attributes:
-        name: as the user gave it; of a folder only its own name, since a folder that moves holds the same weights.
-        source: what finds it again on another machine: the name, or the whole path of the folder.
-        directory: of its files; None for `tiny`, and where only the recipe is known.
-        sha256: of configuration and weights.
-        channels: of the latents.
-        factor: by which it scales a side down.
+        name: name given by the user; for a folder only its last component, since moving a folder does not change the
+            weights.
+        source: name or absolute path of the folder, with which another machine finds the VAE.
+        directory: folder of its files; None for `tiny`, and if only the recipe is known.
+        sha256: hash of configuration and weights.
+        channels: number of latent channels.
+        factor: factor by which the VAE downsamples each side.
         scaling_factor, shift_factor: stored latents are (latents - shift_factor) x scaling_factor.
     """
 
@@ -58,12 +59,12 @@ class Vae:
 
 
 def find_vae(name: str) -> Vae:
-    """The VAE that `name` means: `tiny`, a folder, or a model of the Hugging Face hub, which is downloaded once.
+    """Return the VAE called `name`: `tiny`, a folder, or a model on the Hugging Face Hub, which is downloaded once.
 
-    A folder may be the VAE's own, or that of a pipeline with the VAE in `vae/`.
+    A folder may be that of the VAE itself, or that of a pipeline with the VAE in `vae/`.
 
     Raises:
-        UserError: there is none, or it is no AutoencoderKL of three colours with safetensors weights.
+        UserError: it does not exist, or is not an AutoencoderKL with three input channels and safetensors weights.
     """
     if name == TINY:
         return _described(name, name, None, _TINY_SHA256, TINY_CONFIG)
@@ -107,7 +108,7 @@ def _downloaded(name: str) -> Path:
     wanted = [f"{folder}{file}" for folder in ("", "vae/") for file in (CONFIG_FILE, WEIGHTS_FILE)]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
-    # Network, cache and server have exceptions of their own, which derive from these.
+    # The exceptions for network, cache and server errors all derive from these.
     except (OSError, HFValidationError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f'the VAE "{name}" cannot be had from the hub: {reason}', hint=_SUGGESTION) from None
@@ -128,7 +129,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _require_weights(path: Path) -> None:
-    """Raises a UserError where the file is no safetensors file, or not of an encoder: found before any work begins."""
+    """Raise UserError unless the file is a safetensors file that contains an encoder; called before any work begins."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -143,7 +144,7 @@ def _require_weights(path: Path) -> None:
 
 
 def _described(name: str, source: str, directory: Path | None, sha256: str, config: dict[str, Any]) -> Vae:
-    # Absent entries have the defaults of diffusers' AutoencoderKL.
+    # Missing entries have the defaults of diffusers' AutoencoderKL.
     if (colours := config.get("in_channels", 3)) != 3:
         raise UserError(f"the VAE {name} takes pictures of {colours} channels, videos have 3", hint=_SUGGESTION)
     blocks = config.get("block_out_channels", [64])

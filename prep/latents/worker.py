@@ -1,7 +1,7 @@
-"""Making one shard of the `latents` column: what a worker does.
+"""Making one shard of the `latents` column in a worker.
 
-Latents of chunks that have not changed are taken over from the old shard; the others are decoded and encoded. A chunk
-that fails is named in the commit and does not hold up the others.
+Latents of unchanged chunks are copied from the old shard; all other chunks are decoded and encoded. A failed chunk is
+recorded in the commit and does not affect the others.
 """
 
 import hashlib
@@ -43,14 +43,14 @@ from shards.writer import Sample, ShardWriter
 
 @dataclass(frozen=True)
 class LatentsTask:
-    """Everything that a worker needs to know; paths and small values only.
+    """Input of a worker: paths and small values only.
 
     Attributes:
-        video_dir: the variant of `video` that is encoded.
-        video_commit: of the shard with the chunks, as it was planned.
-        old_commit: what the latents shard held before, for its unchanged chunks.
-        batch: frames that the model gets at a time.
-        num_threads: of the model, and chunks that are decoded at a time.
+        video_dir: folder of the `video` variant to encode.
+        video_commit: commit of the shard with the chunks, as planned.
+        old_commit: previous commit of the latents shard, for its unchanged chunks.
+        batch: batch size of the model, in frames.
+        num_threads: number of the model's threads, and of chunks decoded in parallel.
     """
 
     variant_dir: Path
@@ -66,7 +66,7 @@ class LatentsTask:
 
 
 def make_latents(task: LatentsTask) -> ShardResult:
-    """Makes, publishes and commits one shard."""
+    """Make, publish and commit one shard."""
     try:
         found = find_vae(task.recipe.vae.source)
         if found.sha256 != task.recipe.vae.sha256:
@@ -131,14 +131,14 @@ def _make(task: LatentsTask, *, encoder: Encoder) -> ShardResult:
 def _make_samples(
     video: CommittedShard, rows: list[int], *, fingerprints: list[str], task: LatentsTask, encoder: Encoder
 ) -> Iterator[Sample | Failure]:
-    """The samples of the chunks in `rows` of the video shard, in order, or what is wrong with them."""
+    """Yield the samples of the chunks in `rows` of the video shard, in order, or a failure for each that fails."""
     settings = task.recipe.settings
     keys = video.index["key"]
 
     def encode(parts: list[Part[int, Any]]) -> NDArray[np.float32]:
         noise = None
         if settings.posterior == "sample":
-            # Frame by frame, so that what a frame gets does not depend on the batch that it is in.
+            # The noise is drawn frame by frame, so that it does not depend on the batch.
             draws = [
                 generator(settings.seed, keys[part.chunk].as_py(), f"frame {frame}")
                 for part in parts

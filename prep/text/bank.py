@@ -1,8 +1,9 @@
-"""The bank: embeddings that are made but not in their shard yet.
+"""The bank: text embeddings that are computed but not in their shard yet.
 
-It lies in `<variant>/bank/` while a run lasts. A block is an Arrow file of digests and rows that is named after its own
-content, so that a killed run's blocks are known to be whole and serve the next run, however that run divides its work.
-Embeddings of the variant's committed shards are taken into it instead of being computed again.
+It is stored in `<variant>/bank/` during a run. A block is an Arrow file of digests and rows, named after the hash of
+its content. The blocks of a killed run can therefore be verified and reused by the next run, even if that run divides
+the work differently. Embeddings in the variant's committed shards are copied into the bank instead of being computed
+again.
 """
 
 import hashlib
@@ -24,12 +25,12 @@ _ROWS_PER_BLOCK = 4096
 
 
 def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:
-    """Publishes one block.
+    """Publish one block.
 
     Args:
-        folder: the bank's.
-        digests: of the texts, DIGESTS [texts].
-        rows: float16 [texts, width].
+        folder: folder of the bank.
+        digests: digests of the texts, DIGESTS [texts].
+        rows: embeddings, float16 [texts, width].
     """
     row_bytes = rows.shape[1] * rows.itemsize
     columns = [_fixed(digests, size=DIGEST_BYTES), _fixed(rows, size=row_bytes)]
@@ -43,24 +44,24 @@ def write_block(folder: Path, digests: np.ndarray, rows: np.ndarray) -> None:
 
 
 class Bank:
-    """What the bank holds; one run at a time has it. Blocks that are damaged are removed when they are found.
+    """The content of the bank; used by one run at a time. Damaged blocks are removed when they are found.
 
     Args:
-        folder: the bank's; it may not be there.
-        width: of an embedding.
+        folder: folder of the bank; it need not exist.
+        width: embedding dimension.
     """
 
     def __init__(self, folder: Path, *, width: int) -> None:
         self.folder, self._width = folder, width
         self._files: list[Path] = []
-        self._begins = [0]  # of the blocks of these files among all digests
+        self._begins = [0]  # offset of each file's block in the list of all digests
         self._digests = np.empty(0, DIGESTS)
-        self._order = np.empty(0, np.int32)  # in which they ascend
-        remove_temporaries(self.folder)  # of killed writers
+        self._order = np.empty(0, np.int32)  # order that sorts the digests
+        remove_temporaries(self.folder)  # left by killed writers
         self.look_again()
 
     def look_again(self) -> None:
-        """Takes in the blocks that were published meanwhile."""
+        """Add blocks that were published since the last call."""
         known = {path.name for path in self._files}
         added = []
         for path in sorted(self.folder.glob("*.arrow")):
@@ -79,17 +80,17 @@ class Bank:
             self._order = np.argsort(self._digests).astype(np.int32)
 
     def has(self, digests: np.ndarray) -> np.ndarray:
-        """Which of `digests`, DIGESTS [texts], are those of texts in the bank; bool [texts]."""
+        """Return which of `digests`, DIGESTS [texts], are in the bank; bool [texts]."""
         return self._places(digests) >= 0
 
     def rows(self, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Embeddings of texts.
+        """Return the embeddings of texts.
 
         Args:
-            digests: DIGESTS [texts].
+            digests: digests of the texts, DIGESTS [texts].
 
         Returns:
-            float16 [texts, width], and whether the bank has each, bool [texts].
+            float16 [texts, width], and whether the bank contains each text, bool [texts].
         """
         places = self._places(digests)
         embedded = np.zeros((len(digests), self._width), np.float16)
@@ -108,14 +109,14 @@ class Bank:
         return np.where(self._digests[places] == digests, places, -1)
 
     def remove(self) -> None:
-        """Removes the bank: its rows are in committed shards, or nobody wants them."""
+        """Remove the bank: its rows are in committed shards or not wanted any more."""
         if not self.folder.is_dir():
             return
         remove_temporaries(self.folder)
         for path in self.folder.iterdir():
             if BLOCK_FILE.fullmatch(path.name):
                 path.unlink()
-        with suppress(OSError):  # somebody has put something into it
+        with suppress(OSError):  # the folder holds files that are not ours
             self.folder.rmdir()
 
     def _read(self, path: Path, rows: np.ndarray) -> np.ndarray:
@@ -135,19 +136,18 @@ def _name(content: pa.Buffer) -> str:
 
 
 def is_whole_block(path: Path) -> bool:
-    """Whether the content of a block is what it is named after."""
+    """Return True if the content of a block matches the hash in its name."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
 
 
 def take_over(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
-    """Copies what committed shards have of the texts with digests `missing` (ascending) into the bank.
+    """Copy the embeddings of texts with the digests `missing` (ascending) from committed shards to the bank.
 
-    A member whose checksum does not fit is passed over, and so is a shard whose files are damaged: its texts are
-    computed again.
+    Members with a wrong checksum and shards with damaged files are skipped; their texts are computed again.
 
     Returns:
-        the number of texts.
+        the number of texts copied.
     """
     is_missing = np.ones(len(missing), bool)
     digests: list[np.ndarray] = []
@@ -192,7 +192,7 @@ def _wanted_rows(
             continue
         begin, end = int(offsets[sample]), int(offsets[sample + 1])
         embedded = np.frombuffer(payload, np.float16, offset=data_offset(payload)).reshape(end - begin, width)
-        # Another sample may have given the same text meanwhile.
+        # Another sample may have provided the same text already.
         mine = np.flatnonzero(places[begin:end] >= 0)
         mine = mine[is_missing[places[begin:end][mine]]]
         if len(mine):

@@ -1,4 +1,4 @@
-"""Encoding: what a worker does with a block of texts, and how the texts that have no embedding yet become blocks."""
+"""Encoding texts in blocks: the task of a worker, and the division of texts without an embedding into blocks."""
 
 import errno
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from prep.text.captions import CaptionReader
 from prep.text.digests import digests_of, places_in
 
 MAX_BLOCK_TEXTS = 2048
-_MAX_BLOCK_CHARS = 1 << 20  # texts travel to the workers; a few may be very long
+_MAX_BLOCK_CHARS = 1 << 20  # limits what is sent to a worker, since some texts may be very long
 
 
 @dataclass(frozen=True)
 class TowerUse:
-    """Which tower the workers load, and how they use it.
+    """Which text tower the workers load, and how they use it.
 
     Attributes:
-        clip: as the user named it: a file by its path.
-        clip_sha256: of the weights that the plan was made with.
-        batch: texts computed at a time.
+        clip: name given by the user; a weights file is given by its path.
+        clip_sha256: hash of the weights used by the plan.
+        batch: batch size in texts.
         device: cuda or cpu.
     """
 
@@ -36,7 +36,7 @@ class TowerUse:
 
 @dataclass(frozen=True)
 class Block:
-    """Some texts to be encoded into the bank."""
+    """Texts to encode into the bank."""
 
     bank_dir: Path
     tower: TowerUse
@@ -45,13 +45,13 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockResult:
-    """What became of a block.
+    """Result of encoding a block.
 
     Attributes:
-        num_encoded: texts that went through the tower.
-        num_cut: of these, longer than its context.
-        not_finite: digests of those whose embedding is NaN or infinite; they are not in the bank.
-        stopped: code and reason why nothing was stored, or None.
+        num_encoded: number of texts encoded.
+        num_cut: number of these longer than the tower's context length.
+        not_finite: digests of texts whose embedding contains NaN or infinity; they are not in the bank.
+        stopped: (code, reason) why nothing was stored, or None.
     """
 
     num_encoded: int = 0
@@ -61,12 +61,12 @@ class BlockResult:
 
 
 def encode_block(block: Block) -> BlockResult:
-    """Encodes the texts of a block and publishes their embeddings in the bank."""
+    """Encode the texts of a block and publish their embeddings in the bank."""
     from prep.text import tower
 
     use = block.tower
     if use.device == "cpu":
-        tower.use_threads(1)  # workers are as many as the cores
+        tower.use_threads(1)  # there is one worker per core
     try:
         loaded = tower.load_tower(use.clip, sha256=use.clip_sha256, device=use.device)
         encoded = loaded.encode(block.texts, batch=use.batch)
@@ -85,7 +85,7 @@ def encode_block(block: Block) -> BlockResult:
 def blocks_of(
     reader: CaptionReader, video_ids: pa.Array, *, missing: np.ndarray, bank_dir: Path, tower: TowerUse
 ) -> Iterator[Block]:
-    """The texts among the captions of `video_ids` whose digests are `missing` (ascending), each in one block."""
+    """Yield blocks with the captions of `video_ids` whose digests are `missing` (ascending), each text exactly once."""
     is_waiting = np.ones(len(missing), bool)
     texts: list[str] = []
     num_chars = 0

@@ -1,4 +1,4 @@
-"""The captions of some videos, read in pieces: ten million captions are never Python objects at once."""
+"""Reading the captions of some videos in batches, so that ten million captions are never Python objects at once."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class CaptionPiece:
     """Captions of wanted videos from one row group of the table.
 
     Attributes:
-        videos: int64 [captions], the place of each caption's video among the wanted ones.
-        ids: int64 [captions].
+        videos: int64 [captions], position of each caption's video among the wanted ones.
+        ids: int64 [captions], caption ids.
         texts: string [captions].
     """
 
@@ -32,9 +32,9 @@ class CaptionPiece:
 
 
 class CaptionReader:
-    """Reads the manifest's captions; a context manager.
+    """Context manager that reads the manifest's captions.
 
-    A manifest that is written meanwhile is not seen.
+    It keeps reading the same manifest even if a new one is written meanwhile.
     """
 
     def __init__(self, data_dir: Path) -> None:
@@ -47,10 +47,10 @@ class CaptionReader:
         self._file.close()
 
     def pieces(self, video_ids: pa.Array, *, row_groups: Iterable[int] | None = None) -> Iterator[CaptionPiece]:
-        """The captions of `video_ids`, in the table's order.
+        """Yield the captions of `video_ids`, in the order of the table.
 
         Args:
-            row_groups: the only ones to look into; all by default.
+            row_groups: row groups to read; all by default.
 
         Raises:
             UserError: the table is damaged.

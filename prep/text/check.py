@@ -1,4 +1,4 @@
-"""Looking into a sample of `text`: array and json are compared with the row of the index."""
+"""Deep check of a `text` sample: array and JSON member are compared with the index row."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from prep.text.digests import text_digest
 from prep.text.recipe import MEMBER
 from shards.npy import load_npy
 
-_MAX_LENGTH_ERROR = 0.01  # float16 rounds a unit vector by far less
+_MAX_LENGTH_ERROR = 0.01  # far more than the rounding of a unit vector to float16
 
 
 def check_text(row: dict[str, Any], members: dict[str, bytes], split: str) -> CheckedSample:
-    """Loads the array of a sample and compares it, and the json, with its row of the index."""
+    """Load the array of a sample and compare it and the JSON member with the index row."""
     array = load_npy(members[MEMBER])
     wanted = (row["num_rows"], row["width"])
     if array is None:

@@ -1,4 +1,4 @@
-"""The column `text`: its commands, and what the commands of all columns know of it."""
+"""The column `text`: its commands and its `ColumnSpec`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ Settings = Annotated[TextRecipe, Parameter(name="*")]
 Batch = Annotated[
     int | None, Parameter(help="Texts that the tower gets at a time; by default 32 on a CPU, 256 on a GPU.")
 ]
-_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are filled up, which costs a CPU more than larger ones bring
+_CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, which on a CPU costs more than larger batches gain
 
 
 def text(
@@ -99,7 +99,7 @@ def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary
     from prep.text.blocks import TowerUse
     from prep.text.run import run_text
 
-    # Looking for GPUs takes seconds, which a run with nothing to do need not spend.
+    # Detecting GPUs takes seconds, so a run without work skips it.
     gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
     use = TowerUse(
         recipe.clip,

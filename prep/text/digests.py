@@ -1,7 +1,7 @@
-"""Digests of texts: how a text is known again in shards, in the bank, and from one run to the next.
+"""Digests that identify texts in shards, in the bank, and from one run to the next.
 
-Many of them are one NumPy array of 16-byte strings, sorted where they are looked up: ten million take 160 MB. NumPy
-leaves out zero bytes at the end of a string when it becomes a Python object; take bytes by `tobytes`.
+Digests are held in a NumPy array of 16-byte strings, sorted if it is searched: ten million take 160 MB. When NumPy
+converts such a string to a Python object it strips trailing zero bytes; use `tobytes` to get all bytes.
 """
 
 import hashlib
@@ -15,22 +15,22 @@ DIGESTS = np.dtype(f"S{DIGEST_BYTES}")
 
 
 def text_digest(text: str) -> bytes:
-    """BLAKE2b-128 of the UTF-8 text."""
+    """Return the BLAKE2b-128 digest of the UTF-8 text."""
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def digests_of(texts: Iterable[str]) -> np.ndarray:
-    """Digests of texts, DIGESTS [texts]."""
+    """Return the digests of texts, DIGESTS [texts]."""
     return np.frombuffer(b"".join(map(text_digest, texts)), DIGESTS)
 
 
 def from_arrow(array: pa.FixedSizeBinaryArray) -> np.ndarray:
-    """The digests in an Arrow array without nulls, DIGESTS [rows]."""
+    """Return the digests in an Arrow array without nulls, DIGESTS [rows]."""
     return np.frombuffer(array.buffers()[1], DIGESTS)[array.offset : array.offset + len(array)]
 
 
 def places_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Where each of `digests` stands in `ordered`, which ascends without repeats; -1 where it does not, int64."""
+    """Return the position of each of `digests` in the strictly ascending array `ordered`, or -1 if absent; int64."""
     if not len(ordered):
         return np.full(len(digests), -1, np.int64)
     places = np.minimum(np.searchsorted(ordered, digests), len(ordered) - 1)
@@ -38,9 +38,9 @@ def places_in(ordered: np.ndarray, digests: np.ndarray) -> np.ndarray:
 
 
 class DigestSet:
-    """Collects digests, with repeats, and keeps each once.
+    """A set of digests; duplicates may be added.
 
-    They are kept in parts by their first bits, so that what sorting needs is a small share of the whole.
+    The digests are partitioned by their leading bits, so that sorting needs memory for only a small part of them.
     """
 
     _NUM_PARTS = 16
@@ -52,14 +52,14 @@ class DigestSet:
         self._num_waiting = 0
 
     def add(self, digests: np.ndarray) -> None:
-        """Adds digests, DIGESTS [any]."""
+        """Add digests, DIGESTS [any]."""
         self._waiting.append(digests)
         self._num_waiting += len(digests)
         if self._num_waiting > self._MAX_WAITING:
             self._sort_in()
 
     def ordered(self) -> np.ndarray:
-        """All that were added, ascending, each once; the set is empty afterwards."""
+        """Return all digests added, ascending and without duplicates; the set is empty afterwards."""
         self._sort_in()
         ordered = np.empty(sum(map(len, self._parts)), DIGESTS)
         begin = 0

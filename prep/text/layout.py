@@ -1,7 +1,8 @@
-"""Which video lies in which shard of `text`. An assignment, once made, stands: adding videos never moves what is there.
+"""The layout of `text`: the assignment of videos to shards.
 
-The layout lies in `<data>/layout/text.parquet` and serves every text tower. It is a table as that of `video`
-(prep.core.layout), in which each video is a single span. Only videos with captions get a place.
+An assignment never changes: adding videos does not move existing ones. The layout is stored in
+`<data>/layout/text.parquet` and shared by all text towers. The table has the same schema as that of `video`
+(prep.core.layout), with a single span per video. Only videos with captions are in it.
 """
 
 from pathlib import Path
@@ -16,27 +17,27 @@ from prep.text.recipe import TEXT
 LAYOUT_FILE = f"{TEXT}.parquet"
 
 MAX_SHARD_VIDEOS = 4096
-MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more has a shard of its own
+MAX_SHARD_CAPTIONS = 65_536  # about 100 MB; a video with more captions has its own shard
 
 
 def text_layout_path(data_dir: Path) -> Path:
-    """Where the layout lies."""
+    """Return the path of the layout."""
     return data_dir / LAYOUT_FOLDER / LAYOUT_FILE
 
 
 def extend_text_layout(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> pa.Table:
-    """Assigns every video with captions that has no shard yet; new videos go into new shards, split by split.
+    """Assign every video with captions that has no shard yet; new videos go into new shards, one split after another.
 
     Args:
-        layout: schema prep.core.layout.LAYOUT.
-        video_ids: of the videos, in manifest order.
-        splits: of the videos, same order.
-        num_captions: of the videos, int.
+        layout: table with schema prep.core.layout.LAYOUT.
+        video_ids: ids of the videos, in manifest order.
+        splits: splits of the videos, in the same order.
+        num_captions: number of captions of each video, int.
 
     Returns:
-        `layout` with new rows at its end; itself when nothing is new.
+        `layout` with the new rows appended; `layout` itself if there are none.
     """
     _, video_rows = wanted_text_rows(layout, video_ids=video_ids, splits=splits, num_captions=num_captions)
     is_new = num_captions > 0
@@ -60,12 +61,15 @@ def extend_text_layout(
 def wanted_text_rows(
     layout: pa.Table, *, video_ids: pa.Array, splits: pa.Array, num_captions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of `layout` whose video is in the manifest with captions and the same split, and the row of each video."""
+    """Return the rows of `layout` whose video is in the manifest with captions and the same split.
+
+    The second array holds the row of the video for each of them.
+    """
     return wanted_spans(layout, video_ids=video_ids, splits=splits, num_spans=(num_captions > 0).astype(np.int64))
 
 
 def text_layout_of_commits(data_dir: Path, *, video_ids: pa.Array) -> pa.Table:
-    """The layout (schema LAYOUT) of `text`, in which each video is a single span."""
+    """Rebuild the layout (schema LAYOUT) of `text` from the commits; each video is a single span."""
 
     def spans(index: pa.Table) -> list[SpanId]:
         return [(video_id, 0) for video_id in index["video_id"].to_pylist()]
@@ -79,7 +83,7 @@ def text_layout_of_commits(data_dir: Path, *, video_ids: pa.Array) -> pa.Table:
 
 
 def _packed(num_captions: np.ndarray) -> np.ndarray:
-    """Fills shards one after another; number of each video's shard, from 0."""
+    """Fill shards one after another; return the shard number of each video, counted from 0."""
     shard_of = np.empty(len(num_captions), np.int64)
     shard = num_videos = held = 0
     for row, captions in enumerate(num_captions.tolist()):

@@ -1,7 +1,8 @@
 """The plan of the `text` column: which shards have to be made and why.
 
-It is a function of the manifest's table of videos, the layout, the recipe and the commits. No caption is read: a
-video's row carries the digest of its captions. Nothing of the `video` column enters, so no codec changes it.
+It is a function of the manifest's table of videos, the layout, the recipe and the commits. No captions are read: the
+row of a video contains the digest of its captions. The plan does not depend on the `video` column, so changing the
+codec does not affect it.
 """
 
 import hashlib
@@ -28,13 +29,13 @@ from shards.reader import Variant
 
 @dataclass(frozen=True)
 class TextPlan:
-    """All shards of `text` that the manifest wants under one recipe.
+    """All shards of `text` that the manifest requires under one recipe.
 
     Attributes:
-        layout: with every video assigned; to be written before the work begins.
-        video_ids: of the videos in the plan; a shard's `rows` are a range of them.
-        num_captions: of all videos.
-        shards: in shard order.
+        layout: layout with every video assigned; to be written before the work begins.
+        video_ids: ids of the videos in the plan; the `rows` of a shard are a range of them.
+        num_captions: total number of captions of all videos.
+        shards: the shards, in order of their ids.
     """
 
     recipe: ResolvedTextRecipe
@@ -48,17 +49,17 @@ class TextPlan:
 
     @property
     def num_videos(self) -> int:
-        """Videos with captions."""
+        """Number of videos with captions."""
         return len(self.video_ids)
 
 
 def make_text_plan(
     data_dir: Path, recipe: ResolvedTextRecipe, *, retry_codes: frozenset[str] = frozenset()
 ) -> TextPlan:
-    """Plans `recipe` for the manifest in `data_dir`.
+    """Plan `recipe` for the manifest in `data_dir`.
 
     Args:
-        retry_codes: failures to try again though nothing changed.
+        retry_codes: failure codes to try again even if nothing changed.
 
     Raises:
         UserError: there is no manifest, or the layout is damaged.
@@ -99,7 +100,7 @@ def make_text_plan(
 
 
 def pending_text(data_dir: Path, variant: Variant) -> Pending:
-    """What would be made of a variant now; nothing of one that is not current, or of another version."""
+    """Return what remains to be made of a variant; nothing if it is not current or of another version."""
     has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
     if not has_manifest or current_variant(data_dir, TEXT) != variant.directory.name:
         return Pending()
@@ -110,10 +111,10 @@ def pending_text(data_dir: Path, variant: Variant) -> Pending:
 
 
 def _wanted_shards(shard_ids: np.ndarray, videos: pa.Table, *, recipe_fingerprint: str) -> Iterator[WantedShard]:
-    """The shards of the planned videos.
+    """Yield the shards of the planned videos.
 
     Args:
-        shard_ids: of the videos, ascending.
+        shard_ids: shard id of each video, ascending.
         videos: rows of the manifest, in the order of the plan.
     """
     bounds = np.flatnonzero(np.diff(shard_ids, prepend=-1, append=-1)).tolist() if len(shard_ids) else [0]

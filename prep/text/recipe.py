@@ -1,8 +1,8 @@
-"""The recipe of the `text` column: which text tower encodes the captions, and nothing else.
+"""The recipe of the `text` column: the text tower that encodes the captions.
 
-`TextRecipe` is what the user states; `ResolvedTextRecipe` adds what the weights turn out to be. The resolved recipe is
-what is fingerprinted and stored beside the shards. The folder of a weights file is no part of it: a file that moves
-makes no other embeddings.
+`TextRecipe` holds what the user gave; `ResolvedTextRecipe` adds the hash of the weights and the embedding width. The
+resolved recipe is fingerprinted and stored beside the shards. It does not include the folder of a weights file: moving
+the file does not change the embeddings.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ _PIECE_BYTES = 1 << 24
 _MAX_HEADER_BYTES = 100 << 20
 TEXT = "text"
 MEMBER = "text.npy"
-BANK_FOLDER = "bank"  # of a variant: embeddings that are made but not in their shard yet
+BANK_FOLDER = "bank"  # folder in a variant for embeddings that are not in their shard yet
 BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.arrow")
-TEXT_RECIPE_SCHEMA = 1  # goes up when the same settings begin to give other bytes
+TEXT_RECIPE_SCHEMA = 1  # incremented when the same settings begin to produce different bytes
 TINY = "tiny"
 DTYPE = "float16"
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
@@ -47,7 +47,7 @@ class TextRecipe:
 
     @property
     def model(self) -> str:
-        """Name of the model, as open_clip's configurations have it."""
+        """Name of the model in open_clip's list of configurations."""
         return self.clip.partition(":")[0].replace("/", "-")
 
     @property
@@ -61,9 +61,9 @@ class ResolvedTextRecipe:
     """A recipe whose weights have been found.
 
     Attributes:
-        clip: tiny, MODEL:TAG, or MODEL: and the file's name.
-        clip_sha256: of the weights file; for tiny, of the version of its recipe.
-        width: of an embedding.
+        clip: tiny, MODEL:TAG, or MODEL: followed by the file name.
+        clip_sha256: hash of the weights file; for tiny, of the version of the code that makes it.
+        width: embedding dimension.
     """
 
     clip: str
@@ -73,25 +73,25 @@ class ResolvedTextRecipe:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the canonical JSON of `as_dict`."""
+        """SHA-256 (hex) of `as_dict` as canonical JSON."""
         return recipe_fingerprint(self.as_dict())
 
     @property
     def variant(self) -> str:
-        """Folder name of the variant that this recipe makes: a readable part and the fingerprint's first 8 digits."""
+        """Folder name of the recipe's variant: a readable part and the first 8 digits of the fingerprint."""
         readable = _UNSAFE.sub("-", self.clip).strip("-")[:_MAX_SLUG_CHARS]
         return f"{readable}-{self.fingerprint[:8]}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the recipe as JSON values."""
         return {"schema": TEXT_RECIPE_SCHEMA, "column": TEXT, **asdict(self)}
 
 
 def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
-    """Finds the weights that `recipe` names; a tag's are downloaded where they are not here yet.
+    """Find the weights that `recipe` names; weights of a tag are downloaded if they are not in the cache.
 
     Raises:
-        UserError: there is no such model, tag or file, or the file is of another model.
+        UserError: the model, tag or file does not exist, or the file belongs to another model.
     """
     from prep.text import tower
 
@@ -107,10 +107,10 @@ def resolve(recipe: TextRecipe) -> ResolvedTextRecipe:
 
 
 def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
-    """The recipe in a variant's recipe.json, as written by `ResolvedTextRecipe.as_dict`.
+    """Return the recipe in a variant's recipe.json, as written by `ResolvedTextRecipe.as_dict`.
 
     Raises:
-        UserError: it was written by another version of the recipe's schema.
+        UserError: the recipe was written with another version of the recipe schema.
     """
     if stored.get("schema") != TEXT_RECIPE_SCHEMA or stored.get("column") != TEXT:
         raise UserError(
@@ -122,7 +122,7 @@ def text_recipe_from_dict(stored: Mapping[str, Any]) -> ResolvedTextRecipe:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes."""
+    """Return the SHA-256 (hex) of a file."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
@@ -131,10 +131,10 @@ def file_sha256(path: Path) -> str:
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a safetensors file by their names, from its header.
+    """Return tensor name -> shape for a safetensors file, from its header.
 
     Raises:
-        UserError: it is no such file, or it ends before its tensors do.
+        UserError: the file is not a safetensors file, or is truncated.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a plan and a run of the `text` column say to people and to scripts."""
+"""Text and JSON reports of plans and runs of the `text` column."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,17 +13,17 @@ from shards.commits import Failure
 
 @dataclass(frozen=True)
 class TextSummary:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
-        num_videos: in committed shards.
-        num_captions: of the manifest.
-        num_texts: distinct texts of the shards that had work.
-        num_encoded: of these, those that went through the tower now.
-        num_cut: of the encoded, those longer than the tower's context, whose beginning stands for them.
-        failures: those of earlier runs that were not tried again are counted too.
+        num_videos: number of videos in committed shards.
+        num_captions: number of captions in the manifest.
+        num_texts: number of distinct texts in the shards that needed work.
+        num_encoded: number of these that were encoded in this run.
+        num_cut: number of encoded texts that were truncated to the tower's context length.
+        failures: all failures, including those of earlier runs that were not tried again.
         gave_up: why the run ended before all shards were tried, or None.
-        refused_workers: places of workers that got no work.
+        refused_workers: workers that failed the admission check and received no tasks.
     """
 
     variant: str
@@ -42,17 +42,17 @@ class TextSummary:
 
     @property
     def num_taken_over(self) -> int:
-        """Texts whose embedding stood in a shard, or in the bank of a killed run."""
+        """Number of texts whose embedding was copied from a shard or from the bank of a killed run."""
         return self.num_texts - self.num_encoded
 
     @property
     def num_failed_videos(self) -> int:
-        """Videos that are absent, or that failed to be made anew."""
+        """Number of videos that are missing, or could not be made again."""
         return len({failure.video_id for failure in self.failures})
 
 
 def text_summary(summary: TextSummary, *, listed: Path) -> Report:
-    """What a run did; `listed` is the list of its failures."""
+    """Return the report of a run; `listed` is the path of the list of failures."""
     lines = [
         f"variant  {summary.variant}",
         f"shards   {summary.num_shards} with {summary.num_videos} videos, of {summary.num_captions} captions in all",
@@ -89,7 +89,10 @@ def text_summary(summary: TextSummary, *, listed: Path) -> Report:
 
 
 def text_report(plan: TextPlan) -> Report:
-    """What would be done, by state and reason. How many texts are new is not known before captions are read."""
+    """Return the report of a plan: the work by state and reason.
+
+    The number of new texts is not reported: it is unknown until the captions are read.
+    """
     recipe = plan.recipe
     differences = changed_settings(plan.data_dir, TEXT, variant=recipe.variant, recipe=recipe.as_dict())
     num_videos = sum(shard.num_chunks for shard in plan.shards if shard.has_work)

@@ -1,8 +1,8 @@
-"""Carrying a plan of `text` out: every distinct text through the tower once, then shards from the bank.
+"""Running a plan of `text`: encode every distinct text once, then write the shards from the bank.
 
-First the bank is filled: what committed shards of the variant hold is copied, the rest goes through the tower, each
-text once, so that every text of the shards with work has its embedding there, or a reason why not. What is known lies
-in commits and bank, so the run can be killed at any moment. The next one takes over what both hold.
+First the bank is filled: embeddings in committed shards of the variant are copied, all other texts are encoded exactly
+once. Every text of the shards to be made then has an embedding in the bank, or a recorded reason why not. All state is
+in the commits and the bank, so the run can be killed at any time; the next one reuses both.
 """
 
 import time
@@ -38,12 +38,12 @@ def run_text(
     *,
     on_encoded: Callable[[int, int], None] = lambda done, total: None,
 ) -> TextSummary:
-    """Makes every shard of the plan that has work; call it while holding the column.
+    """Make every shard of the plan that needs work; call it while holding the column.
 
     Args:
-        tower: of the plan's recipe.
-        engine: where texts are encoded.
-        on_encoded: called with (encoded, to encode) now and then.
+        tower: text tower of the plan's recipe.
+        engine: engine that encodes the texts.
+        on_encoded: called periodically with (texts encoded, texts to encode).
     """
     begin_s = time.monotonic()
     write_layout(text_layout_path(plan.data_dir), plan.layout)
@@ -74,7 +74,7 @@ def run_text(
 
 
 class _Here:
-    """The engine that runs tasks in the driver, one after another: shards are copied from the bank, not computed."""
+    """Engine that runs tasks sequentially in the driver: shards are copied from the bank, not computed."""
 
     def run(
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
@@ -106,12 +106,12 @@ def _job(plan: TextPlan, maker: ShardMaker) -> Job[TextShardTask]:
 
 @dataclass(frozen=True)
 class Needed:
-    """What the shards with work need.
+    """Inputs of the shards that need work.
 
     Attributes:
-        video_ids: of the videos in these shards.
-        digests: of their texts, ascending, each once.
-        row_groups: of the table of captions, for each shard those with captions of it.
+        video_ids: ids of the videos in these shards.
+        digests: digests of their texts, ascending and unique.
+        row_groups: for each shard, the row groups of the table of captions that contain captions of it.
     """
 
     video_ids: pa.Array
@@ -121,14 +121,14 @@ class Needed:
 
 @dataclass(frozen=True)
 class Filled:
-    """What became of the texts.
+    """Result of filling the bank.
 
     Attributes:
-        num_encoded: that went through the tower.
-        num_cut: of these, longer than its context.
-        not_finite: digests of those that have no embedding.
-        trouble: why the bank lacks others, or None when it has them all.
-        refused: places of workers that got no work.
+        num_encoded: number of texts encoded.
+        num_cut: number of these longer than the tower's context length.
+        not_finite: digests of texts that have no embedding.
+        trouble: why the bank lacks other texts, or None if it is complete.
+        refused: workers that failed the admission check and received no tasks.
     """
 
     num_encoded: int
@@ -139,7 +139,7 @@ class Filled:
 
 
 def needed(plan: TextPlan, reader: CaptionReader) -> Needed:
-    """Reads the captions of the shards with work once, for their digests and their places."""
+    """Read the captions of the shards that need work once, for their digests and row groups."""
     work = sorted(with_work(plan.shards), key=lambda shard: shard.shard_id)
     video_ids = pa.concat_arrays([plan.video_ids[:0], *(_ids(plan, shard) for shard in work)])
     if not work:
@@ -164,7 +164,7 @@ def fill(
     engine: Engine,
     on_encoded: Callable[[int, int], None],
 ) -> Filled:
-    """Brings what is needed into the bank."""
+    """Fill the bank with the embeddings of all needed texts."""
     num_encoded = num_cut = 0
     not_finite: set[bytes] = set()
     trouble: tuple[FailureCode, str] | None = None

@@ -1,8 +1,8 @@
-"""Tokens of CLIP's own byte-pair encoding in bounded time, for captions of any length.
+"""CLIP's byte-pair encoding in bounded time, for captions of any length.
 
-open_clip's `SimpleTokenizer` encodes a text to its end although a tower reads 77 tokens of it, and takes time that
-grows with the square of a word's length: a word of 100,000 letters is minutes. Here encoding stops at the first
-token that no tower reads, and long words are merged with a heap. The tokens are the same.
+open_clip's `SimpleTokenizer` encodes the whole text although a tower reads only 77 tokens of it, and its time is
+quadratic in the length of a word: a word of 100,000 letters takes minutes. Here, encoding stops at the first token that
+no tower reads, and long words are merged with a heap. The resulting tokens are identical.
 """
 
 import heapq
@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-_LONG_WORD_CHARS = 64  # below, the tokenizer's own merge is as fast, and remembers the words it has seen
+_LONG_WORD_CHARS = 64  # for shorter words the tokenizer's own merge is as fast, and it caches words
 
 
 class Tokens(NamedTuple):
-    """Tokens of one text, between the marks of its begin and end."""
+    """Tokens of one text, without the start and end tokens."""
 
     ids: list[int]
     is_cut: bool
 
 
 def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
-    """Tokens of `text` as open_clip's `SimpleTokenizer` gives them, at most `context_length` of them."""
+    """Return the tokens of `text` as open_clip's `SimpleTokenizer` would, at most `context_length` of them."""
     begin, end = tokenizer.sot_token_id, tokenizer.eot_token_id
     ids = [begin]
     for word in tokenizer.pat.finditer(tokenizer.clean_fn(text)):
@@ -37,8 +37,10 @@ def tokens_of(tokenizer: Any, text: str, *, context_length: int) -> Tokens:
 
 
 def merged(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """Byte-pair encoding (Sennrich et al. 2016): merges the pair of the lowest rank, everywhere from left to right,
-    until no pair has a rank; n symbols take O(n log n)."""
+    """Apply byte-pair encoding (Sennrich et al. 2016) to the symbols of a word, in O(n log n) for n symbols.
+
+    The pair of lowest rank is merged everywhere, from left to right, until no remaining pair has a rank.
+    """
     after = [*range(1, len(symbols)), -1]
     before = list(range(-1, len(symbols) - 1))
     symbols = list(symbols)
@@ -46,7 +48,8 @@ def merged(symbols: list[str], *, ranks: Mapping[tuple[str, str], int]) -> list[
     heapq.heapify(heap)
     pair_of_rank: dict[int, tuple[str, str]] = {ranks[pair]: pair for pair in set(pairwise(symbols)) if pair in ranks}
     while heap:
-        # A pass takes every place of one pair before it looks at pairs that arise meanwhile, as the original does.
+        # As in the original algorithm, all occurrences of one pair are merged before pairs created by these merges are
+        # considered.
         rank, places = heap[0][0], []
         while heap and heap[0][0] == rank:
             places.append(heapq.heappop(heap)[1])

@@ -1,7 +1,7 @@
-"""The one interface to open_clip and to the text towers of its models: which weights, and captions to embeddings.
+"""The single interface to open_clip and its text towers: finding weights, and encoding captions.
 
-Every text is computed in a batch of a fixed size, at a length that depends on the text alone. So its embedding is the
-same bits whatever texts it meets in a batch, and however often a run was interrupted.
+Every batch has the same size, and every text is padded to a length that depends on the text alone. The embedding of a
+text is therefore bit-identical whatever other texts are in its batch, and however often a run was interrupted.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from manifests.errors import UserError
 from prep.text.recipe import SAFETENSORS, TINY, TextRecipe, file_sha256, safetensors_shapes
 from prep.text.tokens import tokens_of
 
-TINY_WIDTH = 256  # of an embedding: a row is 512 bytes
+TINY_WIDTH = 256  # embedding dimension: a row takes 512 bytes
 _TINY_VERSION = "seeded text tower: width 64, 2 heads, 2 layers, embedding 256, RandomState(0), version 1"
 TINY_SHA256 = hashlib.sha256(_TINY_VERSION.encode()).hexdigest()
-_LENGTH_STEP = 8  # texts are computed at the next multiple of so many tokens
+_LENGTH_STEP = 8  # texts are padded to the next multiple of this number of tokens
 _INSTALL_HINT = "install clipmill[columns]"
 
 
@@ -32,9 +32,9 @@ class Encoded:
     """Embeddings of some texts.
 
     Attributes:
-        rows: float16 [texts, width], of unit length; what is not finite is in there too.
+        rows: float16 [texts, width], normalised to unit length; may include non-finite rows.
         is_finite: bool [texts].
-        num_cut: texts longer than the tower's context; only their beginning was read.
+        num_cut: number of texts truncated to the tower's context length.
     """
 
     rows: np.ndarray
@@ -46,8 +46,8 @@ class Tower:
     """A text tower with its tokenizer.
 
     Args:
-        model: of open_clip; its image side goes away.
-        tokenizer: the model's own.
+        model: an open_clip model; its image tower is removed.
+        tokenizer: tokenizer of the model.
         device: cuda or cpu.
     """
 
@@ -59,7 +59,7 @@ class Tower:
         self._model = model.to(device).eval()
         self._tokenizer, self._device = tokenizer, device
         self._context_length = int(tokenizer.context_length)
-        # Where tokens see only those before them and the end's is the embedding, what follows need not be computed.
+        # With causal attention and the embedding taken at the end token, padding after that token need not be computed.
         self._can_shorten = (
             type(model) is open_clip.CLIP
             and isinstance(tokenizer, open_clip.SimpleTokenizer)
@@ -68,7 +68,7 @@ class Tower:
         )
 
     def encode(self, texts: Sequence[str], *, batch: int) -> Encoded:
-        """Embeddings of `texts`, `batch` of them at a time."""
+        """Encode `texts` with a batch size of `batch`."""
         import torch
 
         ids, num_cut = self._ids(texts)
@@ -92,14 +92,14 @@ class Tower:
         import torch
 
         num_texts = len(ids)
-        # A smaller batch would be computed by other kernels, with other rounding.
+        # A smaller batch would use other kernels, with different rounding.
         filled = torch.cat([ids, ids[-1:].expand(batch - num_texts, -1)]).to(self._device)
         features = (self._short(filled) if self._can_shorten else self._model.encode_text(filled)).float()
         normal = torch.nn.functional.normalize(features, dim=-1)
         return np.asarray(normal[:num_texts].half().cpu().numpy())
 
     def _short(self, ids_BT: Any) -> Any:
-        """`encode_text` of open_clip's CLIP for texts that end within T tokens."""
+        """Compute `encode_text` of open_clip's CLIP for texts that end within T tokens."""
         import torch
 
         model, length = self._model, ids_BT.shape[1]
@@ -118,7 +118,7 @@ class Tower:
         length = self._context_length
         if not isinstance(self._tokenizer, open_clip.SimpleTokenizer) or self._tokenizer.reduction_fn is not None:
             ids = self._tokenizer(list(texts), context_length=length)
-            # One token more than the tower reads is padding, unless the text goes on.
+            # With a context one token longer, the last token is padding unless the text was truncated.
             longer = self._tokenizer([*texts, ""], context_length=length + 1)[:, -1]
             return ids, int((longer[:-1] != longer[-1]).sum())
         found = [tokens_of(self._tokenizer, text, context_length=length) for text in texts]
@@ -130,10 +130,10 @@ class Tower:
 
 @lru_cache(maxsize=1)
 def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
-    """The tower that `clip` names (see `TextRecipe`), once a process.
+    """Load the tower that `clip` names (see `TextRecipe`), once per process.
 
     Raises:
-        UserError: this machine has no such weights, or others than those with `sha256`.
+        UserError: this machine lacks the weights, or their hash is not `sha256`.
     """
     recipe = TextRecipe(clip=clip)
     open_clip = _import_open_clip()
@@ -155,22 +155,22 @@ def load_tower(clip: str, *, sha256: str, device: str) -> Tower:
 
 
 def use_threads(num_threads: int) -> None:
-    """Computes on so many cores in this process."""
+    """Set the number of CPU threads of torch in this process."""
     import torch
 
     torch.set_num_threads(num_threads)
 
 
 def is_tag(recipe: TextRecipe) -> bool:
-    """Whether the weights are named by one of open_clip's tags."""
+    """Return True if the weights are given as one of open_clip's tags."""
     return bool(_import_open_clip().pretrained.is_pretrained_cfg(recipe.model, recipe.weights))
 
 
 def weights_file(recipe: TextRecipe) -> Path:
-    """The weights that `recipe` names, downloaded where a tag's are not here yet.
+    """Return the weights file that `recipe` names; weights of a tag are downloaded if they are not in the cache.
 
     Raises:
-        UserError: there is no such model, tag or file.
+        UserError: the model, tag or file does not exist.
     """
     open_clip = _import_open_clip()
     models = open_clip.list_models()
@@ -205,22 +205,22 @@ def weights_file(recipe: TextRecipe) -> Path:
 
 
 def check_weights(recipe: TextRecipe, path: Path) -> int:
-    """Compares the file's tensors, by names and shapes alone, with the model; the width of an embedding.
+    """Compare the names and shapes of the file's tensors with the model; return the embedding dimension.
 
     Raises:
-        UserError: the file is no checkpoint, or of another model.
+        UserError: the file is not a checkpoint, or belongs to another model.
     """
     import torch
 
     open_clip = _import_open_clip()
     width = int(open_clip.get_model_config(recipe.model)["embed_dim"])
     if is_tag(recipe):
-        return width  # open_clip knows how to convert what it lists
+        return width  # open_clip itself converts the weights that it lists
     found = _shapes_in(path)
     with torch.device("meta"), _unwarned():
         model = open_clip.create_model(recipe.model, load_weights=False, pretrained_text=False, device="meta")
     for name, tensor in model.state_dict().items():
-        # Before towers of their own, texts' tensors lay at the top.
+        # In older checkpoints, the tensors of the text tower lack the prefix `text.`.
         shape = found.get(name, found.get(name.removeprefix("text.")))
         if name.startswith(("visual.", "logit_")) or shape == tuple(tensor.shape):
             continue
@@ -255,7 +255,7 @@ def _tiny_model() -> Any:
     vision = {"layers": 1, "width": 64, "head_width": 64, "patch_size": 32, "image_size": 32}
     text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
     model = open_clip.CLIP(embed_dim=TINY_WIDTH, vision_cfg=vision, text_cfg=text)
-    # NumPy promises that RandomState's numbers stay the same for ever; torch promises no such thing.
+    # NumPy guarantees a stable sequence of numbers for RandomState; torch gives no such guarantee.
     random = np.random.RandomState(0)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
@@ -271,7 +271,7 @@ def _tiny_model() -> Any:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """open_clip warns of a model without weights, which is what is asked for here."""
+    """Suppress open_clip's warning about a model without pretrained weights, which is intended here."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -295,10 +295,10 @@ def _import_open_clip() -> Any:
 
 @contextmanager
 def _without_wandb() -> Iterator[None]:
-    """Keeps timm, which open_clip imports, from importing wandb, whose folders in $TMPDIR outlive a killed worker."""
+    """Keep timm, which open_clip imports, from importing wandb: its folders in $TMPDIR outlive a killed worker."""
     modules: dict[str, Any] = sys.modules
     is_there = "wandb" in modules
-    modules.setdefault("wandb", None)  # an import of it is an ImportError, which timm expects
+    modules.setdefault("wandb", None)  # makes `import wandb` raise ImportError, which timm handles
     try:
         yield
     finally:

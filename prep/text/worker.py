@@ -26,7 +26,7 @@ EXTENSIONS = (MEMBER, "json")
 
 @dataclass(frozen=True)
 class TextShardTask:
-    """Which videos a shard holds."""
+    """The videos of one shard."""
 
     shard_id: int
     split: str
@@ -36,12 +36,12 @@ class TextShardTask:
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Makes shards; it runs in the driver, since all that is left to do is copying.
+    """Makes shards in the driver, since the only remaining work is copying.
 
     Attributes:
-        row_groups: of the table of captions, those with captions of each shard.
+        row_groups: for each shard, the row groups of the table of captions that contain captions of it.
         not_finite: digests of texts that the tower cannot encode.
-        trouble: why the bank lacks texts, when it does.
+        trouble: why the bank lacks texts, or None.
     """
 
     plan: TextPlan
@@ -52,7 +52,7 @@ class ShardMaker:
     trouble: tuple[FailureCode, str] | None
 
     def make(self, task: TextShardTask) -> ShardResult:
-        """Makes, publishes and commits one shard. Idempotent: a second run writes the same bytes."""
+        """Make, publish and commit one shard. Idempotent: a second run writes the same bytes."""
         return stopping_at_trouble(self._make, task)
 
     def _make(self, task: TextShardTask) -> ShardResult:
@@ -111,7 +111,7 @@ class ShardMaker:
 
 @dataclass(frozen=True)
 class _VideoTexts:
-    """The distinct texts of a video in the order of their first captions, and its captions by id with their rows."""
+    """The distinct texts of a video in the order of their first captions, and the row of each caption's text by id."""
 
     video_id: str
     texts: list[str]
@@ -126,11 +126,11 @@ class _VideoTexts:
         return cls(video_id, list(row_of), digests_of(row_of), ids.tolist(), rows)
 
     def digest(self, row: int) -> bytes:
-        """Digest of the text of a row."""
+        """Return the digest of the text in a row."""
         return self.digests[row : row + 1].tobytes()
 
     def sample(self, embedded: np.ndarray, *, split: str) -> Sample:
-        """The sample of a tar; `embedded` is float16 [texts, width]."""
+        """Return the sample for the tar; `embedded` is float16 [texts, width]."""
         told = {
             "video_id": self.video_id,
             "split": split,

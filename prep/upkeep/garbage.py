@@ -1,7 +1,7 @@
-"""What of a data folder nothing needs any more, and removing it.
+"""Finding and removing files in a data folder that are no longer needed.
 
-Only files whose names and places are the format's are ever removed; everything else is left and named. When it is
-not certain that the current variant is whole, all of the variants are kept.
+Only files whose names and locations belong to the format are ever removed; everything else is kept and listed. If it is
+uncertain whether the current variant is complete, all variants are kept.
 """
 
 import errno
@@ -34,28 +34,29 @@ _LEFT_BEHIND = "left by a command that was killed"
 
 @dataclass(frozen=True)
 class Item:
-    """One file that can go."""
+    """One file that can be removed."""
 
     path: Path
     size_bytes: int
     reason: str
-    variant: str | None = None  # set where the whole variant goes
+    variant: str | None = None  # set if the whole variant is removed
 
     @property
     def is_recipe(self) -> bool:
-        """Whether it is the file that tells a variant."""
+        """True if the file is the recipe.json of a variant."""
         return self.variant is not None and self.path.name == RECIPE_FILE
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """What can go, and what stays although it is nobody's.
+    """Files that can be removed, and unknown files that are kept.
 
     Attributes:
-        items: in the order in which they have to be removed: a variant's commits before its tars, its recipe last.
-        folders: that go when they are empty then, those inside others first; a variant's own is not among them.
-        unknown: files and folders that are not of the format.
-        kept_because: column -> why all of its variants and shards are kept, where they are.
+        items: files in the order in which they must be removed: a variant's commits before its tars, its recipe last.
+        folders: folders to remove if they are empty afterwards, innermost first; the folders of variants are not
+            included.
+        unknown: files and folders that do not belong to the format.
+        kept_because: column -> reason why all of its variants and shards are kept.
     """
 
     items: list[Item]
@@ -66,7 +67,7 @@ class Garbage:
 
 @dataclass(frozen=True)
 class Removed:
-    """What a removal did; `failed` are (path, why)."""
+    """Result of a removal; `failed` holds (path, reason)."""
 
     num_files: int
     num_bytes: int
@@ -74,10 +75,10 @@ class Removed:
 
 
 def find_garbage(data_dir: Path) -> Garbage:
-    """Looks for garbage; call it while holding every column, and the data folder itself (`folder_lock`).
+    """Find garbage; call it while holding every column and the lock of the data folder itself (`folder_lock`).
 
     Raises:
-        UserError: a record cannot be read, or is of another version.
+        UserError: a record is unreadable or of another version.
     """
     garbage = Garbage([], [], {})
     _look_for_temporaries(data_dir, garbage)
@@ -88,7 +89,7 @@ def find_garbage(data_dir: Path) -> Garbage:
 
 
 def _look_at_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
-    """Adds what there is of one column to `garbage`."""
+    """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
     reason = _why_keep_all(data_dir, column, current)
     if reason is not None:
@@ -113,13 +114,13 @@ def _look_at_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
 
 
 def _parts() -> dict[str, tuple[str, re.Pattern[str]]]:
-    """The folders that a variant's folder may have: what their files are, and how they are called."""
+    """Return the folders that a variant's folder may contain, with the kind and the name pattern of their files."""
     extra = {part.name: ("data", part.file_names) for column in columns() for part in column.extra_folders}
     return {COMMITS_FOLDER: ("commit", _COMMIT_FILE), **extra}
 
 
 def remove(garbage: Garbage) -> Removed:
-    """Removes the items, and the folders that are empty then. Killed anywhere, it is finished by the next call."""
+    """Remove the items and the folders that are then empty. If it is killed, the next call completes the removal."""
     num_files, num_bytes, failed = 0, 0, []
     items = [item for item in garbage.items if not item.is_recipe]
     recipes = [item for item in garbage.items if item.is_recipe]
@@ -139,22 +140,22 @@ def remove(garbage: Garbage) -> Removed:
         try:
             folder.rmdir()
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # what is in it is unknown
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # the folder contains unknown files
                 failed.append((folder, error.strerror or str(error)))
     for item in recipes:
         folder = item.path.parent
         if any(folder in path.parents for path, _ in failed):
-            continue  # it stays a variant, for the next time
+            continue  # its folder is still a variant; the next call removes it
         is_alone = set(folder.iterdir()) == {item.path}
         attempt(item, partial(_remove_variant, folder) if is_alone else item.path.unlink)
     return Removed(num_files, num_bytes, failed)
 
 
 def _remove_variant(folder: Path) -> None:
-    """Removes a variant's folder that holds its recipe alone.
+    """Remove a variant's folder that contains only its recipe.
 
-    It loses its name first. A folder with a temporary name and nothing but a recipe is known to be nobody's
-    (`half_made_variants`), one without a recipe would not be.
+    The folder is renamed first: a folder with a temporary name that holds only a recipe is recognised as garbage
+    (`half_made_variants`); a folder without a recipe would not be.
     """
     leaving = folder.rename(temporary_path(folder))
     (leaving / RECIPE_FILE).unlink()
@@ -162,7 +163,7 @@ def _remove_variant(folder: Path) -> None:
 
 
 def _why_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
-    """Why nothing of any variant may go, or None."""
+    """Return the reason why all variants must be kept, or None."""
     if current is None:
         return "no variant is current"
     folder = variant_dir(data_dir, column.name, current)
@@ -186,7 +187,7 @@ def _why_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> st
 
 
 def _is_variant(folder: Path) -> bool:
-    """Whether a folder was made by prep: its name ends in the fingerprint of the recipe in it."""
+    """Return True if prep made the folder: its name ends in the fingerprint of the recipe in it."""
     try:
         recipe = parse_json((folder / RECIPE_FILE).read_bytes())
         made_here = "schema" in recipe and folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}")
@@ -196,7 +197,7 @@ def _is_variant(folder: Path) -> bool:
 
 
 def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files of a variant in the order in which they can be removed, and what is not the format's."""
+    """Return the files of a variant in the order in which they can be removed, and files that are not of the format."""
     known: dict[str, list[Path]] = {"commit": [], "data": [], "recipe": []}
     unknown: list[Path] = []
     parts = _parts()
@@ -212,7 +213,7 @@ def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
         elif is_folder or path.is_symlink():
             unknown.append(path)
         elif path.name == CONTENTS_FILE:
-            known["commit"].insert(0, path)  # the list of commits goes before any of them
+            known["commit"].insert(0, path)  # the list of commits is removed before the commits
         elif path.name == RECIPE_FILE:
             known["recipe"].append(path)
         elif any(names.fullmatch(path.name) for names in _DATA_FILES):
@@ -231,7 +232,7 @@ def _uncommitted(folder: Path, known: list[Path]) -> Iterator[Item]:
 
 
 def _look_for_temporaries(data_dir: Path, garbage: Garbage) -> None:
-    """Adds what killed commands left. All that they hold is held, so nobody is writing it."""
+    """Add files left by killed commands. The caller holds all locks concerned, so no other command is writing them."""
     _add_temporaries(data_dir, garbage, of=ROOT_FILES.__contains__)
     _add_temporaries(manifest_dir(data_dir), garbage)
     _add_temporaries(data_dir / LAYOUT_FOLDER, garbage)
@@ -242,7 +243,7 @@ def _look_for_temporaries(data_dir: Path, garbage: Garbage) -> None:
         for name in list_variants(data_dir, column.name):
             folder = variant_dir(data_dir, column.name, name)
             if not (folder / RECIPE_FILE).is_file():
-                continue  # somebody's
+                continue  # prep did not make the folder
             for part in (folder, *(folder / part for part in _parts())):
                 _add_temporaries(part, garbage)
             for path in sorted((folder / RUNNING_FOLDER).glob("*")):

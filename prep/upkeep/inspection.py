@@ -1,4 +1,4 @@
-"""What `prep inspect` shows: a shard set as a table, or everything about one sample."""
+"""The reports of `prep inspect`: a shard set as a table, or one sample in detail."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ _NUM_NEAREST = 4
 
 
 def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
-    """The shards of a variant, its totals and its settings."""
+    """Return the report on a variant: its shards, totals and settings."""
     problems, recipe = problems_of(variant), variant.recipe
     num_samples = f"num_{column.samples}"
     rows: list[dict[str, Any]] = []
@@ -67,10 +67,10 @@ def set_report(variant: Variant, *, column: ColumnSpec) -> Report:
 
 
 def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: Path) -> Report:
-    """Everything about one sample, as its column tells it, or else its row of the index.
+    """Return the report on one sample, written by its column or, by default, from its index row.
 
     Raises:
-        UserError: no readable shard has it, or it cannot be read.
+        UserError: no readable shard contains the key, or the sample cannot be read.
     """
     shard, number = find_sample(variant, key, column=column)
     if column.sample_report is not None:
@@ -99,17 +99,17 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
 
 
 def _plain(value: Any) -> Any:
-    """A value of an index for JSON: bytes as hexadecimal digits."""
+    """Convert an index value to JSON: bytes become hexadecimal digits."""
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
     return value.hex() if isinstance(value, bytes) else value
 
 
 def find_sample(variant: Variant, key: str, *, column: ColumnSpec) -> tuple[CommittedShard, int]:
-    """Shard and row of a sample.
+    """Return the shard and row of a sample.
 
     Raises:
-        UserError: there is none of that key; the hint names its neighbours.
+        UserError: the key does not exist; the hint lists the nearest keys.
     """
     shards = [shard for shard in variant.shards() if is_readable(shard)]
     for shard in shards:

@@ -1,6 +1,6 @@
-"""Checking the small records of a data folder: manifest, probes, layouts, dataset.json, and those of each variant.
+"""Checks of the small records of a data folder: manifest, probes, layouts, dataset.json, and those of each variant.
 
-Shards and their commits are checked elsewhere (shards.verify). Each finding names the command that repairs it.
+Shards and their commits are checked in shards.verify. Each finding names the command that repairs the record.
 """
 
 import shlex
@@ -28,7 +28,7 @@ from shards.reader import Variant
 
 @dataclass(frozen=True)
 class RecordFinding:
-    """A record that is damaged or missing, why, and the command that repairs it."""
+    """A damaged or missing record, the reason, and the command that repairs it."""
 
     path: str
     message: str
@@ -36,12 +36,12 @@ class RecordFinding:
 
 
 def check_folder_records(data_dir: Path) -> list[RecordFinding]:
-    """Reads every record that belongs to the data folder as a whole and compares its checksum, where it has one."""
+    """Read all records of the data folder as a whole, and verify the checksums of those that have one."""
     return [*_manifest(data_dir), *_probes(data_dir), *_dataset(data_dir), *_layouts(data_dir)]
 
 
 def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Path) -> list[RecordFinding]:
-    """Likewise the records of one variant: its recipe, its list of commits, its lists of shards, its bank."""
+    """Check the records of one variant: its recipe, its list of commits, its lists of shards and its bank."""
     folder = variant.directory
     again = f"prep {column.command} with the settings of {folder.name}"
     found = []
@@ -53,7 +53,7 @@ def check_variant_records(variant: Variant, *, column: ColumnSpec, data_dir: Pat
         if not folder.name.endswith(f"-{recipe_fingerprint(recipe)[:8]}"):
             found.append((folder / RECIPE_FILE, "it is not the recipe that the folder is named after"))
         else:
-            with suppress(UserError):  # a recipe of another version, whose command is not known
+            with suppress(UserError):  # the recipe is of another version, so its command is unknown
                 again = column.command_line(recipe, data_dir=data_dir)
     if variant.contents_damage is not None:
         found.append((variant.contents_damage.path, str(variant.contents_damage)))
@@ -124,13 +124,13 @@ def _layouts(data_dir: Path) -> Iterator[RecordFinding]:
 
 
 def _needed_layouts(data_dir: Path) -> set[Path]:
-    """The layouts that committed shards follow."""
+    """Return the layouts used by committed shards."""
     needed = set()
     for column in columns():
         for variant in variants_of(data_dir, column.name) if column.layout_file is not None else ():
             if not variant.commits or column.layout_file is None:
                 continue
-            with suppress(UserError):  # its recipe is told of by itself, or of another version
+            with suppress(UserError):  # a damaged recipe has a finding of its own; otherwise it is of another version
                 needed.add(data_dir / LAYOUT_FOLDER / column.layout_file(variant.recipe))
     return needed
 

@@ -1,4 +1,4 @@
-"""What is there and what is wrong with it, from the records alone: a look that takes seconds on any set."""
+"""The status of a data folder, from its records alone: it takes seconds for a data set of any size."""
 
 import os
 from collections import Counter
@@ -29,14 +29,15 @@ from shards.reader import CommittedShard, Variant
 
 @dataclass(frozen=True)
 class VariantStatus:
-    """One variant of a column.
+    """Status of one variant of a column.
 
     Attributes:
-        num_shards: committed ones that hold samples; num_samples is theirs: chunks, or videos of `text`.
-        hours: of video in the shards whose index can be read; 0 for `text`.
-        failures: code -> spans, chunks or videos that could not be made, from the commits.
-        num_wanted: samples that are wanted of its recipe; None when that cannot be told.
-        num_running: samples that running workers have made of shards not committed yet; None when none is at work.
+        num_shards: number of committed shards that hold samples. num_samples counts their samples: chunks, or videos
+            for `text`.
+        hours: hours of video in the shards with a readable index; 0 for `text`.
+        failures: code -> number of spans, chunks or videos that failed, from the commits.
+        num_wanted: number of samples that the recipe requires; None if unknown.
+        num_running: number of samples made so far in shards that are not committed yet; None if no worker is running.
     """
 
     name: str
@@ -52,15 +53,15 @@ class VariantStatus:
 
 @dataclass(frozen=True)
 class ColumnStatus:
-    """One column.
+    """Status of one column.
 
     Attributes:
-        problems: (shard id, missing or corrupt, why) of the current variant.
-        stale_because: why the current variant is not what would be made now, or None.
-        to_make: state -> shards that the column's command would make; of `video` those without a commit alone, since
-            sources would have to be looked at for the others.
-        failures_file: list of the failures of the last run, where there were any.
-        first_failures: the first few of the current variant, and of `video` also sources that cannot be used.
+        problems: (shard id, "missing" or "corrupt", reason) for the current variant.
+        stale_because: why the current variant differs from what would be made now, or None.
+        to_make: state -> number of shards that the column's command would make. For `video`, only shards without a
+            commit are counted, since the others would require reading the sources.
+        failures_file: list of the last run's failures, if there were any.
+        first_failures: the first few failures of the current variant; for `video`, also of unusable sources.
     """
 
     column: str
@@ -76,7 +77,7 @@ class ColumnStatus:
         return next((variant for variant in self.variants if variant.is_current), None)
 
     def values(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the status as JSON values."""
         problems = [
             {"shard_id": shard_id, "state": state, "message": message} for shard_id, state, message in self.problems
         ]
@@ -93,12 +94,12 @@ class ColumnStatus:
 
 @dataclass(frozen=True)
 class VideosStatus:
-    """The videos of the manifest, as their last probe found them.
+    """Status of the manifest's videos, from their last probe.
 
     Attributes:
-        unusable: code -> videos of which nothing can be made.
+        unusable: code -> number of videos from which nothing can be made.
         first_unusable: the first few of them.
-        lost: code -> videos that were usable once and cannot be read now; what was made of them stays.
+        lost: code -> number of videos that were usable before and cannot be read now; what was made from them is kept.
         first_lost: the first few of them.
     """
 
@@ -114,7 +115,7 @@ class VideosStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that `prep status` says; `columns` holds all columns, made or not."""
+    """Everything that `prep status` reports; `columns` holds all columns, including those without variants."""
 
     data_dir: Path
     videos: VideosStatus | None
@@ -125,7 +126,7 @@ class Status:
         return sum(len(column.problems) for column in self.columns.values())
 
     def values(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the status as JSON values."""
         return {
             "data": os.fspath(self.data_dir),
             "videos": None if self.videos is None else asdict(self.videos),
@@ -134,10 +135,10 @@ class Status:
 
 
 def read_status(data_dir: Path) -> Status:
-    """Looks at the data folder.
+    """Read the status of the data folder.
 
     Raises:
-        UserError: a record of it cannot be read, or is of another version.
+        UserError: a record is unreadable or of another version.
     """
     has_manifest = (manifest_dir(data_dir) / MANIFEST_FILE).exists()
     table = read_videos(data_dir) if has_manifest else None
@@ -185,14 +186,14 @@ def _failures(variant: Variant) -> Iterator[Failure]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder, as far as they can be seen."""
+    """Return the total size in bytes of all readable files in a folder and its subfolders."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
                 total += (Path(parent) / name).lstat().st_size
             except OSError:
-                continue  # it went away while we looked
+                continue  # removed since the folder was listed
     return total
 
 
@@ -215,7 +216,7 @@ def _videos_status(videos: pa.Table, probes: pa.Table) -> VideosStatus:
 
 
 def _first_sources(probes: pa.Table) -> list[Named]:
-    """The first few of each code."""
+    """Return the first few failed sources of each code."""
     of_code = (probes.filter(pc.equal(probes["code"], code)).slice(0, MAX_NAMED) for code in probes["code"].unique())
     rows = (row for few in of_code for row in few.select(["video_id", "code", "path", "message"]).to_pylist())
     return first_few(Named(row["video_id"], row["code"], f"{row['path']}: {row['message']}") for row in rows)

@@ -1,4 +1,4 @@
-"""What `prep status` says to people, and what to do next."""
+"""The text output of `prep status`, including the recommended next command."""
 
 import shlex
 from collections import Counter
@@ -17,7 +17,7 @@ _INDENT = " " * 10
 
 
 def status_text(status: Status) -> str:
-    """All of the status, one fact a line."""
+    """Return the text of the status, one fact per line."""
     lines = [f"data      {status.data_dir}"]
     lines += ["manifest  none"] if status.videos is None else _videos_lines(status.videos)
     for column in status.columns.values():
@@ -34,14 +34,14 @@ def status_text(status: Status) -> str:
 
 
 def repair_command(status: Status) -> str:
-    """The command that makes missing and damaged shards again, of the first column that has some."""
+    """Return the command that makes missing and damaged shards again, for the first column that has any."""
     found = list(status.columns.values())
     column = next((of for of in found if of.problems), found[0])
     return _command_of(column, status.data_dir)
 
 
 def _command_of(column: ColumnStatus, data_dir: Path) -> str:
-    """The command that asks for the recipe of the current variant, or of the first one where none is current."""
+    """Return the command that reproduces the current variant's recipe; the first variant's if none is current."""
     spec = column_named(column.column)
     variant = column.current or next(iter(column.variants), None)
     if variant is None:

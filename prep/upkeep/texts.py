@@ -1,4 +1,4 @@
-"""What `prep verify` and `prep gc` say to people and to scripts."""
+"""Text and JSON output of `prep verify` and `prep gc`."""
 
 import os
 from itertools import groupby
@@ -16,7 +16,7 @@ from shards.reader import Variant
 
 
 def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> str:
-    """The findings, one a line, and what was checked."""
+    """Return the findings, one per line, and a summary of what was checked."""
     listed = [*found.findings, *found.deep_findings]
     lines = [
         f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  {finding.message}"
@@ -33,7 +33,7 @@ def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> 
 
 
 def records_text(records: list[RecordFinding]) -> list[str]:
-    """One line for each damaged record."""
+    """Return one line per damaged record."""
     return [
         f"record  {record.message}" if record.path in record.message else f"record  {record.path}: {record.message}"
         for record in records
@@ -41,7 +41,7 @@ def records_text(records: list[RecordFinding]) -> list[str]:
 
 
 def repairs_text(records: list[RecordFinding]) -> list[str]:
-    """What repairs the damaged records, each command once."""
+    """Return the commands that repair the damaged records, without duplicates."""
     if not records:
         return []
     commands = dict.fromkeys(record.repair for record in records)
@@ -49,7 +49,7 @@ def repairs_text(records: list[RecordFinding]) -> list[str]:
 
 
 def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_dir: Path) -> str:
-    """How much is wrong, and what mends it."""
+    """Return how much is damaged, and how to repair it."""
     num_shards = len({finding.shard_id for finding in (*found.findings, *found.deep_findings)})
     parts = [f"{_count(found.num_problems, 'problem')} in {_count(num_shards, 'shard')} of {variant.directory.name}"]
     if found.findings:
@@ -58,7 +58,7 @@ def failure_text(found: Verified, variant: Variant, *, column: ColumnSpec, data_
         except UserError:
             command = f"prep {column.command} with the variant's settings"
         parts.append(f"made again by: {command}")
-    # What a run passes over has to be taken out of its sight by hand.
+    # A run does not notice the damage of these shards: their commits have to be removed by hand.
     by_hand = sorted({*found.unseen, *(finding.shard_id for finding in found.deep_findings)})
     if by_hand:
         paths = ", ".join(str(commit_path(variant.directory, shard_id)) for shard_id in by_hand[:5])
@@ -77,7 +77,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -> str:
-    """What goes, with sizes, a variant as one line; what is left and why. `removed` is None in a dry run."""
+    """Return what is removed, with sizes (one line per variant), and what is kept, with reasons.
+
+    `removed` is None in a dry run.
+    """
     verb = "would go" if removed is None else "removed"
     lines = []
     for variant, items in groupby(garbage.items, key=lambda item: item.variant):
@@ -100,7 +103,7 @@ def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -
 
 
 def garbage_values(garbage: Garbage, removed: Removed | None) -> dict[str, Any]:
-    """The same for scripts."""
+    """Return the content of `garbage_text` as JSON values."""
     return {
         "dry_run": removed is None,
         "items": [

@@ -1,7 +1,8 @@
-"""Verifying a variant: every byte of every committed shard, and on demand every frame or number of every sample.
+"""Verification of a variant: every byte of the committed shards and, on request, every frame or number of the samples.
 
-What is damaged has to be made again by the next run, which looks at sizes and times only (shards.verify.quick_check).
-So a damaged file that such a look would pass is marked by making it newer than its commit.
+Damage found here has to be repaired by the next run, which checks only sizes and modification times
+(shards.verify.quick_check). A damaged file that would pass that check is therefore marked by making it newer than its
+commit.
 """
 
 import os
@@ -28,7 +29,7 @@ _WORKER_LOST = "worker_lost"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong; `key` names the chunk where it is about one."""
+    """One problem; `key` names the chunk if the problem concerns a single chunk."""
 
     shard_id: int
     key: str | None
@@ -41,10 +42,10 @@ class Verified:
     """What was checked and what was found.
 
     Attributes:
-        num_deep: frames that were decoded, or rows of arrays that were looked at.
-        findings: bytes that are not those that were committed, in shard order.
-        unseen: shards with such findings that the next run would still pass: they could not be marked.
-        deep_findings: of samples whose bytes are those that were committed, and are wrong all the same.
+        num_deep: number of frames decoded, or of array rows checked.
+        findings: differences from the committed bytes, in shard order.
+        unseen: ids of damaged shards that could not be marked, so that the next run would not notice the damage.
+        deep_findings: problems of samples whose bytes match the commit.
     """
 
     variant: str
@@ -63,7 +64,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class DeepTask:
-    """One shard to look into; `check` is the import path of its column's `check_sample`."""
+    """One shard to check in depth; `check` is the import path of its column's `check_sample`."""
 
     variant_dir: Path
     commit: Commit
@@ -72,7 +73,7 @@ class DeepTask:
 
 @dataclass(frozen=True)
 class DeepResult:
-    """What a look into a shard showed: frames decoded, or rows of arrays; findings are (key, code, message)."""
+    """Result of the deep check of a shard: number of frames or array rows, and findings as (key, code, message)."""
 
     shard_id: int
     num_looked_at: int
@@ -88,11 +89,12 @@ def verify_variant(
     on_shard: Callable[[int, int], None] = lambda done, total: None,
     on_deep_shard: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verified:
-    """Reads every byte of the committed shards; with `deep`, also looks into every sample of those that are whole.
+    """Read every byte of the committed shards; with `deep`, also check every sample of the undamaged shards.
 
     Args:
-        num_workers: shards at a time: threads that read, processes that decode.
-        on_shard: called with (shards read, shards); `on_deep_shard` likewise for the deep look.
+        num_workers: number of shards checked in parallel: by threads that read, by processes that decode.
+        on_shard: called with (shards read, number of shards).
+        on_deep_shard: called likewise during the deep check.
     """
     problems = {damaged.shard_id: [damaged] for damaged in map(damaged_commit, variant.damaged)}
     for done, (commit, found) in enumerate(_verify_bytes(variant, num_threads=num_workers), 1):
@@ -132,12 +134,12 @@ def verify_variant(
 
 
 def mark(folder: Path, commit: Commit, problems: list[Problem]) -> bool:
-    """Makes the next run see a damaged shard; whether it will."""
+    """Mark a damaged shard for the next run; return True if the next run will notice the damage."""
     if commit.files is None or quick_check(folder, commit):
         return True
     is_index = all(problem.code in _INDEX_CODES for problem in problems)
-    # Newer than the commit is what a quick look reads again. A flipped bit leaves no such trace by itself, and
-    # neither does a copy that keeps times.
+    # The quick check reads again files that are newer than their commit. A flipped bit does not change the modification
+    # time by itself, and neither does copying a file with its times preserved.
     with suppress(OSError):
         committed_ns = commit_path(folder, commit.shard_id).stat().st_mtime_ns
         now_ns = max(time.time_ns(), committed_ns + 1_000_000_000)
@@ -170,7 +172,7 @@ def _check_deep(
 
 
 def check_deep(task: DeepTask) -> DeepResult:
-    """What a worker does: looks into the samples of a shard one by one; one sample is in memory at a time."""
+    """Check the samples of a shard one after another, in a worker; one sample is in memory at a time."""
     check_sample = imported(task.check)
     findings: list[tuple[str | None, str, str]] = []
     num_looked_at = 0
@@ -185,7 +187,7 @@ def check_deep(task: DeepTask) -> DeepResult:
 
 
 def _samples(task: DeepTask) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
-    """Each sample's row of the index, and its members."""
+    """Yield each sample's index row and its members."""
     if task.commit.files is None:
         return
     table = open_index(task.variant_dir / task.commit.files.index)
