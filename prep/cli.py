@@ -12,14 +12,14 @@ from prep.registry import columns
 
 
 def build_app() -> App:
-    """The command line, with the commands of every column."""
+    """Build the command line, with the commands of every column."""
     app = App(
         name="prep",
         help="Turn long videos into training shards, once; again only what a change changes.",
         help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
         version_flags=["--version"],
         config=refuse_fractions,
-        suppress_keyboard_interrupt=False,  # run_command says what an interruption means
+        suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption
     )
     app.command(manifest.app)
     first, *others = columns()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _stop(_number: int, _frame: object) -> None:
-    # Nobody is to be told twice, least of all in the middle of leaving.
+    # A second signal must not interrupt the shutdown.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Stopped("what was finished is kept, run the same command again to go on")
 

@@ -1,7 +1,7 @@
-"""The columns that the commands know: one row each.
+"""The registry of columns: one entry per column.
 
-A column from outside of clipmill is a row too: a program of its own registers the column's spec and then becomes
-`prep`. A worker process never needs to: what it runs is named by its import path.
+To add a column from outside clipmill, write a program that registers the column's spec and then runs `prep`. Workers
+need no registration: they import what they run by its path.
 
     from prep.registry import register
     from loudness.column import COLUMN
@@ -22,10 +22,10 @@ _COLUMNS = {column.name: column for column in (VIDEO, LATENTS, TEXT)}
 
 
 def register(column: ColumnSpec) -> None:
-    """Adds a column; call it before `prep.cli` is imported, whose flags list the columns.
+    """Add a column; call it before importing `prep.cli`, whose flags list the columns.
 
     Raises:
-        ValueError: there is a column of that name, or the name is none.
+        ValueError: the name is taken or invalid.
     """
     if column.name in _COLUMNS or not column.name.isidentifier() or column.name != column.name.lower():
         raise ValueError(f"{column.name!r} is taken, or is no name of a column: lower-case letters, digits and _")
@@ -33,15 +33,15 @@ def register(column: ColumnSpec) -> None:
 
 
 def columns() -> tuple[ColumnSpec, ...]:
-    """All columns, the one that is made from the sources first."""
+    """Return all columns; the one made from the source videos comes first."""
     return tuple(_COLUMNS.values())
 
 
 def column_named(name: str) -> ColumnSpec:
-    """The column of a name that `columns` knows."""
+    """Return the registered column called `name`."""
     return _COLUMNS[name]
 
 
 def column_names() -> tuple[str, ...]:
-    """Names of all columns."""
+    """Return the names of all columns."""
     return tuple(_COLUMNS)

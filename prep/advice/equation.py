@@ -1,10 +1,11 @@
-"""How long chunks may be for the disk to keep up with training: AVION's equation 3, and what reading packets changes.
+"""The longest chunk length for which the disk keeps up with training.
 
     B x rho x T <= S_r x delta        (AVION, arXiv 2309.16669, equation 3)
 
-B clips a step, rho bytes of a second of video, T seconds of a chunk, S_r bytes a second from the disk, delta seconds a
-step takes without waiting for data. It is about loaders that read a chunk whole for each clip. A loader that reads only
-the packets that a clip needs has its bytes for a clip in place of rho x T, whatever the length of the chunks.
+B is the batch size in clips, rho the bytes per second of video, T the chunk length in seconds, S_r the read speed of
+the disk in bytes per second, and delta the time of a training step in seconds without waiting for data. The equation
+applies to loaders that read a whole chunk for each clip. For a loader that reads only the packets of a clip, replace
+rho x T by the bytes per clip; these do not depend on the chunk length.
 """
 
 from dataclasses import dataclass
@@ -13,15 +14,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What training asks of the disk.
+    """What training requires from the disk.
 
     Attributes:
-        batch: B, clips of a step.
-        step_s: delta, seconds.
+        batch: B, clips per step.
+        step_s: delta, seconds per step.
         read_bytes_per_s: S_r.
         video_bytes_per_s: rho.
-        chunk_s: T of the chunks that are there.
-        clip_bytes: read for one clip when only its packets are.
+        chunk_s: T of the existing chunks.
+        clip_bytes: bytes read per clip if only its packets are read.
     """
 
     batch: int
@@ -33,7 +34,7 @@ class Load:
 
     @property
     def readable_bytes(self) -> float:
-        """What the disk gives while one step runs."""
+        """Bytes that the disk can deliver during one step."""
         return self.read_bytes_per_s * self.step_s
 
     @property
@@ -42,23 +43,23 @@ class Load:
 
     @property
     def longest_chunk_s(self) -> float:
-        """T at which reading chunks whole takes as long as the step."""
+        """T for which reading whole chunks takes exactly as long as the step."""
         return self.readable_bytes / (self.batch * self.video_bytes_per_s)
 
     @property
     def whole_headroom(self) -> float:
-        """How many times the present chunks could be read whole within a step."""
+        """Number of times that a batch of whole chunks of the present length can be read during one step."""
         return self.readable_bytes / (self.batch * self.chunk_bytes)
 
     @property
     def packets_headroom(self) -> float:
-        """How many times a step's clips could be read within a step, by their packets alone."""
+        """Number of times that the packets of a batch can be read during one step."""
         return self.readable_bytes / (self.batch * self.clip_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where the figures come from, in words."""
+    """Descriptions of where the figures come from."""
 
     read_speed: str
     bitrate: str
@@ -67,7 +68,7 @@ class Origin:
 
 
 def advice_text(load: Load, origin: Origin) -> str:
-    """Figures with their origin, then what follows from them."""
+    """Return the figures with their origin, and the conclusions."""
     return "\n".join(
         [
             f"step          {load.step_s:.3g} s, {load.batch} clips  ({origin.step})",
@@ -86,7 +87,7 @@ def advice_text(load: Load, origin: Origin) -> str:
 
 
 def advice_values(load: Load, origin: Origin) -> dict[str, Any]:
-    """The same for scripts."""
+    """Return the figures and conclusions as JSON values."""
     return {
         "batch": load.batch,
         "step_s": load.step_s,

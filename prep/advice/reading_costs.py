@@ -1,4 +1,4 @@
-"""What reading a shard set costs: bytes of a second of video, bytes of a clip by its packets, the speed of the disk."""
+"""Cost of reading a shard set: bytes per second of video, bytes per clip if only packets are read, and disk speed."""
 
 import os
 import time
@@ -12,15 +12,15 @@ from manifests.errors import UserError
 from shards.packets import PacketTable
 from shards.reader import CommittedShard
 
-_MAX_SHARDS = 64  # looked at, spread over the set
+_MAX_SHARDS = 64  # number of shards sampled, spread over the set
 _CHUNKS_PER_SHARD, _CLIPS_PER_CHUNK, _CLIP_FRAMES = 8, 4, 4
-_CLIP_S = (1.0, 4.0)  # length of a clip, shortest and longest
+_CLIP_S = (1.0, 4.0)  # shortest and longest length of a clip in seconds
 _READING_S, _MAX_READ_BYTES = 3.0, 4 << 30
 
 
 @dataclass(frozen=True)
 class ReadSpeed:
-    """A measured speed; `num_reads` of chunk size, from `num_shards` files."""
+    """A measured read speed; `num_reads` reads of chunk size from `num_shards` files."""
 
     bytes_per_s: float
     num_reads: int
@@ -28,10 +28,10 @@ class ReadSpeed:
 
 
 def spread(shards: Sequence[CommittedShard]) -> list[CommittedShard]:
-    """Shards to look at: all, or some from everywhere in a large set.
+    """Return the shards to sample: all of them, or some spread evenly over a large set.
 
     Raises:
-        UserError: there is none.
+        UserError: there are no shards.
     """
     if not shards:
         raise UserError("the current variant has no chunks: all that was planned failed", hint="see prep status")
@@ -40,13 +40,13 @@ def spread(shards: Sequence[CommittedShard]) -> list[CommittedShard]:
 
 
 def video_bytes_per_s(shards: Sequence[CommittedShard]) -> float:
-    """Bytes of the chunks' files for a second of video."""
+    """Return the bytes of the chunk files per second of video."""
     size_bytes = sum(int(shard.index["mp4_size"].to_numpy().sum()) for shard in shards)
     return size_bytes / sum(_seconds(shard) for shard in shards)
 
 
 def clip_bytes(shards: Sequence[CommittedShard]) -> tuple[float, int]:
-    """(mean bytes read for a clip of four frames by its packets alone, number of clips).
+    """Return (mean bytes read per clip of four frames if only its packets are read, number of clips).
 
     The clips are those of a training set without long captions: 1 to 4 s, anywhere in a chunk.
     """
@@ -64,9 +64,9 @@ def clip_bytes(shards: Sequence[CommittedShard]) -> tuple[float, int]:
 
 
 def bytes_read(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> int:
-    """Bytes that are read of a chunk for `frames`: their packets, and gaps up to `gap_bytes` between them.
+    """Return the bytes read from a chunk for `frames`: their packets, and gaps of up to `gap_bytes` between them.
 
-    A chunk whose GOPs are not closed is read whole.
+    A chunk with open GOPs is read as a whole.
     """
     if not table.has_closed_gops:
         return int(table.offset.max() + table.size[table.offset.argmax()])
@@ -78,7 +78,9 @@ def bytes_read(table: PacketTable, frames: Sequence[int], *, gap_bytes: int) -> 
 
 
 def measure_read_speed(shards: Sequence[CommittedShard], *, limit_s: float = _READING_S) -> ReadSpeed:
-    """Reads whole chunks in random order, each once, one at a time, with the kernel asked to forget them first.
+    """Read whole chunks in random order, each once, one at a time, and measure the speed.
+
+    The kernel is asked to drop each chunk from the page cache before it is read.
 
     Raises:
         UserError: a tar cannot be read.
@@ -104,7 +106,7 @@ def measure_read_speed(shards: Sequence[CommittedShard], *, limit_s: float = _RE
 
 
 def _read_cold(shard: CommittedShard, offset: int, size: int) -> float:
-    """Seconds of reading one range of a tar."""
+    """Return the time in seconds for reading one byte range of a tar."""
     descriptor = os.open(shard.tar_path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if hasattr(os, "posix_fadvise"):

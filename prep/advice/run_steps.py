@@ -1,4 +1,4 @@
-"""What a training run's folder says of its steps; read as files, since prep knows nothing of train."""
+"""Step times of a training run, read from the files in its folder, since prep does not import train."""
 
 import json
 import math
@@ -17,7 +17,7 @@ _BATCH = re.compile(r"^batch: *(\d+) *$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class RunSteps:
-    """Of a run: median seconds of a step without its wait for data, how many steps that is of, clips a step."""
+    """Step statistics of a run: median seconds per step without the wait for data, number of steps, clips per step."""
 
     step_s: float
     num_steps: int
@@ -25,10 +25,10 @@ class RunSteps:
 
 
 def read_run_steps(run: Path) -> RunSteps:
-    """Reads `metrics.jsonl` and `settings.yaml` of a run's folder; its first tenth, at least one step, is warm-up.
+    """Read `metrics.jsonl` and `settings.yaml` of a run; the first tenth, at least one step, counts as warm-up.
 
     Raises:
-        UserError: it is no such folder, or has too few steps.
+        UserError: the folder does not belong to a run, or the run has too few steps.
     """
     hint = "give the folder of a run that `train` wrote, or --step-time SECONDS"
     path = run / METRICS_FILE
@@ -47,7 +47,7 @@ def read_run_steps(run: Path) -> RunSteps:
 
 
 def _step_s(line: str) -> float | None:
-    """Seconds of one step without its wait; None for a line that does not tell, such as one cut short."""
+    """Return the seconds of one step without its wait for data; None for a line that lacks them or is truncated."""
     try:
         values: Any = json.loads(line)
         seconds = float(values["step_s"]) - float(values["data_wait_s"])

@@ -1,7 +1,7 @@
-"""`prep manifest KIND`: what is wanted. Each command reads one kind of data set into the manifest.
+"""`prep manifest KIND`: the commands that read data sets into the manifest, one per kind of data set.
 
-`ADAPTERS` lists the kinds: a row says where the reader is, what it takes, and the help. A new kind of data set is a
-reader in `manifests/adapters/` and a row here.
+`ADAPTERS` lists the kinds: each entry has the reader, its parameters and the help text. To add a kind of data set,
+write a reader in `manifests/adapters/` and add an entry here.
 """
 
 import importlib
@@ -34,10 +34,11 @@ class Adapter:
     """A kind of data set.
 
     Attributes:
-        kind: name of the command, and of the data set where no other one is given.
+        kind: name of the command, and default name of the data set.
         reader: `module:function` of its reader in `manifests.adapters`.
-        takes: a folder of videos and one table of captions, or annotation files; or lists of clips.
-        text: help of the command and its parameters.
+        takes: input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
+            folder of videos and annotation files, "lists" for lists of clips.
+        text: help text of the command and its parameters.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Adapter:
     text: str
 
     def read(self, *arguments: Any, **options: Any) -> "Reading":
-        """Calls the reader."""
+        """Call the reader."""
         module, _, function = self.reader.partition(":")
         found: Reading = getattr(importlib.import_module(f"manifests.adapters.{module}"), function)(
             *arguments, **options
@@ -270,7 +271,7 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
         message, hint = manifest_text.no_video_text(reading, dataset)
         raise UserError(message, hint=hint)
     if manifest_text.unused_files(reading):
-        # Written, it would take the place of captions that are there; their ids would never come back.
+        # If it were written, it would replace the existing captions, and their ids would be lost for good.
         raise FailedWork(manifest_text.unused_text(reading))
     try:
         data.mkdir(parents=True, exist_ok=True)
@@ -296,17 +297,17 @@ def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: 
 
 
 def _check_existing(data: Path) -> None:
-    """Complains about a manifest of another format before the work rather than after it."""
+    """Raise an error for a manifest of another format before the work begins rather than at its end."""
     from manifests.store import read_manifest
     from manifests.table_files import DamagedManifest
 
     if (data / "manifest" / "manifest.json").exists():
-        with suppress(DamagedManifest):  # the write repairs it, or says why it cannot
+        with suppress(DamagedManifest):  # writing the manifest repairs it, or fails with the reason
             read_manifest(data)
 
 
 def _progress(text: str) -> None:
-    """Shows a line that the next one replaces; nothing when standard error is no terminal."""
+    """Show a line of text that the next call replaces; do nothing unless standard error is a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What `prep manifest` says to people and to scripts."""
+"""Text and JSON output of `prep manifest`."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from manifests.store import REJECTED_FILE, Written
 from prep.core.failure_list import Named, first_rejected, named_lines, named_values
 
 _INDENT = "  "
-# What to do about rows of one reason, where that is the same in every data set.
+# Advice on rows rejected for a given reason, where it is the same for all data sets.
 _ADVICE = {
     Reason.MALFORMED_ROW: "in a CSV, put text with a comma in double quotes",
     Reason.AMBIGUOUS_VIDEO: "name the videos by their path in the folder, with the ending",
@@ -23,7 +23,7 @@ _ADVICE = {
 
 
 def written_text(written: Written, *, few: Sequence[Named]) -> str:
-    """What was written and what could not be used; `few` are the first rejected rows."""
+    """Return what was written and what could not be used; `few` are the first rejected rows."""
     changes = f"{written.num_videos_added} new"
     if written.num_videos_removed:
         changes += f", {written.num_videos_removed} gone"
@@ -41,7 +41,7 @@ def written_text(written: Written, *, few: Sequence[Named]) -> str:
 
 
 def written_values(written: Written, *, few: Sequence[Named]) -> dict[str, Any]:
-    """The same for scripts."""
+    """Return the content of `written_text` as JSON values."""
     return {
         "dataset": written.dataset,
         "num_videos": written.num_videos,
@@ -57,12 +57,12 @@ def written_values(written: Written, *, few: Sequence[Named]) -> dict[str, Any]:
 
 
 def unused_files(reading: Reading) -> list[str]:
-    """Annotation files that were given and brought nothing."""
+    """Return the annotation files that were given but contributed nothing."""
     return [file for file, num_rows in reading.num_rows_used.items() if not num_rows]
 
 
 def unused_text(reading: Reading) -> str:
-    """Why nothing of the files `unused_files` could be used, with the first few rows by name, and what to do now."""
+    """Return why nothing in `unused_files` could be used, with the first few rows by name and advice on what to do."""
     files = unused_files(reading)
     rejected = reading.rejected.filter(pc.is_in(reading.rejected["file"], value_set=pa.array(files, pa.string())))
     names = ", ".join(on_one_line(file) for file in files)
@@ -80,7 +80,7 @@ def unused_text(reading: Reading) -> str:
 
 
 def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
-    """Message and hint where a data set has no usable video."""
+    """Return the message and hint for a data set without usable videos."""
     counts = reading.rejected["reason"].value_counts().to_pylist()
     reasons = "".join(f"; {entry['values']}: {entry['counts']}" for entry in counts)
     few = first_rejected(reading.rejected)
@@ -93,5 +93,5 @@ def no_video_text(reading: Reading, dataset: str) -> tuple[str, str]:
 
 
 def rejected_of(rejected: pa.Table, dataset: str) -> pa.Table:
-    """The rows of one data set."""
+    """Return the rows of one data set."""
     return rejected.filter(pc.equal(rejected["dataset"], dataset))

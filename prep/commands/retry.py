@@ -1,4 +1,4 @@
-"""`prep retry`: what failed in one column, once more."""
+"""`prep retry`: try again what failed in one column."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal

@@ -1,4 +1,4 @@
-"""`prep status`, `verify`, `inspect` and `gc`: looking after a shard set."""
+"""`prep status`, `verify`, `inspect` and `gc`: maintenance of a shard set."""
 
 import json as json_module
 import os
@@ -69,7 +69,7 @@ def verify(
         try:
             looked_at = [known for known in columns() if current_variant(data_dir, known.name) is not None]
         except DamagedDataset:
-            looked_at = []  # among the records
+            looked_at = []  # the kinds of records that were checked
         if not looked_at and not records:
             looked_at = [column_named(VIDEO)]
     opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in looked_at}

@@ -1,12 +1,12 @@
-"""Where shards are made: the seam between the work, which knows nothing of distribution, and the machines that do it.
+"""Engines: the interface between the work, which does not know how it is distributed, and the machines that do it.
 
-An engine applies a function to tasks, a bounded number at a time, and yields an `Outcome` for each in the order in
-which they end. Between outcomes it yields None at least once a second, so that the caller can show progress. A task
-whose worker dies is tried again; when workers keep dying under it, its outcome has no result. An exception in the
-function itself is a bug, and ends the run. However a run ends, no worker outlives it.
+An engine applies a function to tasks, a bounded number at a time, and yields an `Outcome` for each, in order of
+completion. Between outcomes it yields None at least once a second, so that the caller can update its progress bar. A
+task whose worker dies is tried again; if its workers keep dying, its outcome has no result. An exception in the
+function itself is a bug and ends the run. However a run ends, no worker survives it.
 
-Before its first task a worker is checked. A place whose workers do not pass gets no work; it is yielded as `Refused`
-once, and the run goes on elsewhere, or ends when there is no other place.
+Each worker is checked before its first task. A node (or this machine) whose workers fail the check gets no tasks: it is
+yielded once as `Refused`, and the run continues on other nodes, or ends if there are none.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ from manifests.errors import UserError
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_TRIES = 3  # of a task whose worker is lost
+MAX_TRIES = 3  # attempts at a task whose worker is lost
 TICK_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
-Check = Callable[[], str | None]  # called in a worker: why it must not work, or None
+Check = Callable[[], str | None]  # called in a worker: return why it must not work, or None
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T, R]):
-    """How a task ended: with a result, or with the reason why its workers were lost."""
+    """Result of a task, or the reason why its workers were lost."""
 
     task: T
     result: R | None
@@ -39,22 +39,22 @@ class Outcome(Generic[T, R]):
 
 @dataclass(frozen=True)
 class Refused:
-    """A place (a node, or this machine) that gets no work, and why."""
+    """A node, or this machine, that gets no tasks, and the reason."""
 
     place: str
     reason: str
 
 
 class Engine(Protocol):
-    """Runs a function over tasks."""
+    """Applies a function to tasks."""
 
     def run(
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
     ) -> Iterator[Outcome[T, R] | Refused | None]:
-        """Applies `function` to each of `tasks`, which are taken one by one, in order, as there is room for them.
+        """Apply `function` to each of `tasks`, which are taken in order as workers become available.
 
         Args:
-            check: of every worker before its first task.
+            check: called in every worker before its first task.
 
         Raises:
             UserError: no worker passes the check.
@@ -63,7 +63,7 @@ class Engine(Protocol):
 
 
 def no_place_left(refused: Iterable[Refused]) -> UserError:
-    """The error of a run whose workers were all refused."""
+    """Return the error for a run whose workers were all refused."""
     return UserError(
         f"no worker can be used: {'; '.join(f'{found.place}: {found.reason}' for found in refused)}",
         hint="each node needs the same clipmill and ffmpeg as this command, and the data folder under the same path",
@@ -74,9 +74,9 @@ _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def die_with_parent() -> None:
-    """Asks the kernel (Linux) to kill this process when its parent dies.
+    """Ask the kernel (Linux) to kill this process when its parent dies.
 
-    Takes no lock, since it may run between fork and exec.
+    The function takes no locks, since it may run between fork and exec.
     """
     if _libc is not None and hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

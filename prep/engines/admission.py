@@ -1,9 +1,12 @@
-"""Which workers may work: those that see the driver's data folder, have its clipmill and what its column needs.
+"""Admission check of workers.
 
-The driver publishes a token in the variant's folder and hands out a `Ticket`. A worker calls the ticket before its
-first task. This file imports the standard library only, and the Ray engine sends it along as source: a node answers
-with its driver's questions, whatever version of clipmill it has, or none. The column is named by its import path, so
-that one from outside of clipmill is found and compared like any other.
+A worker must see the driver's data folder, have the same clipmill as the driver, and have what its column needs. The
+driver publishes a token in the variant's folder and sends out a `Ticket`, which each worker calls before its first
+task.
+
+This file imports only the standard library, and the Ray engine sends it to the workers as source code: a node thus runs
+the driver's version of the check, whichever version of clipmill it has, or none. The column's code is identified by its
+import path, so that the code of a column from outside clipmill is found and compared in the same way.
 """
 
 import hashlib
@@ -23,14 +26,14 @@ _TOKEN_NAME = "workers"
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a worker has to find; calling it says why it must not work, or None.
+    """Requirements on a worker. Calling it returns why the worker must not work, or None.
 
     Attributes:
-        token_file: published by the driver in the variant's folder.
-        source_sha256: of the packages that a worker runs.
-        package: of the column's code.
-        needs: import path, `package.module:function`, of a function that says why a machine must not work, or None; and
-            its argument. None where any machine will do.
+        token_file: file published by the driver in the variant's folder.
+        source_sha256: hash of the packages that a worker runs.
+        package: package of the column's code.
+        needs: import path `package.module:function` of a function that returns why a machine must not work, or None;
+            and its argument. None if there are no such requirements.
     """
 
     token_file: Path
@@ -76,10 +79,10 @@ class Ticket:
 
 @contextmanager
 def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | None = None) -> Iterator[Ticket]:
-    """Publishes the token of a run, which goes when the block ends; call it while holding the column."""
+    """Publish the token of a run and remove it when the block ends; call it while holding the column."""
     from manifests.publish import naming, sync, temporary_path
 
-    # A temporary name: what a killed driver leaves goes with everything else that it left.
+    # With a temporary name, the token of a killed driver is removed with its other temporary files.
     token_file = temporary_path(variant_dir / _TOKEN_NAME)
     token = secrets.token_hex(16)
     try:
@@ -94,7 +97,7 @@ def worker_ticket(variant_dir: Path, *, package: str, needs: tuple[str, str] | N
 
 
 def source_sha256(column_package: str) -> str | None:
-    """Hash over the source files of the packages that a worker runs; None where one of them is not installed."""
+    """Return a hash of the source files of the packages that a worker runs; None if a package is not installed."""
     digest = hashlib.sha256()
     is_ours = column_package.partition(".")[0] in _PACKAGES
     for package in _PACKAGES if is_ours else (*_PACKAGES, column_package):

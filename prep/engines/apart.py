@@ -1,5 +1,6 @@
-"""An engine in a process of its own: what its libraries print is not the command's, and when they end their process, as
-Ray does when it loses its cluster, the command goes on and says so.
+"""Running an engine in a separate process, so that its libraries cannot end or print into the command's own process.
+
+Ray, for example, ends its process when it loses the cluster; the command then continues and reports it.
 """
 
 import multiprocessing
@@ -15,14 +16,14 @@ from manifests.errors import ClipmillError, FailedWork
 from prep.engines import TICK_S, Check, Engine, Outcome, R, Refused, T, die_with_parent
 
 _CONTEXT = multiprocessing.get_context("spawn")
-_GRACE_S = 15.0  # for the engine to end what it started
+_GRACE_S = 15.0  # for the engine to stop what it started
 
 
 class Apart:
-    """Runs an engine, which has to be picklable, in another process.
+    """Runs an engine, which must be picklable, in another process.
 
     Args:
-        name: of what may end by itself there, for the message.
+        name: what may end unexpectedly in that process; used in the message.
     """
 
     def __init__(self, engine: Engine, *, name: str) -> None:
@@ -37,7 +38,7 @@ class Apart:
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_serve, args=(self._engine, function, check, theirs))
         process.start()
-        theirs.close()  # the end of the other's is how its death is seen
+        theirs.close()  # so that the other process's death is seen as the end of the pipe
         try:
             while True:
                 if not ours.poll(TICK_S):
@@ -66,7 +67,7 @@ class Apart:
                 elif kind == "end":
                     return
         finally:
-            ours.close()  # the other sees it, and ends its workers
+            ours.close()  # the other process sees this and stops its workers
             process.join(_GRACE_S)
             if process.is_alive():
                 process.kill()
@@ -74,12 +75,12 @@ class Apart:
 
 
 class _Gone(Exception):
-    """The command has gone, or wants no more."""
+    """The command has exited, or stopped reading results."""
 
 
 def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, pipe: Connection) -> None:
     die_with_parent()
-    # Ctrl-C goes to the whole group; the command decides what becomes of this process.
+    # Ctrl-C is sent to the whole process group; the command decides what happens to this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -91,7 +92,7 @@ def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, 
                     _send(pipe, "outcome", (outcome.task[0], outcome.result, outcome.lost))
                 elif outcome is not None:
                     _send(pipe, "refused", outcome)
-                elif pipe.poll():  # nothing is ever sent unasked: it is closed
+                elif pipe.poll():  # the command sends nothing unasked: the pipe was closed
                     raise _Gone
             _send(pipe, "end", None)
         except _Gone:
@@ -103,7 +104,7 @@ def _serve(engine: Engine, function: Callable[[Any], Any], check: Check | None, 
 
 
 class _Numbered:
-    """A function of the second part of its argument."""
+    """A function applied to the second element of its argument."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -114,7 +115,7 @@ class _Numbered:
 
 
 def _tasks(pipe: Connection) -> Iterator[tuple[int, Any]]:
-    """The command's tasks with their numbers, each as it is asked for."""
+    """Yield the command's tasks with their numbers; each task is requested from the command when it is needed."""
     while True:
         _send(pipe, "next", None)
         try:

@@ -1,4 +1,4 @@
-"""The engine that a command asks for, and its workers: on this machine or on a cluster, with or without GPUs."""
+"""Selecting the engine and the number of workers: on this machine or on a cluster, with or without GPUs."""
 
 import os
 
@@ -7,10 +7,10 @@ from prep.engines import Engine
 
 
 def open_engine(name: str, *, address: str | None, workers: int | None, gpus_each: float | None = None) -> Engine:
-    """The engine of `--engine`.
+    """Return the engine for `--engine`.
 
     Args:
-        gpus_each: of workers that keep a model (0: none); None for workers that keep nothing.
+        gpus_each: GPUs per worker for workers that keep a model loaded (0: none); None for stateless workers.
 
     Raises:
         UserError: there are fewer GPUs than one worker needs.
@@ -33,24 +33,27 @@ def open_engine(name: str, *, address: str | None, workers: int | None, gpus_eac
 
 
 def gpus_of_a_worker(asked: float | None) -> float:
-    """What `--num-gpus` says, else 1 where this machine has a GPU."""
+    """Return the value of `--num-gpus`; the default is 1 if this machine has a GPU."""
     return asked if asked is not None else float(count_gpus() > 0)
 
 
 def threads_of_a_worker(workers: int | None, *, gpus_each: float) -> int:
-    """One on a CPU, where each worker has a core; a GPU is fed by its share of the cores."""
+    """Return the number of threads per worker.
+
+    On a CPU it is 1, since each worker has one core; on a GPU it is the worker's share of the cores.
+    """
     if not gpus_each:
         return 1
     return max(1, num_cores() // (workers or max(1, int(count_gpus() / gpus_each))))
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
 def count_gpus() -> int:
-    """GPUs that torch can use on this machine.
+    """Return the number of GPUs that torch can use on this machine.
 
     Raises:
         UserError: torch is not installed.

@@ -1,5 +1,7 @@
-"""The engine without Ray: processes on this machine, one task at a time in each, so that a worker's death costs its
-own task only. A worker that is done takes the next task: a process of its own for each would import everything anew.
+"""The engine without Ray: worker processes on this machine, each with one task at a time.
+
+The death of a worker thus affects only its own task. Workers are reused, since a new process per task would import
+everything again.
 """
 
 import multiprocessing
@@ -15,9 +17,9 @@ from typing import Any
 
 from prep.engines import MAX_TRIES, TICK_S, Check, Outcome, R, Refused, T, die_with_parent, no_place_left
 
-# A forked child would inherit the locks of the caller's threads; a spawned one starts clean.
+# A forked child would inherit locks held by the caller's threads; a spawned child does not.
 _CONTEXT = multiprocessing.get_context("spawn")
-_LEAVE_LIMIT_S = 10.0  # for a worker that has nothing to do
+_LEAVE_LIMIT_S = 10.0  # for an idle worker
 
 
 @dataclass
@@ -29,16 +31,16 @@ class _Worker:
 
     def give(self, task: object, *, tries: int) -> None:
         self.task, self.tries = task, tries
-        # A worker that died while it waited is found by its closed pipe, like any other.
+        # A worker that died while idle is detected by its closed pipe, like any other.
         with suppress(BrokenPipeError):
             self.pipe.send(task)
 
 
 class ProcessEngine:
-    """Runs up to `num_workers` tasks at a time, each in a process of its own.
+    """Runs up to `num_workers` tasks at a time, each in its own process.
 
     Args:
-        gpus: numbers of the GPUs, as CUDA has them, of which each worker sees one; empty leaves what it sees alone.
+        gpus: CUDA indices of the GPUs, one of which is visible to each worker; if empty, GPU visibility is unchanged.
     """
 
     def __init__(self, *, num_workers: int, gpus: Sequence[str] = ()) -> None:
@@ -90,14 +92,14 @@ class ProcessEngine:
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_work, args=(function, check, theirs, gpu), daemon=True)
         process.start()
-        theirs.close()  # the end of the worker's is how its death is seen
+        theirs.close()  # so that the worker's death is seen as the end of the pipe
         return _Worker(process, ours)
 
 
 def _end(busy: list[_Worker], idle: list[_Worker]) -> None:
     for worker in busy:
         worker.process.kill()
-    # Idle ones end by themselves, and take along the temporary files of the libraries that they imported.
+    # Idle workers exit by themselves, which removes the temporary files of the libraries that they imported.
     for worker in idle:
         worker.give(None, tries=0)
     for worker in (*busy, *idle):
@@ -109,17 +111,17 @@ def _end(busy: list[_Worker], idle: list[_Worker]) -> None:
 def _work(function: Callable[[Any], Any], check: Check | None, pipe: Connection, gpu: str | None) -> None:
     die_with_parent()
     if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when torch first asks for a GPU, which is later than this
-    # Ctrl-C goes to the whole group; the driver decides what becomes of its workers.
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # torch reads it when it first uses a GPU, which is later
+    # Ctrl-C is sent to the whole process group; the driver decides what happens to its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reason = check() if check is not None else None
-    if reason is not None:  # this machine is the only place there is
+    if reason is not None:  # there is no other machine
         pipe.send((no_place_left([Refused("this machine", reason)]), None))
         return
     while True:
         try:
             task = pipe.recv()
-        except EOFError:  # the driver has gone
+        except EOFError:  # the driver has exited
             return
         if task is None:
             return

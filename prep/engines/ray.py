@@ -1,10 +1,11 @@
-"""The Ray engine: the one file that knows Ray. Core tasks, or actors for functions that hold a model; a bounded
-window of them, kilobytes in and out.
+"""The Ray engine; no other file imports Ray. It runs tasks, or actors for functions that keep a model loaded.
 
-Without an address the command starts an instance of its own on this machine and ends it; with one it joins a
-cluster, whose nodes need the same clipmill, the same ffmpeg and the data folder under the same path. Each node that is
-there is asked at once, and each worker before its first task. They get the check as source; function and tasks are
-bytes to them until they have passed. A node that has not is left out from then on, and its task goes to another one.
+The number of tasks in flight is bounded, and only kilobytes are sent and returned for each. Without an address, the
+command starts a Ray instance on this machine and stops it at the end. With an address, it joins a cluster, whose nodes
+need the same clipmill, the same ffmpeg and the data folder under the same path. Every living node is checked at the
+start, and every worker before its first task. The check is sent as source code; until a worker has passed it, function
+and task remain unpickled bytes. A node that fails the check is excluded from then on, and its task goes to another
+node.
 """
 
 import logging
@@ -21,17 +22,18 @@ from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, 
 from prep.engines.apart import Apart
 from prep.engines.ray_nodes import Nodes, first_line
 
-_MAX_PENDING_PER_CPU = 2  # enough that no core waits; few enough that a lost driver leaves little behind
+_MAX_PENDING_PER_CPU = 2  # enough to keep every core busy; few enough that a lost driver leaves little behind
 _ANSWER_LIMIT_S = 10.0
 
 
 class RayEngine:
-    """Runs tasks as Ray tasks of one CPU each, or in actors, which live on and keep what the function has loaded.
+    """Runs tasks as Ray tasks with one CPU each, or in actors, which stay alive and keep what the function has loaded.
 
     Args:
-        num_workers: CPUs of the private instance, or most tasks at a time on a cluster; None takes all there are.
-        address: of an existing cluster (`auto`, or host:port); None starts a private instance.
-        actor_gpus: makes it actors, of so many GPUs each (0 for one CPU each); None for plain tasks.
+        num_workers: CPUs of the private instance, or maximum number of concurrent tasks on a cluster; None for all
+            CPUs.
+        address: address of an existing cluster (`auto`, or host:port); None starts a private instance.
+        actor_gpus: GPUs per actor (0 for one CPU per actor); None for plain tasks.
     """
 
     def __init__(self, *, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> None:
@@ -42,7 +44,7 @@ class RayEngine:
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `prep.engines.Engine`."""
         ray = _import_ray()
-        # Ray tells of lost workers on the standard output, which is for results; the last of it while it shuts down.
+        # Ray reports lost workers on standard output, which is reserved for results, even during its shutdown.
         with redirect_stdout(sys.stderr):
             self._init(ray)
             try:
@@ -65,13 +67,13 @@ class RayEngine:
     def _init(self, ray: Any) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
         if self._address is None:
-            # A private instance on this machine needs no token file in the user's home folder.
+            # A private instance on this machine needs no token file in the user's home directory.
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")
             try:
-                # Actors with GPUs are as many as the GPUs allow, whatever the number of CPUs.
+                # The number of actors with GPUs is limited by the GPUs, not by the CPUs.
                 num_cpus = None if self._actor_gpus else self._num_workers
                 ray.init(address="local", num_cpus=num_cpus, **quiet)
-            except OSError as error:  # for one, its sockets take a path of at most 107 bytes
+            except OSError as error:  # for example, socket paths are limited to 107 bytes
                 raise UserError(
                     f"Ray cannot start on this machine: {error}",
                     hint="set RAY_TMPDIR to a writable folder with a short path, or use --engine processes",
@@ -91,7 +93,8 @@ class RayEngine:
     def _run(
         self, ray: Any, nodes: Nodes, work: "_Work", waiting: Iterator[T]
     ) -> Iterator[Outcome[T, Any] | Refused | None]:
-        # max_retries covers lost workers and nodes; what the function itself raises is a bug and is not tried again.
+        # max_retries covers lost workers and nodes. An exception raised by the function itself is a bug and is not
+        # retried.
         options = {"name": work.name, "num_cpus": 1, "max_retries": MAX_TRIES - 1, "retry_exceptions": False}
         remote = ray.remote(work.as_function())
         again, pending = deque[T](), dict[Any, T]()
@@ -123,7 +126,7 @@ class RayEngine:
         actor = ray.remote(work.as_class())
         options = {"num_cpus": 0 if self._actor_gpus else 1, "num_gpus": self._actor_gpus}
         again = deque[tuple[T, int]]()
-        # An actor gets a task when it has started, never before: its node may have gone, and others have room.
+        # An actor gets a task only after it has started: its node may have disappeared while other nodes are available.
         starting, idle, busy = dict[Any, Any](), list[Any](), dict[Any, tuple[Any, T, int]]()
         while True:
             while idle and (given := again.popleft() if again else _first(waiting)) is not None:
@@ -142,7 +145,7 @@ class RayEngine:
             for reference in ready:
                 if reference in starting:
                     worker = starting.pop(reference)
-                    # What keeps an actor from starting would keep the next one too.
+                    # An error that keeps one actor from starting would affect the next one as well.
                     refusal = ray.get(reference)
                     if refusal is None:
                         idle.append(worker)
@@ -177,20 +180,20 @@ class RayEngine:
 
 
 def _require_answer(address: str) -> None:
-    """Raises OSError when nothing listens at `host:port`: Ray itself would try for minutes."""
+    """Raise OSError if nothing listens at `host:port`; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "://" not in address:
         socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
 
 
 def ray_apart(*, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> Engine:
-    """A `RayEngine` in a process of its own, which is the one that Ray ends when it loses its cluster."""
+    """Return a `RayEngine` in a separate process, since Ray ends its process when it loses the cluster."""
     engine = RayEngine(num_workers=num_workers, address=address, actor_gpus=actor_gpus)
     return Apart(engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"')
 
 
 class _Work:
-    """The function and its check, in forms that need no clipmill on the node: nested, Ray sends them as source."""
+    """The function and its check, in forms that need no clipmill on the node: Ray sends nested functions by value."""
 
     def __init__(self, ray: Any, function: Callable[[Any], Any], check: Check | None) -> None:
         ray.cloudpickle.register_pickle_by_value(admission)
@@ -198,12 +201,15 @@ class _Work:
         self.name = getattr(function, "__name__", "task")
 
     def packed(self, task: Any) -> bytes:
-        """A call of the function."""
+        """Serialise a call of the function."""
         return bytes(self._dumps((self._function, task)))
 
     def as_function(self) -> Callable[[bytes], Any]:
-        """A function of a packed call. It returns (None, result), or (node's id, why not) and None."""
-        refusal, passed = self.refusal(), list[bool]()  # a worker loads the function once and keeps the list
+        """Return a function that runs a serialised call.
+
+        It returns (None, result) or, if the worker was refused, ((node id, reason), None).
+        """
+        refusal, passed = self.refusal(), list[bool]()  # a worker loads the function once and keeps this list
 
         def work(packed: bytes) -> Any:
             if not passed and (refused := refusal()) is not None:
@@ -213,7 +219,8 @@ class _Work:
 
             from prep.engines import die_with_parent
 
-            # A worker whose node has ended, as it does with a killed driver, would go on with its task for a while.
+            # A worker whose node has exited, as happens when a driver is killed, would otherwise continue its task for
+            # a while.
             die_with_parent()
             function, task = ray.cloudpickle.loads(packed)
             return None, function(task)
@@ -221,12 +228,15 @@ class _Work:
         return work
 
     def as_class(self) -> type:
-        """The class of an actor for packed calls; its `refusal` is asked first."""
+        """Return an actor class that runs serialised calls; its `refusal` must be called first."""
         refusal_here = self.refusal()
 
         class _Actor:
             def refusal(self) -> tuple[str, str] | None:
-                """(node's id, why not), or None; answers when the actor has started."""
+                """Return (node id, reason) if the actor must not work, otherwise None.
+
+                The call returns once the actor has started.
+                """
                 return refusal_here()
 
             def work(self, packed: bytes) -> Any:
@@ -241,7 +251,7 @@ class _Work:
         return _Actor
 
     def refusal(self) -> Callable[[], tuple[str, str] | None]:
-        """A function that says of a worker (its node's id, why it must not work), or None."""
+        """Return a function that checks a worker and returns (node id, reason) if it must not work, otherwise None."""
         check = self._check
 
         def refusal() -> tuple[str, str] | None:
@@ -256,12 +266,12 @@ class _Work:
 
 
 def _first(waiting: Iterator[T]) -> tuple[T, int] | None:
-    """The next task, for its first try."""
+    """Return the next task with its attempt number, 1."""
     return next(((task, 1) for task in waiting), None)
 
 
 def _outcome(ray: Any, reference: Any, task: T) -> tuple[tuple[str, str] | None, Outcome[T, Any]]:
-    """How a call ended: the refusal of its worker, or its outcome."""
+    """Return the refusal of a call's worker, or the outcome of the call."""
     try:
         refusal, result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -272,14 +282,14 @@ def _outcome(ray: Any, reference: Any, task: T) -> tuple[tuple[str, str] | None,
 
 
 def _raise_cause(error: Any) -> NoReturn:
-    """Raises what the function itself raised, with the place where."""
+    """Raise the exception that the function itself raised, with its traceback."""
     cause = error.cause if isinstance(error.cause, Exception) else RuntimeError(first_line(error))
     cause.add_note(str(error))
     raise cause from None
 
 
 def _import_ray() -> Any:
-    # Read when Ray is imported: no usage statistics, no accelerator warnings.
+    # Read when Ray is imported: disable usage statistics and accelerator warnings.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:

@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster get work."""
+"""Tracking the nodes of a Ray cluster that were refused."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ _LOOK_INTERVAL_S = 2.0
 
 
 class Nodes:
-    """The nodes that get no work.
+    """The nodes that get no tasks.
 
     Args:
-        resource: that a worker needs, CPU or GPU; nodes without it never get one.
+        resource: resource that a worker needs, CPU or GPU; nodes without it never get a task.
     """
 
     def __init__(self, ray: Any, resource: str) -> None:
@@ -24,14 +24,14 @@ class Nodes:
         self._asked: dict[Any, str] = {}
 
     def ask(self, refusal: Callable[[], tuple[str, str] | None]) -> None:
-        """Has every node that is there call `refusal`, beside whatever it is at."""
+        """Call `refusal` on every living node, in parallel with its other work."""
         remote = self._ray.remote(refusal)
         for node in self._there():
             options = {"num_cpus": 0, "max_retries": 0, "label_selector": {_NODE_LABEL: node["NodeID"]}}
             self._asked[remote.options(**options).remote()] = node["NodeID"]
 
     def answers(self, *, limit_s: float = 0.0) -> Iterator[Refused]:
-        """The nodes that have answered by now, or do so within a limit, and were refused."""
+        """Yield the refused nodes among those that have answered, waiting at most `limit_s` seconds."""
         if not self._asked:
             return
         ready, _ = self._ray.wait(list(self._asked), num_returns=len(self._asked), timeout=limit_s)
@@ -42,16 +42,16 @@ class Nodes:
             except self._ray.exceptions.RayTaskError as error:
                 refusal = node_id, first_line(error)
             except self._ray.exceptions.RayError:
-                continue  # it has gone
+                continue  # the node has disappeared
             if refusal is not None:
                 yield from self.refuse(refusal)
 
     def options(self) -> dict[str, Any]:
-        """Of a task or an actor, so that it comes to none of these nodes."""
+        """Return options for a task or an actor that keep it off the refused nodes."""
         return {"label_selector": {_NODE_LABEL: f"!in({','.join(self._refused)})"}} if self._refused else {}
 
     def refuse(self, refusal: tuple[str, str]) -> Iterator[Refused]:
-        """Leaves a node, (its id, why), out from now on; yields it if that is new.
+        """Exclude a node, given as (node id, reason), from now on; yield it if it was not excluded before.
 
         Raises:
             UserError: no node is left.
@@ -66,7 +66,7 @@ class Nodes:
         yield refused
 
     def require_one(self, *, at_once: bool = False) -> None:
-        """Raises UserError when nodes were refused, and no other one is there; looks every few seconds."""
+        """Raise UserError if nodes were refused and no others are left; checks at most once every few seconds."""
         if not self._refused or (time.monotonic() - self._looked_s < _LOOK_INTERVAL_S and not at_once):
             return
         self._looked_s = time.monotonic()
@@ -74,10 +74,10 @@ class Nodes:
             raise no_place_left(self._refused.values())
 
     def _there(self) -> list[Any]:
-        """The living nodes that can have workers."""
+        """Return the living nodes that can run workers."""
         return [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get(self._resource)]
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says; Ray's go on for many."""
+    """Return the first line of an error's message; Ray's messages are long."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Reaching a source file: what it is known by, and why it cannot be reached."""
+"""Access to a source file: its fingerprint, and the failure if it is inaccessible."""
 
 import errno
 import hashlib
@@ -11,14 +11,16 @@ _FINGERPRINT_BYTES = 1 << 20
 
 
 def source_fingerprint(path: Path) -> str:
-    """SHA-256 (hex) over size, first and last MiB of a file: cheap for hours of video, and blind to its name.
+    """Return the SHA-256 (hex) over a file's size and its first and last MiB.
+
+    This is cheap even for hours of video, and independent of the file's name.
 
     Raises:
         SourceFailure: source_missing, source_unreadable or io_error.
     """
     try:
         state = path.stat()
-        if not stat.S_ISREG(state.st_mode):  # opening a pipe would wait for somebody to write into it
+        if not stat.S_ISREG(state.st_mode):  # opening a named pipe would block until something writes to it
             raise SourceFailure(FailureCode.SOURCE_UNREADABLE, "it is not a file")
         digest = hashlib.sha256(str(state.st_size).encode())
         with path.open("rb") as file:
@@ -32,7 +34,7 @@ def source_fingerprint(path: Path) -> str:
 
 
 def access_failure(error: OSError | ValueError) -> SourceFailure:
-    """Why a source cannot be reached, from what looking at it or opening it raised."""
+    """Return the failure for an error raised while looking up or opening a source."""
     if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR):
         return SourceFailure(FailureCode.SOURCE_MISSING, "there is no such file", is_lasting=False)
     code = FailureCode.IO_ERROR if error.errno == errno.EIO else FailureCode.SOURCE_UNREADABLE

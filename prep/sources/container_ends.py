@@ -1,7 +1,8 @@
-"""Whether a source file is as long as its own structure says, for containers that libav reads to any end in silence.
+"""Detection of truncated files, for containers that libav reads to any end without an error.
 
-Only sizes in headers are followed, from one element to the next: a file of hours costs a few kilobytes. MPEG-TS,
-MPEG-PS and raw streams state no sizes; a cut there loses its frames unnoticed.
+Only the sizes in headers are followed, from one element to the next, so that hours of video cost a few kilobytes of
+reading. MPEG-TS, MPEG-PS and raw streams contain no sizes: if such a file is truncated, the missing frames go
+unnoticed.
 """
 
 import os
@@ -16,7 +17,9 @@ _BOX_TYPES_OF_MEDIA = frozenset({b"mdat", b"moof", b"moov"})
 
 
 def missing_end(path: Path, *, format_name: str) -> str | None:
-    """What the structure of a file says of bytes that are not there; None for a whole file, and where it says nothing.
+    """Return what is missing at the end of a truncated file, or None.
+
+    None is returned for a complete file, and if the structure of the file does not tell.
 
     Args:
         format_name: libav's name of the demuxer.
@@ -41,7 +44,7 @@ def _matroska(file: BinaryIO, size_bytes: int) -> str | None:
             return _cut("an element's header", size_bytes + 1, size_bytes) if len(head) < 12 and any(head) else None
         element, header_bytes, length = header
         position += header_bytes
-        if length is None:  # a live stream: its clusters and their blocks follow, as if they were on one level
+        if length is None:  # live stream: descend into it and treat clusters and blocks as one level
             if element not in (_SEGMENT, _CLUSTER):
                 return None
             continue
@@ -56,9 +59,9 @@ def _matroska(file: BinaryIO, size_bytes: int) -> str | None:
 
 
 def ebml_header(head: bytes) -> tuple[int, int, int | None] | None:
-    """(id, bytes of the header, bytes of the content or None for unknown) of the EBML element that `head` begins with.
+    """Return (id, header size, content size or None if unknown), in bytes, of the EBML element at the start of `head`.
 
-    None when `head` is too short for it, or is none (RFC 8794, sections 4 to 6).
+    Returns None if `head` is too short or does not begin with an element (RFC 8794, sections 4 to 6).
     """
     id_bytes = 9 - head[0].bit_length() if head else 9
     if id_bytes > 4 or len(head) <= id_bytes:
@@ -79,7 +82,7 @@ def _asf(file: BinaryIO, size_bytes: int) -> str | None:
         head = file.read(24)
         length = int.from_bytes(head[16:], "little")
         if head[:16] == _ASF_DATA:
-            # 0 or nothing but the header: a live stream.
+            # A size of 0, or of only the header, denotes a live stream.
             return _cut("its data", position + length, size_bytes) if position + length > size_bytes else None
         if length < 24:
             return None
@@ -125,7 +128,7 @@ def _mp4(file: BinaryIO, size_bytes: int) -> str | None:
         length = int.from_bytes(head[:4], "big")
         if length == 1 and len(head) == 16:
             length = int.from_bytes(head[8:], "big")
-        if length < 8:  # 0: to the end of the file
+        if length < 8:  # 0 means up to the end of the file
             return None
         if position + length > size_bytes and head[4:8] in _BOX_TYPES_OF_MEDIA:
             return _cut(f"box {head[4:8].decode()}", position + length, size_bytes)
@@ -151,7 +154,7 @@ def _flv(file: BinaryIO, size_bytes: int) -> str | None:
 
 
 def _flv_ends_well(file: BinaryIO, size_bytes: int) -> bool:
-    """Whether the last four bytes tell the size of a tag that lies right before them, as each tag's do."""
+    """Return True if the last four bytes hold the size of the tag right before them, as they do after every tag."""
     file.seek(size_bytes - 4)
     tag_bytes = int.from_bytes(file.read(4), "big")
     begin = size_bytes - 4 - tag_bytes

@@ -1,7 +1,7 @@
-"""Looking at source files where one of them may be on a mount that does not answer.
+"""Checking source files, some of which may be on a mount that does not respond.
 
-A thread that waits inside the kernel cannot be ended. Each look has a time limit, after which its thread is left behind
-and another one takes the files that it had before it; such threads do not hold up the end of the program.
+A thread blocked inside the kernel cannot be terminated. Each check therefore has a timeout, after which its thread is
+abandoned and another thread takes over its remaining files. Abandoned threads do not delay the exit of the program.
 """
 
 import os
@@ -17,8 +17,8 @@ import pyarrow as pa
 from prep.core.failures import FailureCode, SourceFailure
 from prep.sources.access import access_failure, source_fingerprint
 
-LOOK_LIMIT_S = 60.0  # of one file
-_SHORT_LIMIT_S = 1.0  # of the others in a folder where one did not answer: a dead mount may hold thousands
+LOOK_LIMIT_S = 60.0  # timeout per file
+_SHORT_LIMIT_S = 1.0  # timeout for other files in a folder where one timed out: a dead mount may hold thousands
 _SLICE = 4096
 _TICK_S = 0.5
 NO_FILE = -1
@@ -26,12 +26,12 @@ NO_FILE = -1
 
 @dataclass(frozen=True)
 class Looks:
-    """What was seen of files.
+    """Size and modification time of files.
 
     Attributes:
-        size_bytes: int64 [files]; NO_FILE where it could not be seen.
-        mtime_ns: time of the last change, int64 [files]; 0 where it could not be seen.
-        failures: row -> why it could not be seen.
+        size_bytes: int64 [files]; NO_FILE if the file could not be checked.
+        mtime_ns: modification time, int64 [files]; 0 if the file could not be checked.
+        failures: row -> why the file could not be checked.
     """
 
     size_bytes: np.ndarray
@@ -40,7 +40,7 @@ class Looks:
 
 
 def look_at_sources(paths: pa.ChunkedArray, *, num_threads: int) -> Looks:
-    """Size and time of change of each of `paths`."""
+    """Return the size and modification time of each of `paths`."""
     looks = Looks(np.full(len(paths), NO_FILE, np.int64), np.zeros(len(paths), np.int64), {})
     waiting: SimpleQueue[_Slice] = SimpleQueue()
     ended: SimpleQueue[_Slice] = SimpleQueue()
@@ -81,10 +81,10 @@ def look_at_sources(paths: pa.ChunkedArray, *, num_threads: int) -> Looks:
 
 
 def current_fingerprint(path: Path) -> str:
-    """`source_fingerprint`, which is given up after `LOOK_LIMIT_S`.
+    """Return `source_fingerprint`, with a timeout of `LOOK_LIMIT_S`.
 
     Raises:
-        SourceFailure: timeout, and what `source_fingerprint` raises.
+        SourceFailure: timeout, or any failure that `source_fingerprint` raises.
     """
     answer: SimpleQueue[str | SourceFailure] = SimpleQueue()
 
@@ -107,7 +107,7 @@ def current_fingerprint(path: Path) -> str:
 
 @dataclass(eq=False)
 class _Slice:
-    """Some of the paths, the first of which is row `begin`, and what was found of them so far."""
+    """A slice of the paths, beginning at row `begin`, with the results so far."""
 
     begin: int
     paths: list[str]
@@ -116,7 +116,7 @@ class _Slice:
     is_given_up: bool = False
 
     def look(self) -> None:
-        mine = self.found  # `give_up` puts another list in its place
+        mine = self.found  # `give_up` assigns a new list
         for path in self.paths:
             self.since_s = time.monotonic()
             found: tuple[int, int] | SourceFailure
@@ -137,7 +137,7 @@ class _Slice:
         return time.monotonic() - self.since_s > min(LOOK_LIMIT_S, _SHORT_LIMIT_S if is_slow else LOOK_LIMIT_S)
 
     def give_up(self) -> "_Slice":
-        """Leaves the thread alone with the path that it waits for; what is left, that path first."""
+        """Abandon the thread blocked on a path; return that path and those after it as a new slice."""
         self.is_given_up = True
         self.found = self.found[:]
         return _Slice(self.begin + len(self.found), self.paths[len(self.found) :])

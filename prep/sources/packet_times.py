@@ -1,4 +1,4 @@
-"""When a video begins and ends, and whether it is all there: from an MP4's index, or from demuxing all of a file."""
+"""When a video begins and ends, and whether it is complete: from the index of an MP4, or by demuxing the whole file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,17 @@ from av.video.stream import VideoStream
 
 from prep.core.failures import FailureCode, SourceFailure
 
-# Containers round and pad the durations in their headers; a cut that loses less than this cannot be told from that.
+# Containers round and pad the durations in their headers; truncation that loses less than this cannot be detected.
 _HEADER_SLACK_S = Fraction(1)
-# In the others a duration in the header is none that was written there: libav estimates it from the bitrate.
+# In other containers, the duration was not read from the header: libav estimates it from the bitrate.
 _PROMISING = ("matroska", "avi", "mp4", "flv", "asf", "mxf", "ivf")
-# In these it is when the last frame ends, wherever the first one begins; elsewhere it is the length from the start.
+# In these, the duration is the end time of the last frame, whenever the first frame starts; in all others, it is
+# counted from the start time.
 _DURATION_IS_END = ("matroska", "asf")
-# Packets in a row, without a container: where libav counts times for them, they are others after a seek.
+# Packets without a container. The timestamps that libav generates for them change after a seek.
 _RAW = frozenset({"h264", "hevc", "mpegvideo"})
-# Damaged times claim centuries. A video may last a day, or ten minutes for each of its frames, and no frame an hour.
+# Limits that reject damaged timestamps, which can span centuries. In total: a day, or 600 seconds per frame if that is
+# more; for a single frame: an hour.
 _LONGEST_S, _LONGEST_MEAN_FRAME_S, _LONGEST_FRAME_S = 24 * 3600, 600, 3600
 
 
@@ -27,8 +29,8 @@ class VideoTimes:
     """Times of a video stream in seconds.
 
     Attributes:
-        end_s: when the last frame ends, from the container's start.
-        key_gap_s: longest time between two key frames; 0 where an index lists them.
+        end_s: end of the last frame, relative to the container's start.
+        key_gap_s: longest time between two key frames; 0 if the file has an index of them.
     """
 
     end_s: Fraction
@@ -36,13 +38,16 @@ class VideoTimes:
 
 
 def is_indexed(container: InputContainer, stream: VideoStream) -> bool:
-    """Whether the file lists the place of each packet of the stream, which proves its end without reading it."""
+    """Return True if the file has an index with the position of each packet.
+
+    The index gives the end time without reading the whole file.
+    """
     is_listed = "mp4" in container.format.name and bool(stream.duration) and stream.frames > 0
     return is_listed and stream.frames == len(stream.index_entries)
 
 
 def indexed_times(container: InputContainer, stream: VideoStream, *, size_bytes: int) -> VideoTimes:
-    """Times of a stream that `is_indexed`.
+    """Return the times of a stream for which `is_indexed` is True.
 
     Raises:
         SourceFailure: source_truncated, zero_duration or bad_timestamps.
@@ -58,11 +63,11 @@ def indexed_times(container: InputContainer, stream: VideoStream, *, size_bytes:
 
 
 def demuxed_times(container: InputContainer, *, video_index: int, on_read: Callable[[], None]) -> VideoTimes:
-    """Times of a video stream from the packets of all streams, each of which is read once.
+    """Return the times of a video stream by reading the packets of all streams once.
 
     Args:
-        container: just opened, nothing read.
-        video_index: of the stream in the container.
+        container: a container just opened, from which nothing has been read.
+        video_index: index of the stream in the container.
         on_read: called for every packet.
 
     Raises:
@@ -90,7 +95,7 @@ def demuxed_times(container: InputContainer, *, video_index: int, on_read: Calla
     if not any(name in container.format.name for name in _DURATION_IS_END):
         promised_s += start_s
     if container.format.name == "avi" and video.average_rate:
-        # libav shortens an AVI's durations to what the file holds; the frame count in its header stays.
+        # libav reduces the duration of an AVI to what the file holds, but keeps the frame count of the header.
         promised_s = max(promised_s, video.frames / video.average_rate)
     promises = any(name in container.format.name for name in _PROMISING)
     if promises and seen.any_end_s < promised_s - _HEADER_SLACK_S:
@@ -105,7 +110,7 @@ def demuxed_times(container: InputContainer, *, video_index: int, on_read: Calla
 
 @dataclass
 class _Seen:
-    """What the packets say; the numbers are of the video's, `num_untimed` of those before the first that has a time."""
+    """Statistics of the video packets; `num_untimed` counts those before the first packet with a timestamp."""
 
     video_end_s: Fraction
     any_end_s: Fraction

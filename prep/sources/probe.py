@@ -1,14 +1,14 @@
-"""What a source file says and proves about itself, before anything is encoded.
+"""Probing a source file: reading and verifying its properties before anything is encoded.
 
-An MP4's index lists the place of every packet, so that a truncated file is known without reading it. Other
-containers are demuxed once from end to end (no decoding). One frame is decoded in every case: it has the true size
-and rotation.
+The index of an MP4 lists the position of every packet, so that truncation is detected without reading the file. Other
+containers are demuxed once from end to end, without decoding. In every case one frame is decoded, to obtain the actual
+size and rotation.
 
-A file is only opened as one of `DEMUXERS`, through the file protocol: a playlist or a concat script that poses as a
-video is refused, and nothing else is read on its behalf.
+Files are opened only with the demuxers in `DEMUXERS` and through the file protocol: a playlist or concat script
+disguised as a video is refused, so that it cannot make libav read other files.
 
-`prep.sources.probe_processes` runs this in processes of their own: a file that hangs, crashes or bloats its reader
-costs that process alone.
+`prep.sources.probe_processes` runs this in separate processes: a file that hangs or crashes its reader, or exhausts its
+memory, affects only that process.
 """
 
 import errno
@@ -32,10 +32,10 @@ from shards.containers import CONTAINERS, FILE_PROTOCOLS
 
 DEMUXERS = f"{CONTAINERS},h264,hevc"
 PROTOCOLS = FILE_PROTOCOLS
-# A seek in these lands on any packet, not on a key frame: they list none.
+# In these formats a seek lands on any packet instead of a key frame, because they have no list of key frames.
 _BLIND_SEEKS = frozenset({"mpegts", "mpeg", "wtv", "rm"})
-_MAX_PIXEL_ASPECT = 64  # beyond, a few rows of a damaged header would become a picture of gigabytes
-# Trouble of the machine rather than of the file: it may have passed at the next look.
+_MAX_PIXEL_ASPECT = 64  # beyond it, a few rows in a damaged header would become a picture of gigabytes
+# Errors of the machine rather than of the file; they may be gone at the next probe.
 _OF_THE_MACHINE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.ENODEV}
     | {errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
@@ -44,17 +44,18 @@ _OF_THE_MACHINE = frozenset(
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What the plan and the encoder need to know of a source.
+    """Properties of a source that the plan and the encoder need.
 
     Attributes:
         fingerprint: SHA-256 (hex) over size, first and last MiB.
-        size_bytes: of the file.
-        end_s: when the last video frame ends, in seconds from the container's start, as players count.
-        fps: frames per second, averaged where they vary.
-        width: of the picture as shown, pixels: rotated, with square pixels.
-        height: likewise.
-        codec: libav's name of it.
-        key_gap_s: longest time between two key frames, where a seek may land between them; 0 where it lands on one.
+        size_bytes: size of the file.
+        end_s: end of the last video frame in seconds from the container's start, as players count.
+        fps: frame rate in frames per second; the average if it varies.
+        width: display width in pixels, after rotation and with square pixels.
+        height: display height in pixels, likewise.
+        codec: libav's name of the codec.
+        key_gap_s: longest time in seconds between two key frames if a seek may land between them; 0 if a seek lands on
+            a key frame.
     """
 
     fingerprint: str
@@ -68,10 +69,10 @@ class SourceFacts:
 
 
 def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFacts:
-    """Reads the facts of one source.
+    """Probe one source.
 
     Args:
-        on_read: called for every packet that is read, as a sign of life.
+        on_read: called for every packet read, as a heartbeat.
 
     Raises:
         SourceFailure: source_missing, source_unreadable, source_truncated, no_video, zero_duration, bad_timestamps,
@@ -97,7 +98,7 @@ def probe(path: Path, *, on_read: Callable[[], None] = lambda: None) -> SourceFa
         codec, index = stream.codec_context.codec.canonical_name, stream.index
         is_blind = container.format.name in _BLIND_SEEKS
     if times is None:
-        # Opened anew: not every container can be read from its beginning again.
+        # Opened again because not every container can be rewound.
         with _opened(path) as container, _named(FailureCode.SOURCE_TRUNCATED, "reading stops inside the file"):
             times = demuxed_times(container, video_index=index, on_read=on_read)
     return SourceFacts(
@@ -125,7 +126,7 @@ def _opened(path: Path) -> Iterator[InputContainer]:
 
 
 def _first_video(container: InputContainer) -> VideoStream | None:
-    """The first video stream that is not a cover picture: the one that `-map 0:V:0` takes."""
+    """Return the first video stream that is not an attached picture: the one selected by `-map 0:V:0`."""
     for stream in container.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic:
             return stream
@@ -135,7 +136,7 @@ def _first_video(container: InputContainer) -> VideoStream | None:
 def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, int]:
     if stream.codec_context is None:
         raise SourceFailure(FailureCode.DECODE_ERRORS, "there is no decoder for its video stream")
-    stream.codec_context.thread_count = 1  # for one frame, more threads are more memory
+    stream.codec_context.thread_count = 1  # only one frame is decoded; more threads would use more memory
     with _named(FailureCode.DECODE_ERRORS, "no frame can be decoded"):
         frame = next(container.decode(stream), None)
     if frame is None:
@@ -149,7 +150,7 @@ def _shown_size(container: InputContainer, stream: VideoStream) -> tuple[int, in
 
 @contextmanager
 def _named(code: FailureCode, what: str) -> Iterator[None]:
-    """What libav raises inside becomes the failure `code`; what it raises is one of these, whatever the file holds."""
+    """Convert the errors that libav raises inside the block, whatever the file contains, to failure `code`."""
     try:
         yield
     except MemoryError:
@@ -159,5 +160,5 @@ def _named(code: FailureCode, what: str) -> Iterator[None]:
         is_lasting = error.errno not in _OF_THE_MACHINE
         message = f"{what}: {error.strerror or error}"
         raise SourceFailure(code, message, is_lasting=is_lasting) from None
-    except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot express
+    except (ValueError, ArithmeticError) as error:  # times or sizes that PyAV cannot represent
         raise SourceFailure(code, f"{what}: {type(error).__name__}: {error}") from None

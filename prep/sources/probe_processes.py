@@ -1,11 +1,12 @@
-"""Probing many sources in processes of their own, so that what one source does to its reader befalls that source alone.
+"""Probing many sources in separate processes, so that a problem with one source does not affect the others.
 
-A hostile or damaged file can make its reader wait for ever (a dead mount), crash, or take all memory. A reader that
-shows no sign of life for `SILENCE_LIMIT_S` is killed, as is one that ends by itself; its source has failed by name and
-a new reader takes the others. A process that even SIGKILL does not end (it waits inside the kernel) is left behind.
+A hostile or damaged file can make its reader block for ever (a dead mount), crash, or use all memory. A reader without
+a heartbeat for `SILENCE_LIMIT_S` is killed. When a reader is killed or exits, its current source gets a failure code
+and a new reader takes the remaining ones. A process that even SIGKILL cannot terminate (blocked inside the kernel) is
+abandoned.
 
-The reader's side is `serve`: it reads lines of JSON strings (paths) and writes lines of JSON objects, of which the last
-for each path has `facts` or `failure`, and the others are signs of life. It imports nothing but libav: 0.1 s.
+`serve` runs in the reader. It reads paths as lines of JSON strings and writes lines of JSON objects: heartbeats and, as
+the last line for each path, an object with `facts` or `failure`. It imports nothing but libav, which takes 0.1 s.
 """
 
 import json
@@ -26,26 +27,27 @@ from prep.core.failures import FailureCode, SourceFailure
 from prep.engines import die_with_parent
 from prep.sources.probe import SourceFacts, probe
 
-SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease hold up an `open` (45 s)
-MEMORY_LIMIT_BYTES = 4 << 30  # of address space: enough for a frame of 16k and what it refers to
+SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
+MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
 _SIGN_OF_LIFE_S = 1.0
-_GIVEN_AT_ONCE = 4  # so that a reader has the next source when it has read one
-_IMPATIENCE_S = 0.1  # until another reader is started beside those that are still busy
+_GIVEN_AT_ONCE = 4  # so that a reader always has its next source
+_IMPATIENCE_S = 0.1  # delay before another reader is started while all are busy
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.sources.probe_processes import serve; serve()"
 
 
 def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-    """Probes every path: its number in `paths` and what came of it, in the order in which they end.
+    """Probe every path; yield (index in `paths`, result) in order of completion.
 
     Args:
-        max_processes: readers at a time; there are fewer as long as the answers come quickly.
+        max_processes: maximum number of readers; fewer are started while answers arrive quickly.
     """
     waiting, again = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers: list[_Reader] = []
     num_answered = 0
     try:
         while True:
-            # Towards the end one at a time: what is given to a reader that hangs waits for its end.
+            # Near the end, sources are given out one at a time: those queued at a reader that hangs have to wait until
+            # it is killed.
             ahead = min(_GIVEN_AT_ONCE, 1 + (len(paths) - num_answered) // (_GIVEN_AT_ONCE * max_processes))
             for reader in readers:
                 while len(reader.given) < ahead and (question := _next(again, waiting)) is not None:
@@ -79,35 +81,35 @@ def _next(again: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> 
 
 
 class _Reader:
-    """One process that probes the sources that it is given, one after the other."""
+    """A process that probes the sources given to it, one after another."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # read when it has ended; it says nothing before
-            process_group=0,  # Ctrl-C is for the driver
+            stderr=subprocess.PIPE,  # read after it has exited; it writes nothing before
+            process_group=0,  # Ctrl-C is handled by the driver
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._questions, self._answers = self._process.stdin, self._process.stdout
         self.descriptor = self._answers.fileno()
         self._unread = b""
         self._heard_s = 0.0
-        self.given: deque[tuple[int, str]] = deque()  # sources without an answer; it reads the first
+        self.given: deque[tuple[int, str]] = deque()  # sources without an answer; the first one is being read
         self.is_alive = True
 
     def give(self, number: int, path: str) -> None:
-        """Asks for the source `path`, after those that were asked for before."""
+        """Queue the source `path`, after those given before."""
         if not self.given:
             self._heard_s = time.monotonic()
         self.given.append((number, path))
-        with suppress(BrokenPipeError):  # its end is seen by the end of its answers
+        with suppress(BrokenPipeError):  # its exit is detected at the end of its answers
             self._questions.write(json.dumps(path).encode() + b"\n")
             self._questions.flush()
 
     def outcomes(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
-        """What came of sources since the last call; `is_ready`: there is something to read."""
+        """Yield the results since the last call. `is_ready` tells whether there is data to read."""
         if not is_ready:
             if time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
                 self.end()
@@ -138,7 +140,7 @@ class _Reader:
         return SourceFailure(FailureCode.PROBE_FAILED, message, is_lasting=False)
 
     def end(self) -> None:
-        """Ends the process, if it can be ended."""
+        """Terminate the process, if that is possible."""
         self.is_alive = False
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -151,11 +153,11 @@ class _Reader:
 
 
 def serve() -> None:
-    """The reader: answers the paths of standard input until it ends."""
+    """Main function of the reader: probe the paths on standard input until it is closed."""
     die_with_parent()
     _limit_memory()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what else is printed must not look like an answer
+    os.dup2(2, 1)  # other output must not be mistaken for an answer
     for line in sys.stdin.buffer:
         answer = _answer(json.loads(line), on_sign=lambda: answers.write(b"{}\n"))
         answers.write(json.dumps(answer).encode() + b"\n")

@@ -1,9 +1,9 @@
-"""Probes of all sources of a manifest, kept in `<data>/probes.parquet` so that an unchanged file is never read twice.
+"""Probes of all sources of a manifest, stored in `<data>/probes.parquet` so that an unchanged file is never read twice.
 
-A file counts as unchanged while its path, size and modification time are. A failure is kept likewise where it lies in
-the file; one that the machine may have caused (permissions, a mount, a time limit) is looked into at every run. A
-source that cannot be read any more keeps the facts of its last good probe beside the failure: chunks that were made of
-it stay, although the file may be gone.
+A file counts as unchanged if its path, size and modification time are the same. Failures caused by the file are stored
+likewise; failures that the machine may have caused (permissions, a mount, a timeout) are probed again in every run. If
+a source becomes unreadable, the properties from its last successful probe are kept beside the failure: chunks made from
+it are kept, although the file may be gone.
 """
 
 import time
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from prep.sources.probe import SourceFacts
 
 _SAVE_INTERVAL_S = 30.0
-_NEVER = -1  # a time of change that no file has: the row is not kept for the next run
-# Goes up when probes begin to accept what they refused before: older failures are then looked into again.
+_NEVER = -1  # an impossible modification time: the row is not reused by the next run
+# Increment this when probes begin to accept files that they used to reject: older failures are then probed again.
 _RULES = {b"probe_rules": b"2"}
 
 PROBES = pa.schema(
     [
         pa.field("path", pa.string(), nullable=False),
-        pa.field("size_bytes", pa.int64(), nullable=False),  # NO_FILE: it could not be looked at
+        pa.field("size_bytes", pa.int64(), nullable=False),  # NO_FILE if the file could not be checked
         pa.field("mtime_ns", pa.int64(), nullable=False),
-        pa.field("code", pa.string()),  # why it cannot be read now; null when it can
+        pa.field("code", pa.string()),  # failure code if the file cannot be read now, otherwise null
         pa.field("message", pa.string()),
         pa.field("fingerprint", pa.string()),
         pa.field("end_s", pa.float64()),
@@ -50,10 +50,10 @@ PROBES = pa.schema(
 
 
 def read_probes(data_dir: Path) -> pa.Table:
-    """The probes as they were stored last (schema PROBES), empty where missing or damaged; no source is read.
+    """Return the stored probes (schema PROBES); empty if they are missing or damaged. No source is read.
 
     Raises:
-        OSError: they are there, and cannot be read now: no reason to forget sources that have gone since.
+        OSError: the file exists but cannot be read now; discarding it would lose what is known of vanished sources.
     """
     try:
         return read_table_file(data_dir / PROBES_FILE, schema=PROBES)
@@ -69,11 +69,11 @@ def probe_sources(
     again_failed: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
-    """Probes of `paths`, one row each in their order (schema PROBES); reads only files that are new or have changed.
+    """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
 
     Args:
-        num_workers: threads that look at the files, and most processes that read them.
-        again_failed: also probe again what failed before, though its file looks the same.
+        num_workers: number of threads that check the files, and maximum number of processes that read them.
+        again_failed: also probe files that failed before, even if they are unchanged.
         on_progress: called with (probed, to probe).
     """
     looks = look_at_sources(paths, num_threads=num_workers)
@@ -92,7 +92,7 @@ def probe_sources(
     source = np.where(hit, rows, -1)
 
     def assembled() -> pa.Table:
-        """Known rows and those probed so far, in the order of `paths`; rows not probed yet are left out."""
+        """Return the known rows and those probed so far, in the order of `paths`; rows not probed yet are left out."""
         both = pa.concat_tables([known.cast(PROBES), pa.Table.from_pylist(fresh, schema=PROBES)])
         return both.take(pa.array(source[source >= 0])).combine_chunks()
 
@@ -115,19 +115,20 @@ def probe_sources(
 def _outcomes(
     paths: pa.ChunkedArray, todo: list[int], failures: dict[int, SourceFailure], *, num_workers: int
 ) -> "Iterator[tuple[int, SourceFacts | SourceFailure]]":
-    """What came of each of the rows `todo`; those with `failures` could not even be looked at."""
+    """Yield the result for each row in `todo`; rows in `failures` could not even be checked."""
     yield from ((row, failures[row]) for row in todo if row in failures)
     readable = [row for row in todo if row not in failures]
     if readable:
         from prep.sources.probe_processes import probe_each
 
-        # Size and time stay as found before the probe: if the file grew meanwhile, the next run sees it.
+        # Size and modification time are those from before the probe: if the file grew meanwhile, the next run notices
+        # it.
         given = paths.take(pa.array(readable)).to_pylist()
         yield from ((readable[number], outcome) for number, outcome in probe_each(given, max_processes=num_workers))
 
 
 def _record(seen: dict[str, Any], outcome: "SourceFacts | SourceFailure", *, old: dict[str, Any]) -> dict[str, Any]:
-    """A row of PROBES."""
+    """Return a row of PROBES."""
     if not isinstance(outcome, SourceFailure):
         return asdict(outcome) | seen
     failure = {"code": str(outcome.code), "message": outcome.message}
@@ -137,14 +138,14 @@ def _record(seen: dict[str, Any], outcome: "SourceFacts | SourceFailure", *, old
 
 
 def _rows_of(paths: pa.ChunkedArray, *, known: pa.ChunkedArray) -> np.ndarray:
-    """Row of each path in `known`, or -1; int64."""
-    if known.equals(paths):  # as a rule; a table of a million paths to search in would take 200 MB
+    """Return the row of each path in `known`, or -1; int64."""
+    if known.equals(paths):  # the usual case; a lookup table of a million paths would take 200 MB
         return np.arange(len(paths))
     return np.asarray(pc.fill_null(pc.index_in(paths, value_set=known), -1)).astype(np.int64)
 
 
 def _write_cache(data_dir: Path, table: pa.Table) -> None:
-    # `prep plan` writes it too, and holds no column.
+    # `prep plan` also writes this file, without holding a column.
     with folder_lock(data_dir):
         remove_temporaries(data_dir, of=lambda target: target == PROBES_FILE)
         write_table_file(data_dir / PROBES_FILE, table)

@@ -1,4 +1,4 @@
-"""Writing pictures as a video file, in this process (PyAV)."""
+"""Encoding pictures as a video file in this process, with PyAV."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Times are given in quarters of a frame, so that variable rates stay exact in the container's time base.
+# Timestamps are in quarters of a frame, so that variable frame rates stay exact in the container's time base.
 TICKS_PER_FRAME = 4
 _UNITY, _UNITY_W = 1 << 16, 1 << 30
 
@@ -25,15 +25,15 @@ def encode_video(
     pixel_format: str = "yuv420p",
     options: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes one video track.
+    """Write a file with one video track.
 
     Args:
-        pictures: arrays in `picture_format` (a name of FFmpeg's: gray, yuv420p, ...), one a frame.
-        ticks: presentation time of each in units of 1 / (TICKS_PER_FRAME x fps) seconds, rising.
+        pictures: one array per frame in `picture_format` (an FFmpeg pixel format: gray, yuv420p, ...).
+        ticks: presentation timestamp of each frame in units of 1 / (TICKS_PER_FRAME x fps) seconds, ascending.
     """
     import av
 
-    # One thread: the bytes must not depend on the machine.
+    # Single-threaded, because the bytes must not depend on the machine.
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps, options={"threads": "1", **(options or {})})
         if not isinstance(stream, av.VideoStream):
@@ -49,12 +49,13 @@ def encode_video(
 
 
 def set_rotation(path: Path, *, degrees: int, width: int, height: int) -> None:
-    """Sets the display matrix of an MP4's first track: players turn its pictures clockwise by `degrees`.
+    """Set the display matrix of an MP4's first track: players rotate its pictures clockwise by `degrees`.
 
     The muxer has no option for this, so the matrix is written into the track header box (ISO 14496-12, 8.3.2).
 
     Args:
-        width: of the pictures as they are coded; height likewise.
+        width: coded width of the pictures.
+        height: coded height of the pictures.
     """
     matrices = {
         90: (0, _UNITY, 0, -_UNITY, 0, 0, height * _UNITY, 0, _UNITY_W),

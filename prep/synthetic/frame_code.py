@@ -1,8 +1,8 @@
-"""A frame's number, written in its pixels so that scaling and compression leave it readable.
+"""Frame numbers drawn into the pixels, so that they remain readable after scaling and compression.
 
-The picture is a grid of 8 x 4 black or white cells: 20 bits of number, 12 bits of its CRC-32, row by row, high
-bits first. A cell is read from the mean of its middle, so any size from about 32 x 16 pixels will do. Two frames
-blended into one give grey cells, and a grey cell is an error.
+The picture is a grid of 8 x 4 black or white cells: 20 bits of the number and 12 bits of its CRC-32, row by row, most
+significant bit first. A cell is read as the mean of its central region, so that any size from about 32 x 16 pixels
+works. Blending two frames produces grey cells, and a grey cell is an error.
 """
 
 import zlib
@@ -16,7 +16,7 @@ _DARK_BELOW, _LIGHT_ABOVE = 96, 160
 
 
 def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
-    """The picture of `number`, uint8[height, width] of 0 and 255.
+    """Draw `number` as a picture, uint8[height, width] of 0 and 255.
 
     Raises:
         ValueError: `number` is not in [0, MAX_FRAME_NUMBER].
@@ -32,10 +32,10 @@ def draw_frame_number(number: int, *, width: int, height: int) -> np.ndarray:
 
 
 def read_frame_number(picture: np.ndarray) -> int:
-    """The number in a picture of any size: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
+    """Read the number in a picture of any size: [H, W] grey or [H, W, 3] RGB, values 0 to 255.
 
     Raises:
-        ValueError: a cell is neither black nor white, or the check bits do not fit.
+        ValueError: a cell is neither black nor white, or the check bits do not match.
     """
     grey = picture.astype(np.float32)
     if grey.ndim == 3:

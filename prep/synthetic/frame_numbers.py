@@ -1,4 +1,7 @@
-"""Videos whose pixels say which frame they are, in the awkward forms that real files come in."""
+"""Videos with numbered frames and the irregularities of real files.
+
+These are start offsets, variable frame rates, rotation and open GOPs.
+"""
 
 from fractions import Fraction
 from itertools import accumulate, cycle, islice
@@ -10,7 +13,7 @@ from manifests.publish import published
 from prep.synthetic.encode import TICKS_PER_FRAME, encode_video, set_rotation
 from prep.synthetic.frame_code import draw_frame_number
 
-# Durations of a variable-rate video's frames, in ticks, repeated; their mean is TICKS_PER_FRAME.
+# Frame durations of a variable-frame-rate video in ticks, repeated; their mean is TICKS_PER_FRAME.
 VARIABLE_DURATIONS = (4, 4, 6, 2, 8, 3, 1, 4)
 
 
@@ -30,15 +33,15 @@ def write_frame_number_video(
     gop: int = 250,
     first_number: int = 0,
 ) -> None:
-    """Writes a video whose n-th frame reads `first_number` + n (`read_frame_number`); it is published whole.
+    """Write a video whose n-th frame shows the number `first_number` + n (`read_frame_number`), and publish it.
 
     Args:
-        width: as a player shows it, that is after rotation; height likewise. Odd sizes need a pixel format
-            without subsampled chroma (yuv444p), or a codec that takes them (mpeg4, mjpeg).
+        width: display width, after rotation; likewise height. Odd sizes need a pixel format without chroma subsampling
+            (yuv444p), or a codec that supports them (mpeg4, mjpeg).
         start_offset_s: presentation time of the first frame, rounded to a quarter of a frame.
-        variable_rate: frames last as in VARIABLE_DURATIONS; the mean rate is `fps`.
-        rotation_degrees: 0, 90, 180 or 270 clockwise, by the display matrix; pictures are coded turned back.
-        open_gop: key frames may be followed by frames that need the group before (libx264 and libx265).
+        variable_rate: use the frame durations VARIABLE_DURATIONS; the mean frame rate is `fps`.
+        rotation_degrees: 0, 90, 180 or 270 clockwise, stored in the display matrix; pictures are coded rotated back.
+        open_gop: allow frames after a key frame to depend on the previous GOP (libx264 and libx265).
     """
     turned = rotation_degrees in {90, 270}
     coded_width, coded_height = (height, width) if turned else (width, height)
@@ -68,7 +71,10 @@ def write_frame_number_video(
 def frame_times_s(
     num_frames: int, *, fps: Fraction, start_offset_s: float = 0.0, variable_rate: bool = False
 ) -> np.ndarray:
-    """Presentation time of each frame in the file, float64[num_frames]; subtract the first for the time shown."""
+    """Return the presentation time of each frame in the file, float64[num_frames].
+
+    Subtract the first value to obtain the times shown by a player.
+    """
     ticks = _ticks(num_frames, fps=fps, start_offset_s=start_offset_s, variable_rate=variable_rate)
     return np.array([float(tick / (fps * TICKS_PER_FRAME)) for tick in ticks])
 

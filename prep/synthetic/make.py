@@ -1,4 +1,4 @@
-"""Making a synthetic data set: the files, and the reading that goes into the manifest."""
+"""Making a synthetic data set: the video files, and the reading that is written to the manifest."""
 
 import hashlib
 import os
@@ -19,16 +19,16 @@ from prep.synthetic.frame_numbers import write_frame_number_video
 from prep.synthetic.shapes import HEIGHT, WIDTH, Scene, draw_scenes, plan_scenes
 
 LABELS = {f"label_{name}": pa.string() for name in ("colour", "shape", "motion")}
-# Part of every file's name: raise it when the same settings make other pictures.
+# Part of every file name: increment it when the same settings produce different pictures.
 GENERATION = 2
-# Real collections mix rates.
+# Several, because real collections mix frame rates.
 FRAME_RATES = (Fraction(30), Fraction(30000, 1001), Fraction(25), Fraction(24))
-VIDEOS_PER_VAL = 5  # every fifth video is held out
+VIDEOS_PER_VAL = 5  # every fifth video is in the split val
 FRAME_NUMBER_CAPTION_S = 5.0
 
 
 class Mode(StrEnum):
-    """What the videos show."""
+    """Content of the videos."""
 
     SHAPES = "shapes"
     FRAME_NUMBERS = "frame-numbers"
@@ -36,7 +36,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class SyntheticVideo:
-    """One video to make; its name says all that its pixels depend on."""
+    """One video to make; its file name includes everything that its pixels depend on."""
 
     mode: Mode
     number: int
@@ -61,7 +61,7 @@ class SyntheticVideo:
         return VAL if self.number % VIDEOS_PER_VAL == VIDEOS_PER_VAL - 1 else TRAIN
 
     def captions(self) -> list[tuple[float, float, str, dict[str, str]]]:
-        """(begin_s, end_s, text, labels) of what it shows, in order, without gaps."""
+        """Return the captions as (begin_s, end_s, text, labels), in order and without gaps."""
         if self.mode is Mode.SHAPES:
             return [(scene.begin_s, scene.end_s, scene.text, scene.labels) for scene in self._scenes()]
         captions: list[tuple[float, float, str, dict[str, str]]] = []
@@ -74,7 +74,7 @@ class SyntheticVideo:
         return captions
 
     def write(self, path: Path) -> None:
-        """Encodes the video and publishes it as `path`."""
+        """Encode the video and publish it as `path`."""
         if self.mode is Mode.FRAME_NUMBERS:
             write_frame_number_video(path, num_frames=self.num_frames, fps=self.fps, width=WIDTH, height=HEIGHT)
             return
@@ -107,12 +107,12 @@ def make_synthetic(
     dataset: str = "synthetic",
     on_video: Callable[[int], None] = lambda num_done: None,
 ) -> Reading:
-    """Makes the videos that are not there yet, and reads them all as a data set.
+    """Make the videos that do not exist yet, and read all of them as a data set.
 
     Args:
-        directory: where the files go; it is made if need be.
-        minutes: length of each video.
-        on_video: called with the number of videos that are there, after each one.
+        directory: folder for the files; it is created if missing.
+        minutes: length of each video in minutes.
+        on_video: called after each video with the number of videos that exist.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,8 @@ def make_synthetic(
     paths = [directory / f"{video.source_id}.mp4" for video in videos]
     with folder_lock(directory), ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         remove_temporaries(directory, of={path.name for path in paths}.__contains__)
-        # A file under its own name is whole and of these settings: both are what publishing and the name promise.
+        # An existing file is complete and has these settings: it was published atomically, and its name includes the
+        # settings.
         made = [pool.submit(video.write, path) for video, path in zip(videos, paths, strict=True) if not path.exists()]
         num_done = num_videos - len(made)
         for future in as_completed(made):

@@ -1,4 +1,4 @@
-"""Scenes of one moving shape and the sentence that describes each: what the demo learns from."""
+"""Scenes with one moving shape, each with a sentence that describes it; training data of the demo."""
 
 import random
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ COLOURS = {
     "white": (235, 128, 128),
     "purple": (106, 202, 222),
 }
-# Where the middle goes from and to, in parts of the width and height, and the radius in parts of the height.
+# Start and end position of the centre as fractions of width and height, and radius as a fraction of the height.
 MOTIONS = {
     "moves to the left": ((0.85, 0.5), (0.15, 0.5), (0.17, 0.17)),
     "moves to the right": ((0.15, 0.5), (0.85, 0.5), (0.17, 0.17)),
@@ -34,14 +34,14 @@ COMBINATIONS = tuple(product(COLOURS, SHAPES, MOTIONS))
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape, from begin_s to end_s."""
+    """One shape, shown from begin_s to end_s."""
 
     begin_s: float
     end_s: float
     colour: str
     shape: str
     motion: str
-    shift: tuple[float, float]  # of the whole path, in parts of the width and height
+    shift: tuple[float, float]  # offset of the whole path, as fractions of width and height
 
     @property
     def text(self) -> str:
@@ -53,10 +53,10 @@ class Scene:
 
 
 def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> list[Scene]:
-    """Scenes that tile a video: the `number`-th one of `split`.
+    """Plan scenes that fill a video: the one with index `number` in `split`.
 
-    The videos of a split draw from one shuffled deck of all combinations, so that few sentences are repeated
-    before most of them have come; what a video shows does not depend on how many videos there are.
+    All videos of a split draw from one shuffled deck of all combinations, so that few sentences are repeated before
+    most of them have occurred. The content of a video does not depend on the number of videos.
     """
     rng = random.Random(f"{seed} {split} {number}")
     most_scenes = int(duration_s / SHORTEST_SCENE_S) + 1
@@ -74,7 +74,7 @@ def plan_scenes(*, duration_s: float, seed: int, split: str, number: int) -> lis
 
 
 def draw_scenes(scenes: list[Scene], *, fps: Fraction, num_frames: int, seed: int) -> Iterator[np.ndarray]:
-    """Frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], over a plain ground."""
+    """Yield frames as yuv420p, uint8[HEIGHT * 3 / 2, WIDTH], on a plain background."""
     ground = _ground(seed)
     scene_number = 0
     for n in range(num_frames):
@@ -94,10 +94,10 @@ def _card(seed: int, split: str, position: int) -> tuple[str, str, str]:
 
 
 def _ground(seed: int) -> np.ndarray:
-    """One dim level, of no strong colour.
+    """Return the background: one dark level with a weak colour.
 
-    It has no texture: one that is drawn pixel by pixel cannot be told from its surroundings, as that of natural videos
-    can, and would be most of what a masked autoencoder is asked for.
+    It has no texture. Random per-pixel texture cannot be predicted from its surroundings, unlike that of natural
+    videos, and would dominate the loss of a masked autoencoder.
     """
     rng = np.random.default_rng(seed)
     frame = np.empty((HEIGHT * 3 // 2, WIDTH), np.uint8)
@@ -113,7 +113,7 @@ def _draw(frame: np.ndarray, scene: Scene, time_s: float) -> None:
     radius = HEIGHT * (radius0 + (radius1 - radius0) * done)
     x = WIDTH * (x0 + (x1 - x0) * done + scene.shift[0])
     y = HEIGHT * (y0 + (y1 - y0) * done + scene.shift[1])
-    # The box around the shape, on even pixels so that chroma, at half the size, lines up.
+    # The bounding box of the shape, aligned to even pixels because chroma has half the resolution.
     left, top = max(0, int(x - radius) & ~1), max(0, int(y - radius) & ~1)
     right, bottom = min(WIDTH, int(x + radius + 2) & ~1), min(HEIGHT, int(y + radius + 2) & ~1)
     if left >= right or top >= bottom:

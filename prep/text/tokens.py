@@ -14,7 +14,7 @@ _LONG_WORD_CHARS = 64  # for shorter words the tokenizer's own merge is as fast,
 
 
 class Tokens(NamedTuple):
-    """Tokens of one text, without the start and end tokens."""
+    """Tokens of one text, including the start and end tokens."""
 
     ids: list[int]
     is_cut: bool
