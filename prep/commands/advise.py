@@ -1,4 +1,4 @@
-"""`prep advise`: can the disk feed training?"""
+"""`prep advise`: check whether the disk can keep up with training."""
 
 import json as json_module
 import math

@@ -69,7 +69,7 @@ def verify(
         try:
             looked_at = [known for known in columns() if current_variant(data_dir, known.name) is not None]
         except DamagedDataset:
-            looked_at = []  # the kinds of records that were checked
+            looked_at = []  # reported below as one of the damaged records
         if not looked_at and not records:
             looked_at = [column_named(VIDEO)]
     opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in looked_at}

@@ -1,6 +1,7 @@
-"""Running an engine in a separate process, so that its libraries cannot end or print into the command's own process.
+"""Running an engine in a separate process.
 
-Ray, for example, ends its process when it loses the cluster; the command then continues and reports it.
+The libraries of the engine then cannot print to the command's output or terminate the command. Ray, for example,
+terminates its process when it loses the cluster; the command keeps running and reports it.
 """
 
 import multiprocessing

@@ -19,7 +19,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9.]+")
 
 @dataclass(frozen=True, kw_only=True)
 class LatentsSettings:
-    """What the latents show, and how they are made."""
+    """Settings of `prep latents` that affect the bytes of the latents."""
 
     vae: str
     """Folder or Hugging Face name of a diffusers AutoencoderKL; tiny is a small random one, for trying things out."""

@@ -1,4 +1,4 @@
-"""Detection of truncated files, for containers that libav reads to any end without an error.
+"""Detection of truncated files, for containers in which libav does not report truncation.
 
 Only the sizes in headers are followed, from one element to the next, so that hours of video cost a few kilobytes of
 reading. MPEG-TS, MPEG-PS and raw streams contain no sizes: if such a file is truncated, the missing frames go

@@ -33,7 +33,7 @@ _MAX_SLUG_CHARS = 80
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecipe:
-    """Settings of `prep text` that change what is made."""
+    """Settings of `prep text` that affect the embeddings."""
 
     clip: str
     """Text tower: an open_clip model and the tag or file of its weights, or tiny (seeded, knows nothing)."""

@@ -197,7 +197,7 @@ def _is_variant(folder: Path) -> bool:
 
 
 def _sorted_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of a variant in the order in which they can be removed, and files that are not of the format."""
+    """Return the files of a variant in the order in which they can be removed, and the files unknown to the format."""
     known: dict[str, list[Path]] = {"commit": [], "data": [], "recipe": []}
     unknown: list[Path] = []
     parts = _parts()

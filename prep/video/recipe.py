@@ -31,7 +31,7 @@ NAMED_RECIPES: Mapping[RecipeName, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings of `prep chunk` that change what is made. Those that are None come from the named recipe."""
+    """Settings of `prep chunk` that affect the bytes of chunks. Settings that are None come from the named recipe."""
 
     recipe: RecipeName = "balanced"
     """What the settings that are not given come from: balanced; small (AV1: few bytes, slow to decode); or fast

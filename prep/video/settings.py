@@ -98,7 +98,7 @@ class ChunkSettings:
 
     @property
     def fps_exact(self) -> Fraction:
-        """Frames per second, exact."""
+        """Frame rate in frames per second, exact."""
         try:
             return Fraction(self.fps)
         except (ValueError, ZeroDivisionError):
