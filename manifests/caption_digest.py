@@ -46,8 +46,7 @@ def captions_sha256(
 
 
 class TextDigest:
-    """SHA-256 over a sequence of texts, independent of how it is divided into blocks; different sequences have
-    different digests.
+    """SHA-256 over a sequence of texts, however it is divided into blocks; different sequences give different digests.
     """
 
     def __init__(self) -> None:
@@ -96,9 +95,7 @@ class _Stream:
 
 
 def _streams(array: pa.Array) -> list[_Stream]:
-    """Return the content of a column as streams, lengths before bytes, so that different contents give different
-    streams.
-    """
+    """Return the content of a column as streams, lengths before bytes, so that different contents differ."""
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     streams = []

@@ -43,8 +43,7 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
 def assign_ids(
     hashes: np.ndarray, *, old_hashes: np.ndarray, old_ids: np.ndarray, next_id: int
 ) -> tuple[np.ndarray, int]:
-    """Assign IDs to the captions with `hashes`: the ID of the matching old caption, or else the next free ID in row
-    order.
+    """Assign IDs to the captions with `hashes`: that of the matching old caption, or the next free one in row order.
 
     Returns:
         IDs int64[N], and the next free ID after them.
@@ -80,8 +79,7 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _ranked(hashes: np.ndarray) -> np.ndarray:
-    """Return keys uint64[N] that differ for equal rows: the first lane, offset by the number of preceding equal rows.
-    """
+    """Return keys uint64[N] that differ for equal rows: the first lane plus the number of equal rows before."""
     keys = hashes[:, 0].copy()
     order = np.argsort(keys)
     in_order = keys[order]

@@ -26,8 +26,7 @@ def write_caption_table(
     kept_video_ids: pa.Array,
     metadata: dict[bytes, bytes],
 ) -> None:
-    """Publish `path`: the captions in `old_path` of the videos `kept_video_ids`, and `captions` with `ids`, ordered by
-    ID.
+    """Publish `path`: the captions in `old_path` of `kept_video_ids`, and `captions` with `ids`, ordered by ID.
 
     Args:
         old_path: the previous table; None if there is none.
@@ -65,9 +64,7 @@ def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
 
 
 def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
-    """Schema of the file: the columns of CAPTIONS, then the labels of both tables; dictionaries are stored as plain
-    strings.
-    """
+    """Schema of the file: the columns of CAPTIONS, then the labels of both tables, with plain strings."""
     labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain(field.type)) for name, field in labels.items()}
     if old_path is not None:

@@ -42,8 +42,7 @@ class PacketTable:
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
 
     def needed_for(self, frames: Iterable[int]) -> list[int]:
-        """Return the packets needed to decode `frames` of a chunk with closed GOPs: ascending positions in decode
-        order.
+        """Return the packets that `frames` of a chunk with closed GOPs need: ascending positions in decode order.
 
         For each frame these are the reference packets from its GOP's keyframe up to the frame's own packet, and that
         packet.
@@ -111,8 +110,7 @@ class PacketTables:
         return self._streams[self._stream[row]]
 
     def _closed_rows(self) -> NDArray[np.bool_]:
-        """`PacketTable.has_closed_gops` of every chunk, vectorized: a call per chunk would cost as much as reading it.
-        """
+        """`PacketTable.has_closed_gops` of every chunk, vectorized: one call per chunk would be far slower."""
         _, _, frame, flags, _ = self._values
         has_packets = self._first[1:] > self._first[:-1]
         row_begins = self._first[:-1][has_packets]

@@ -1,5 +1,4 @@
-"""Loading pickles of plain containers; a pickle that references any other class or function is rejected, not executed.
-"""
+"""Loading pickles of plain containers; a pickle that references other classes or functions is rejected, not run."""
 
 import pickle
 from pathlib import Path

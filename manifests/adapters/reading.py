@@ -65,8 +65,7 @@ class ReadingBuilder:
         self._example_file: str | None = None
 
     def find_videos(self, directory: Path, *, skip: Path | None = None) -> list[VideoFile]:
-        """Find entries under `directory` whose names have a video extension; folders that cannot be listed are
-        rejected.
+        """Find entries under `directory` with a video extension; folders that cannot be listed are rejected.
 
         Raises:
             UserError: see `scan_videos`.

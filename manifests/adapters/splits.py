@@ -25,7 +25,6 @@ def split_in_file_name(file_name: str) -> str:
 
 
 def split_of_folders(relative_path: str) -> str:
-    """Return the split that the innermost matching folder of a path is named after (`val/a/b.mp4`); train by default.
-    """
+    """Return the split that the innermost matching folder is named after (`val/a/b.mp4`); train by default."""
     folders = relative_path.split("/")[:-1]
     return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)
