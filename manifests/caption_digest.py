@@ -46,8 +46,7 @@ def captions_sha256(
 
 
 class TextDigest:
-    """SHA-256 over a sequence of texts, however it is divided into blocks; different sequences give different digests.
-    """
+    """SHA-256 over a sequence of texts, however it is divided into blocks; different sequences differ."""
 
     def __init__(self) -> None:
         self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
@@ -64,7 +63,7 @@ class TextDigest:
 
 
 def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
-    """Divide the videos into ranges with about _ROWS_AT_ONCE captions each; ranges without captions are skipped."""
+    """Divide the videos into ranges of about _ROWS_AT_ONCE captions each, up to the last video with captions."""
     windows = []
     first, num_videos = 0, len(bounds) - 1
     while first < num_videos and bounds[first] < bounds[-1]:

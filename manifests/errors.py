@@ -2,7 +2,7 @@
 
     ClipmillError
     ├── UserError      the request is invalid                         exit 2, `error:` and `hint:` lines
-    │   └── UserErrors several mistakes in one request              exit 2, two lines for each
+    │   └── UserErrors several mistakes in one request                exit 2, two lines for each
     ├── FailedWork     some of the work failed                        exit 1, a summary and the path of the list
     └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
 

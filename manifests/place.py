@@ -11,8 +11,8 @@ def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
     """Reject a data folder that would mix with the program's source or with the source videos.
 
     Raises:
-        UserError: `data_dir` is a file, is one of clipmill's packages or the folder that contains them, or is the
-            folder of the videos.
+        UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of them, or is the folder
+            of the videos.
     """
     resolved = _resolved(data_dir)
     if resolved.exists() and not resolved.is_dir():

@@ -120,9 +120,7 @@ def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda targe
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Acquire an exclusive lock on `folder`, waiting for other processes; the kernel releases it when this process
-    exits.
-    """
+    """Acquire an exclusive lock on `folder`, waiting for other processes; the kernel releases it at exit."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -103,8 +103,7 @@ def conflicts(site: Path) -> list[str]:
 
 
 def fits(version: str, requirement: Requirement) -> bool:
-    """Return True if a version is in a range; vendor builds (`2.11.0a0+nv26.3`) count as the release they are named
-    after.
+    """Return True if a version is in a range; a vendor build (`2.11.0a0+nv26.3`) counts as its base release.
 
     A version that cannot be parsed does not fit.
     """
