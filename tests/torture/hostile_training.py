@@ -1,5 +1,4 @@
-"""Hostile input for `train`: streamed tars, YAML, weights and checkpoints. Each is used exactly, or rejected by name.
-"""
+"""Hostile input for `train`: streamed tars, YAML, weights and checkpoints. Each is used exactly or rejected."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -138,7 +138,7 @@ def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Pat
     elif fault == "kill-worker":
         ended_well(ran, status={*own, 1})
     else:
-        # A missing file means that the run must not report success; other operations are optional.
+        # A failed fsync must not be reported as success; other operations may be dispensable.
         ended_well(ran, status={1, 2} if point.operation == "fsync" else {*own, 1, 2})
         if ran.status not in own and str(folder) not in ran.output:
             raise Broken(f"no path in what it says: {ran.described()}")

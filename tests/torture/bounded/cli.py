@@ -30,8 +30,7 @@ def main() -> None:
 
 
 def _streamed(pattern: str) -> dict[str, object]:
-    """Read tars as an evaluation does; return the numbers of the decoded frames by key, and the failures with reasons.
-    """
+    """Read tars as an evaluation does; return the decoded frames' numbers by key, and the failures by key."""
     from tests.train.data.test_streams import SIZE_PX, open_stream
 
     before_kb = _kilobytes("VmRSS")

@@ -9,8 +9,7 @@ from typing import Any
 
 
 class _Sink:
-    """File object for Arrow's Parquet writer. Unbuffered, like Arrow's own C++ file: each write goes to disk at once.
-    """
+    """Unbuffered file object for Arrow's Parquet writer: like Arrow's own, it writes to disk at once."""
 
     def __init__(self, path: Any) -> None:
         self._file = open(path, "wb")  # noqa: PTH123, SIM115 - closed with the writer
