@@ -106,9 +106,7 @@ def compare(
     num_rounds: int,
     forget: Callable[[], None],
 ) -> list[dict[str, object]]:
-    """Return rows for both variants. Before each round `forget` removes our output; `count` returns its number of
-    items.
-    """
+    """Return rows for both variants; `forget` removes our output before each round, `count` returns its size."""
     seconds: dict[str, list[float]] = {"prep": [], "plain loop": []}
     for number in range(num_rounds):
         forget()

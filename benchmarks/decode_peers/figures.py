@@ -93,8 +93,7 @@ def rows_of(measured: Measured, cases: list[Case]) -> list[dict[str, object]]:
 
 
 def cost_rows(measured: Measured) -> list[dict[str, object]]:
-    """Return clipmill's cost breakdown: median microseconds per clip, and the share outside libavcodec and the resize.
-    """
+    """Return clipmill's cost breakdown: median µs per clip, and the share outside libavcodec and the resize."""
     rows: list[dict[str, object]] = []
     for (name, kind), rounds in measured.costs.items():
         median = {step: statistics.median(costs[step] for costs in rounds) for step in rounds[0]}
