@@ -33,7 +33,7 @@ def print_report(
     Args:
         notes: lines below the table, for example the targets.
         json_path: file for the same results as JSON.
-        further: tables that the same run measured, by their titles.
+        further: tables of the same run, by title.
         figures: additional figures for the JSON file only.
     """
     where = describe_environment()

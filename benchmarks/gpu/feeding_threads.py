@@ -1,5 +1,4 @@
-"""The loader with 1 to 16 threads compared with as many processes, and the share of time the interpreter lock is held.
-"""
+"""The loader with 1 to 16 threads compared with as many processes, and the use of the interpreter lock."""
 
 import os
 from collections.abc import Sequence

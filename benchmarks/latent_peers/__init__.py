@@ -1,2 +1,1 @@
-"""The latent loaders compared by `benchmarks.latents`: one program each, which may use a separate Python environment.
-"""
+"""The latent loaders compared by `benchmarks.latents`: one program each, possibly in its own Python environment."""

@@ -25,8 +25,7 @@ class Way(Protocol):
     """A loader of the data set, opened with one batch size."""
 
     def epoch(self, number: int) -> Batches:
-        """Yield every segment once, shuffled: (latents [b, 20, 4, 32, 32], text [b, 512]), valid until the next batch.
-        """
+        """Yield every segment once, shuffled: latents [b, 20, 4, 32, 32] and text [b, 512], valid until the next."""
         ...
 
     def close(self) -> None:
@@ -46,8 +45,7 @@ class NothingToClose:
 
 
 def serve(make: Make, open_way: Open) -> None:
-    """Answer requests until the input ends; the program's arguments are the folders of the data set and of this loader.
-    """
+    """Answer requests until the input ends; program arguments: the folders of the data set and of this loader."""
     parser = argparse.ArgumentParser()
     parser.add_argument("set_folder", type=Path)
     parser.add_argument("own_folder", type=Path)

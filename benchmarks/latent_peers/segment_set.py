@@ -1,5 +1,4 @@
-"""The data set that every loader reads: segments of latents, one text embedding per video, and the video of each
-segment.
+"""The data set that every loader reads: latent segments, one text embedding per video, and each segment's video.
 
 It has the shape of the data set that the first loader of this kind was measured on: 5000 segments of 20 x 4 x 32 x 32
 float16, 100 videos, text embeddings of width 512. It is stored as three `.npy` files in a folder, from which each
@@ -77,8 +76,7 @@ def open_segment_set(folder: Path) -> SegmentSet:
 
 
 def digest(batches: Iterable[tuple[Any, Any]]) -> tuple[int, str]:
-    """Return the number of distinct segments in the batches, and a digest of their bytes that is independent of the
-    order.
+    """Return the number of distinct segments in the batches, and an order-independent digest of their bytes.
 
     Each segment is hashed together with its text embedding, so that a wrong mapping from segments to videos is
     detected.
