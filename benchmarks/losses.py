@@ -31,7 +31,7 @@ NUM_SAMPLES = 100_000  # rows of the per-sample state
 
 
 class Embeddings(nn.Module):
-    """A model whose parameters are its output embeddings."""
+    """A model whose output is its own parameters."""
 
     def __init__(self, num_pairs: int, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Embeddings(nn.Module):
 
 
 def our_way(kind: str, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
-    """Compute the gradients of an objective, with its moving averages updated by half."""
+    """Return a function that computes the gradients of an objective, with moving averages updated by half."""
     settings = Loss(kind=kind, **({"gamma": 0.5, "gamma_schedule": "constant"} if LOSSES[kind].is_global else {}))  # type: ignore[arg-type]
     dataset = DatasetSize(num_clips=NUM_SAMPLES, num_captions=NUM_SAMPLES, num_epochs=10)
     inputs = (model.video, model.text)
@@ -61,7 +61,7 @@ def our_way(kind: str, model: Embeddings, batch: Batch, device: torch.device) ->
 
 
 def their_way(name: str, model: Embeddings, device: torch.device) -> Callable[[], None]:
-    """Compute the gradients of open_clip's loss with autograd."""
+    """Return a function that computes the gradients of open_clip's loss with autograd."""
     import open_clip.loss
 
     log_scale = nn.Parameter(torch.tensor(2.66, device=device))

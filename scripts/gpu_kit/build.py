@@ -1,12 +1,12 @@
-"""Assembles the GPU kit: `make gpu-kit`, or `make gpu-kit VIDEOS=DIR` with natural videos of your own.
+"""Builds the GPU kit: `make gpu-kit`, or `make gpu-kit VIDEOS=DIR` with your own natural videos.
 
-    build/gpu-kit/run.sh          what to run there
-    build/gpu-kit/checkout/       the files that git tracks, and COMMIT, which names the commit
-    build/gpu-kit/wheels/         packages that such a machine usually lacks, as requirements.lock pins them
+    build/gpu-kit/run.sh          the command to run on the GPU machine
+    build/gpu-kit/checkout/       the files tracked by git, and COMMIT with the commit
+    build/gpu-kit/wheels/         packages that a GPU machine usually lacks, pinned by requirements.lock
     build/gpu-kit/data/           chunks, latents and text embeddings
-    build/gpu-kit/CONTENTS.txt    what is in it
+    build/gpu-kit/CONTENTS.txt    list of contents
 
-docs/gpu_kit.md says how to use it.
+docs/gpu_kit.md describes its use.
 """
 
 import argparse

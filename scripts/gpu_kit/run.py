@@ -1,8 +1,8 @@
-"""Runs the parts of the kit on the machine that it was carried to, and says what came out.
+"""Runs the parts of the kit on a GPU machine, and summarizes the results.
 
-Parts: A checks that what runs on a GPU is correct, B measures how fast it is, C how well it is fed; without --part, all
-of them. OUT gets their results, their logs and the tables. Exit codes: 0 if all that ran passed, 1 if something failed,
-2 if nothing can run here.
+Parts: A tests correctness on the GPU, B measures speed, C measures the input pipeline; all parts by default. Results,
+logs and tables are written to OUT. Exit codes: 0 if everything passed, 1 if something failed, 2 if nothing can run on
+this machine.
 """
 
 import argparse
