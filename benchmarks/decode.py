@@ -19,15 +19,15 @@ the same rectangles; 4 frames of a span of 1 to 4 s, or 16 frames with a stride 
                    the same, with the decoder's frames unchanged
     decord, torchcodec (seek mode exact, and approximate), PyAV, OpenCV
                    open the chunk's file, decode the frames to RGB, crop and resize them with OpenCV
-    libavcodec     clipmill's packets, preloaded in memory, fed to the same decoder; nothing is read, verified, cropped
-    or resized: the lower bound
+    libavcodec     clipmill's packets, preloaded in memory, fed to the same decoder; nothing is read,
+                   verified, cropped or resized: the lower bound
 
 Each variant is a persistent process with one thread and its files in the page cache. Before timing, its clips are
 compared with sequential decoding of the chunk; `wrong frames` counts those that differ from the requested ones (YUV
 planes must be identical). A turn is as many passes over the clips as fit into half a second; all variants take turns in
 every round, in rotating order. The figures are clips per CPU second of the variant's process: medians over the rounds;
-ratios are medians of the ratios within each round. `/ decord` is relative to decord on the x264 default chunks, `/
-libavcodec` relative to libavcodec on the same chunks.
+ratios are medians of the ratios within each round. `/ decord` is relative to decord on the x264 default chunks,
+`/ libavcodec` relative to libavcodec on the same chunks.
 
 Targets: 12 times decord on x264 default chunks with at most 1.6 times their bytes, 8 times with 16 frames; on own
 chunks 3.5 times decord and 2.5 times torchcodec (the better of its modes); uncropped 0.9 of libavcodec; less than 10 %
