@@ -11,9 +11,9 @@ excluding weights, clips and masks. Targets: at least 1.0 times the speed, at mo
 data: pieces of 15 s of VIDEOS (without VIDEOS they are generated), encoded by plain ffmpeg calls (x264 default) and by
 `prep chunk` (own), decoded through the container (plain) or by packets. A step is that of `train mae` (16 frames, 4
 apart, multi-scale crop, flip, masks, optimizer) on batches from the loader and on a batch in memory, in turn.
-`data / step` is the fraction of a step's wall time that is saved if the batch is in memory, `waits` the fraction that a step
-waits for its batch, `data / CPU` the fraction of CPU time spent on loading, `speed / first` the wall time relative to
-the first row. The first row is the conventional pipeline, the last that of `train mae`. Target on a GPU: 5 % with
+`data / step` is the fraction of a step's wall time that is saved if the batch is in memory, `waits` the fraction that a
+step waits for its batch, `data / CPU` the fraction of CPU time spent on loading, `speed / first` compares wall times
+with the first row. The first row is the conventional pipeline, the last that of `train mae`. Target on a GPU: 5 % with
 packets. On a CPU the model is `tiny`, so that loading is significant, and shares the cores with the loader.
 
 latents: `train mae` on pixels and on latents with the same number of cubes (28 x 28, the VAE output for 224 px),
