@@ -1,1 +1,1 @@
-"""What is measured, how, and what came out: see README.md in this folder."""
+"""Benchmarks; README.md in this folder describes them and lists the results."""

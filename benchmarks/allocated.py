@@ -1,4 +1,4 @@
-"""The most memory that some work of torch's holds at a time."""
+"""Peak memory that torch allocates for some work."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object], *, device: torch.device) -> int:
-    """Bytes that `work` holds at most besides what was there before it."""
+    """Return the peak number of bytes that `work` allocates in addition to the memory in use before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -15,7 +15,7 @@ def peak_bytes(work: Callable[[], object], *, device: torch.device) -> int:
         work()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # Torch's own account of what it allocates and frees: exact, whatever the C library keeps for later.
+    # Torch's own record of allocations: exact, even if the C library delays returning memory.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None

@@ -1,20 +1,20 @@
-"""Captioners: divided attention and decoding beside transformers'.
+"""Captioners: divided attention and decoding, compared with transformers.
 
     python -m benchmarks.caption [--parts encoder decoding] [--device cuda|cpu] [--rounds N] [--json FILE]
 
-encoder: forward and backward pass of TimeSformer-B (8 frames of 224 px, 1569 tokens), clipmill's attention
-beside transformers' TimesformerModel, which computes attention eagerly: the same weights and clips; before
-anything is timed their losses are compared. `checkpointed` computes each block twice
-(--towers.activation-checkpointing). On a CPU in float32, CPU seconds, and memory by torch's own account of what it
-allocates; on a GPU in bfloat16 autocast, and the allocator's peak. Memory is what a pass holds at most besides weights
-and clips. Targets: at least 1.2 times the speed on a CPU and 1.5 times on a GPU, at most 0.7 times the memory.
+encoder: forward and backward pass of TimeSformer-B (8 frames of 224 px, 1569 tokens), clipmill's attention compared
+with transformers' TimesformerModel, which computes attention eagerly: the same weights and clips; their losses are
+compared before timing. `checkpointed` computes each block twice (--towers.activation-checkpointing). On a CPU: float32,
+CPU seconds, and the memory that torch allocates; on a GPU: bfloat16 autocast, and the allocator's peak. Memory is the
+peak of a pass, excluding weights and clips. Targets: at least 1.2 times the speed on a CPU and 1.5 times on a GPU, at
+most 0.7 times the memory.
 
-decoding: captions of 30 tokens by GPT-2 (124 M parameters) of clips that are encoded already, beside transformers'
-`generate` with its cache, the same weights; the logits of both are compared first, and the tokens are counted where
-they are the same. Target: at least 1.0 times the tokens a second of greedy decoding.
+decoding: captions of 30 tokens by GPT-2 (124 M parameters) for clips encoded in advance, compared with transformers'
+`generate` with its cache and the same weights. The logits of both are compared first, and identical tokens are counted.
+Target: at least 1.0 times the tokens a second of greedy decoding.
 
-Ways take their turns in every round, in an order that goes round; figures are medians over the rounds, ratios medians
-of the ratios within each round.
+The variants take turns in every round, in rotating order; figures are medians over the rounds, ratios are medians of
+the ratios within each round.
 """
 
 import statistics
@@ -46,11 +46,11 @@ METHODS = {
     "greedy": DecodingSettings(),
     "beam search, 4 beams": DecodingSettings(method="beam", num_beams=4),
 }
-_CLOSE = 1e-2  # of losses, in bfloat16
+_CLOSE = 1e-2  # tolerance of the losses in bfloat16
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", nargs="+", choices=[ENCODER, DECODING], default=[ENCODER, DECODING])
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
-    """A row of each way to train the encoder.
+    """Return a row for each variant of training the encoder.
 
     Raises:
         RuntimeError: their losses differ.
@@ -119,7 +119,7 @@ def encoder_rows(ours: Captioner, theirs: Any, clips: torch.Tensor, *, num_round
 
 
 def encoder_ways(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[str, Callable[[], float]]:
-    """The passes that are compared; each gives its loss.
+    """Return the compared passes; each returns its loss.
 
     Raises:
         RuntimeError: their losses differ.
@@ -144,7 +144,7 @@ def encoder_ways(ours: Captioner, theirs: Any, clips: torch.Tensor) -> dict[str,
 
 
 def check_logits(ours: Captioner, theirs: Any, states: torch.Tensor) -> None:
-    """Puts both into evaluation mode, and raises a RuntimeError where their logits differ."""
+    """Put both models into evaluation mode, and raise a RuntimeError if their logits differ."""
     ours.eval()
     theirs.eval()
     tokens = torch.arange(len(states) * 5, device=states.device).view(len(states), 5)
@@ -155,7 +155,7 @@ def check_logits(ours: Captioner, theirs: Any, states: torch.Tensor) -> None:
 
 
 def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rounds: int) -> list[dict[str, Any]]:
-    """A row of each method and way.
+    """Return a row for each decoding method and implementation.
 
     Raises:
         RuntimeError: their logits differ.
@@ -191,7 +191,7 @@ def decoding_rows(ours: Captioner, theirs: Any, states: torch.Tensor, *, num_rou
 def in_turn(
     ways: dict[str, Callable[[], Any]], *, device: torch.device, num_rounds: int, title: str
 ) -> dict[str, list[float]]:
-    """Seconds of each way, one a round."""
+    """Return the seconds of each variant, one value per round."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     names = list(ways)
     for number in range(num_rounds):
@@ -203,7 +203,7 @@ def in_turn(
 
 
 def ratio(theirs: list[float], ours: list[float]) -> float:
-    """Median of the ratios within each round."""
+    """Return the median of the ratios within each round."""
     return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 

@@ -1,15 +1,15 @@
-"""Clips for a captioner from shards beside clips that were frozen as float32 arrays (.npz), as others train it.
+"""Loading clips for a captioner from shards, compared with clips stored as float32 arrays (.npz).
 
     python -m benchmarks.caption_data VIDEOS [--pieces 40] [--rounds N] [--json FILE]
 
-Pieces of VIDEOS go through `prep chunk`. `shards`: 8 frames, evenly over a chunk, decoded by packets, cropped and
-resized to 224 px, as normalised float32 RGB; every visit has a crop of its own. `npz`: the same tensors written once by
-numpy.savez, [8, 3, 224, 224], 4.8 MB a clip, and read back: from the page cache, and, as far as the kernel drops its
-pages when it is asked to, from the disk. One thread. Clips of a round are loaded one after another by each way in turn;
+Pieces of VIDEOS are encoded with `prep chunk`. `shards`: 8 frames, evenly spaced in a chunk, decoded from packets,
+cropped and resized to 224 px, as normalised float32 RGB; each visit draws a new crop. `npz`: the same tensors written
+once by numpy.savez, [8, 3, 224, 224], 4.8 MB a clip, and read back: from the page cache, and from disk, as far as the
+kernel drops its pages on request. One thread. In each round, every variant in turn loads the same clips one by one;
 figures are medians over the rounds.
 
-A way that reads 4.8 MB a clip needs a disk (or a network) of that speed: `MB/s for 1,000 clips/s` is what a server that
-trains at that rate would have to read.
+Reading 4.8 MB per clip requires a fast disk or network: `MB/s for 1,000 clips/s` is the bandwidth that training at that
+rate would need.
 """
 
 import os
@@ -39,7 +39,7 @@ _MB = 1e6
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; made up when left out")
     parser.add_argument("--pieces", type=int, default=40)
@@ -94,7 +94,7 @@ def _open_samples(folder: Path, *, videos: Path | None, num_pieces: int) -> Chun
 
 
 def _write_arrays(folder: Path, samples: ChunkClips) -> list[Path]:
-    """The clips of an evaluation as files, one each."""
+    """Write the clips of an evaluation to files, one per clip."""
     paths = []
     for number in range(len(samples)):
         paths.append(folder / f"{number}.npz")

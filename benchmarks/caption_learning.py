@@ -1,15 +1,15 @@
-"""What `train caption` learns: captions of held-out clips beside the best caption that ignores the clip, over seeds.
+"""Quality of `train caption`: captions of held-out clips compared with the best constant caption, over several seeds.
 
     python -m benchmarks.caption_learning [--seeds 3] [--videos 60] [--preset tiny-caption] [--folder DIR] [--json FILE]
         [FLAGS]
 
-Videos of `prep manifest synthetic` (one shape that moves; 6 motions, 4 shapes, 6 colours in words), a fifth of them
-held out, go through `prep chunk`, and for each seed through `train caption --preset PRESET --seed N FLAGS` and `train
-eval caption`, as a user would type it. `ignores the clip` is the row of that command: the one caption that scores best
-as the caption of every clip.
+Videos of `prep manifest synthetic` (one moving shape; the captions name 6 motions, 4 shapes and 6 colours), a fifth of
+them held out, are processed by `prep chunk`, and for each seed by `train caption --preset PRESET --seed N FLAGS` and
+`train eval caption`, with the commands of a user. The row `ignores the clip` is reported by that command: the single
+caption that scores best for all clips.
 
-With --folder the videos, shards and runs stay there, and a benchmark that was stopped goes on where it was, given the
-same options. CPU seconds are those of training, with its decoding.
+With --folder the videos, shards and runs are kept there, and an interrupted benchmark resumes if given the same
+options. CPU seconds are those of training, including decoding.
 """
 
 import statistics
@@ -30,7 +30,7 @@ _SHOWN = ("cider_d", "cider", "bleu4", "rouge_l", "exact_match")
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     arguments, flags = learning_parser(__doc__ or "", preset="tiny-caption").parse_known_args()
     seeds = found_of_seeds("caption", arguments, flags, score=score_run, in_words=lambda found: found["means"])
     print_report(
@@ -46,14 +46,14 @@ def main() -> None:
 
 
 def score_run(out: Path) -> dict[str, Any]:
-    """What the captions of a run are worth on held-out clips."""
+    """Score the captions of a run on held-out clips."""
     without_java = replace(CAPTIONS, score=partial(captions.score_run, with_java=False))
     scored = evaluation.score_run(without_java, out, CaptionFlags(split="val"))
     return {name: scored[name] for name in ("means", "constant", "loss", "num_samples")}
 
 
 def rows_of(seeds: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
-    """A row for each metric: of the best caption that ignores the clip, and of the captioner."""
+    """Return a row for each metric: the best constant caption, and the captioner."""
     rows: list[dict[str, object]] = []
     for name in _SHOWN:
         values = [float(one["means"][name]) for one in seeds]

@@ -1,16 +1,17 @@
-"""A captioner on the stages of a pipeline, on CPUs by gloo: how long they stand still, beside what theory says.
+"""Pipeline parallelism of a captioner on CPUs with gloo: the measured and the theoretical bubble.
 
     python -m benchmarks.caption_pipeline [--stages 2] [--microbatches 2 4 8 16] [--schedules gpipe 1f1b] [--json FILE]
 
-A TimeSformer of 8 blocks (width 192, 4 frames of 112 px) and a GPT-2 of 2 blocks, cut so that the stages have equally
-much to compute; microbatches of 2 clips, so that more of them make a larger batch. One process with one thread a stage.
+A TimeSformer of 8 blocks (width 192, 4 frames of 112 px) and a GPT-2 of 2 blocks, partitioned so that the stages have
+equal compute; microbatches of 2 clips, so that more microbatches mean a larger batch. One process with one thread per
+stage.
 
-`bubble` is the part of a step in which a stage does not compute, by its own clock, as a mean over stages; `theory` is
-(p - 1) / (m + p - 1) for p stages and m microbatches: stages that are equally fast, and exchanges that take no time.
-`slowest / mean` is the time that the slowest stage computes over the mean of all: what is above 1 is a bubble too.
-`speed / one` compares the samples a second with those of one process with one thread; `theory x p` is p (1 - theory).
+`bubble` is the fraction of a step in which a stage is idle, by its own clock, averaged over the stages; `theory` is (p
+- 1) / (m + p - 1) for p equally fast stages, m microbatches and free communication. `slowest / mean` is the compute
+  time of the slowest stage divided by the mean over the stages: the excess over 1 is a bubble too.
+`speed / one` is the samples per second relative to one process with one thread; `theory x p` is p (1 - theory).
 
-Rounds go through all numbers of microbatches in turn; figures are medians over the rounds.
+Each round covers all numbers of microbatches; figures are medians over the rounds.
 """
 
 import json
@@ -47,13 +48,13 @@ from train.tasks.caption.stages import layers_of, part_of
 
 NUM_FRAMES, IMAGE_PX, VOCABULARY, NUM_TOKENS, MICROBATCH = 4, 112, 1000, 16, 2
 DEPTH = 8
-# Layers of each stage whose computations are about equal: those of the decoder, with few tokens, cost little.
+# Layers per stage for about equal compute: the decoder's layers, with few tokens, cost little.
 CUTS = {2: "5,9", 3: "4,3,7", 4: "3,2,2,7"}
 CPU = torch.device("cpu")
 
 
 def new_captioner() -> Captioner:
-    """The same one each time."""
+    """Create the captioner, with the same weights each time."""
     torch.manual_seed(0)
     trunk = TransformerSize(width=192, depth=DEPTH, num_heads=3)
     tower = TimeSformer(
@@ -65,13 +66,13 @@ def new_captioner() -> Captioner:
 
 
 class Clock:
-    """Adds up the time that passes within calls."""
+    """Accumulates the time spent in calls."""
 
     def __init__(self) -> None:
         self.s = 0.0
 
     def timing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call like this one, timed."""
+        """Wrap a call so that its time is accumulated."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()
@@ -86,7 +87,7 @@ class Clock:
 def steps_of(
     model: nn.Module, world: World, *, microbatches: list[int], num_rounds: int, clock: Clock
 ) -> dict[int, list[tuple[float, float]]]:
-    """Seconds of steps with so many microbatches, and of those in which this process computed."""
+    """Return for each number of microbatches the seconds of the steps, and of this process's computations in them."""
     clips = torch.randn(max(microbatches) * MICROBATCH, 3, NUM_FRAMES, IMAGE_PX, IMAGE_PX)
     targets = torch.randint(0, VOCABULARY, (len(clips), 1, NUM_TOKENS))
     objective = CaptionLoss(lambda batch, rows: clips[rows], end_id=0, label_smoothing=0.0)
@@ -94,16 +95,16 @@ def steps_of(
     for number in range(num_rounds + 1):
         for count in microbatches:
             batch = Batch(targets=targets[: count * MICROBATCH])
-            world.gather(torch.zeros(1))  # all begin together
+            world.gather(torch.zeros(1))  # synchronizes the start
             clock.s, began_s = 0.0, time.perf_counter()
             objective.backward(model, batch, Step(number=1, world=world.replicas, microbatch=MICROBATCH))
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 found[count].append((time.perf_counter() - began_s, clock.s))
     return found
 
 
 def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, out: Path) -> None:
-    """One process of those that the parent launched."""
+    """Run one of the processes launched by the parent."""
     from torch.distributed.pipelining import PipelineStage
 
     torch.set_num_threads(1)
@@ -122,7 +123,7 @@ def run_as_rank(schedule: Schedule, microbatches: list[int], num_rounds: int, ou
 
 
 def measured(size: int, schedule: str, microbatches: list[int], num_rounds: int) -> list[dict[str, Any]]:
-    """What the processes of a launch measured."""
+    """Launch the processes, and return their measurements."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -150,7 +151,7 @@ def measured(size: int, schedule: str, microbatches: list[int], num_rounds: int)
 def row_of(
     schedule: str, num_microbatches: int, of_stages: list[list[tuple[float, float]]], one: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     num_stages, num_samples = len(of_stages), num_microbatches * MICROBATCH
     rounds = list(zip(*of_stages, strict=True))
     step_s = [max(wall_s for wall_s, _ in of_round) for of_round in rounds]
@@ -173,7 +174,7 @@ def row_of(
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--stages", type=int, default=2, choices=sorted(CUTS))
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])

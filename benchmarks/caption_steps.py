@@ -1,4 +1,4 @@
-"""Captioners, ours and transformers', with the same weights: passes of the encoder, captions token by token."""
+"""Captioners of clipmill and transformers with the same weights: encoder passes and caption decoding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ END = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a captioner."""
+    """Model sizes of a captioner."""
 
     width: int
     depth: int
@@ -35,14 +35,14 @@ class Shape:
 
     @property
     def tower(self) -> TimeSformerShape:
-        """Of the encoder."""
+        """Return the shape of the encoder."""
         trunk = TransformerSize(width=self.width, depth=self.depth, num_heads=self.num_heads, norm_eps=NORM_EPS)
         size = VideoViTSize(trunk=trunk, patch_px=self.patch_px)
         return TimeSformerShape(size=size, image_px=self.image_px, num_frames=self.num_frames)
 
 
 def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
-    """Ours and theirs; transformers' attends eagerly in its encoder, which has no other way, and by SDPA in GPT-2."""
+    """Create both captioners. transformers' encoder supports eager attention only; its GPT-2 uses SDPA."""
     from transformers import VisionEncoderDecoderConfig, VisionEncoderDecoderModel
 
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
     )
     for name, parameter in ours.named_parameters():
         if name.endswith("time_proj.weight"):
-            nn.init.normal_(parameter, std=0.02)  # new ones are zeros
+            nn.init.normal_(parameter, std=0.02)  # zeros when newly initialised
     config = hf_caption_config(tower, text, end_id=END, pad_id=END, dropout=0.0)
     theirs = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_dict(config))
     missing, left_over = theirs.load_state_dict(to_hf_caption(ours.state_dict()), strict=False)
@@ -65,7 +65,7 @@ def captioners(shape: Shape, *, device: torch.device) -> tuple[Captioner, Any]:
 
 
 def take(encode: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, clips: torch.Tensor) -> float:
-    """One forward and backward pass of an encoder; its loss."""
+    """Run one forward and backward pass of an encoder, and return the loss."""
     model.zero_grad(set_to_none=True)
     with torch.autocast(clips.device.type, dtype=torch.bfloat16, enabled=clips.is_cuda):
         tokens = encode(clips)
@@ -75,22 +75,22 @@ def take(encode: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, clips
 
 
 class FromStates:
-    """Writes captions of what an encoder made of clips: the decoder alone."""
+    """The decoder alone, applied to encoder states."""
 
     def __init__(self, decoder: Gpt2) -> None:
         self._decoder = decoder
 
     def start(self, states: torch.Tensor, *, num_tokens: int, rows_per_video: int = 1) -> TextCache:
-        """As `Gpt2.start`."""
+        """See `Gpt2.start`."""
         return self._decoder.start(states, num_tokens=num_tokens, rows_per_video=rows_per_video)
 
     def step(self, tokens: torch.Tensor, cache: TextCache) -> torch.Tensor:
-        """As `Gpt2.step`."""
+        """See `Gpt2.step`."""
         return self._decoder.step(tokens, cache)
 
 
 def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> torch.Tensor:
-    """Tokens by our decoding, as many as may be."""
+    """Decode with clipmill, up to the maximum number of tokens."""
     settings = replace(settings, min_tokens=max_tokens_of(settings) - 1)
     samples = range(len(states))
     return generate_captions(FromStates(ours.decoder), states, settings, end_id=END, samples=samples).tokens_VL
@@ -98,7 +98,7 @@ def write(ours: Captioner, states: torch.Tensor, settings: DecodingSettings) -> 
 
 @torch.no_grad()
 def generate(theirs: Any, states: torch.Tensor, settings: DecodingSettings) -> torch.Tensor:
-    """Tokens by transformers' `generate`."""
+    """Decode with transformers' `generate`."""
     from transformers.modeling_outputs import BaseModelOutput
 
     found: torch.Tensor = theirs.generate(

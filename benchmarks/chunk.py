@@ -1,27 +1,27 @@
-"""CPU time of `prep chunk` against the bare ffmpeg commands, and against one ffmpeg call a chunk as LaViLa does it.
+"""CPU time of `prep chunk` compared with the bare ffmpeg commands, and with one ffmpeg call per chunk as in LaViLa.
 
     python -m benchmarks.chunk [VIDEOS] [--rounds N] [--json FILE]
 
-Every way makes 15 s chunks with a short side of 288 pixels of the same files, one process at a time:
+Every variant encodes the same files to 15 s chunks with a short side of 288 pixels, one process at a time:
 
-    prep chunk           the whole command, processes engine, one worker: probing, planning, encoding, proving,
+    prep chunk           the whole command, processes engine, one worker: probing, planning, encoding, verifying,
                          packing, publishing
-    prep chunk, ray      the same through a Ray instance of its own; its daemons are counted too
-    bare ffmpeg          the same encoder passes, run one by one and nothing else: the floor
+    prep chunk, ray      the same through a Ray instance of its own; including its daemons
+    bare ffmpeg          only the same encoder passes, one by one: the lower bound
     one pass a video     the same recipe, without cutting passes every five minutes
     call a chunk         `-ss S -i VIDEO -t 15` for each chunk, with this recipe's resize, rate and encoder settings
-    LaViLa's call        `-ss S -i VIDEO -vf scale -t 15` for each chunk, everything else as ffmpeg and x264 have it
-                         (preset medium, the source's rate, audio kept); its output is not the same
+    LaViLa's call        `-ss S -i VIDEO -vf scale -t 15` for each chunk, with the defaults of ffmpeg and x264
+                         (preset medium, the source's rate, audio kept); its output differs
 
-What counts is CPU time: user and system seconds of the whole process tree, since wall time says little on a machine
-that others use too. The ways take turns within a round, and the order turns from round to round. Figures are medians
-over the rounds; ratios are medians of the ratios within each round. `/ bare` is the cost over the floor (target for
-`prep chunk`: at most 1.05), `/ prep` how many times the cost of `prep chunk` a way has (target for the calls a chunk:
-at least 1.25). `/ own passes` divides a run of `prep chunk` by the CPU time of the encoder passes within that same
-run: it is free of the noise between runs. Starting Python costs one or two seconds for each run, so very short sets
-look worse than long ones.
+CPU time is measured: user and system seconds of the whole process tree, since wall time is unreliable on a shared
+machine. The variants take turns within a round, and the order rotates from round to round. Figures are medians over the
+rounds; ratios are medians of the ratios within each round. `/ bare` is the cost relative to the lower bound (target for
+`prep chunk`: at most 1.05), `/ prep` the cost relative to `prep chunk` (target for one call per chunk: at least 1.25).
+`/ own passes` divides a run of `prep chunk` by the CPU time of the encoder passes within that same run: it is not
+affected by noise between runs. Starting Python costs one or two seconds per run, so very short sets look worse than
+long ones.
 
-Without VIDEOS, synthetic ones are made; natural videos are what the targets are about.
+Without VIDEOS, synthetic ones are generated; the targets apply to natural videos.
 """
 
 import shutil
@@ -44,7 +44,7 @@ from prep.video.planning import Planned, make_plan
 from prep.video.recipe import Recipe, ResolvedRecipe, resolve
 
 PREP, BARE = "prep chunk", "bare ffmpeg"
-# Stands in for ffmpeg and notes what each encoder pass cost.
+# Wrapper for ffmpeg that records the cost of each encoder pass.
 WRAPPER = """#!/bin/sh
 "{program}" "$@"
 code=$?
@@ -55,7 +55,7 @@ exit $code
 
 @dataclass(frozen=True)
 class Cost:
-    """What one way cost: seconds of CPU, of wall time, and of CPU within its encoder passes where they are known."""
+    """The cost of one variant: seconds of CPU and wall time, and CPU seconds in its encoder passes if known."""
 
     cpu_s: float
     wall_s: float
@@ -63,7 +63,7 @@ class Cost:
 
 
 class Ways:
-    """The ways to make chunks of one data folder's videos; each call runs one and gives its cost."""
+    """The variants of chunking one data folder's videos; each call runs one and returns its cost."""
 
     def __init__(self, data: Path, recipe: ResolvedRecipe, *, scratch: Path, program: str) -> None:
         self._data, self._recipe, self._scratch, self._program = data, recipe, scratch, program
@@ -72,7 +72,7 @@ class Ways:
         self._videos = list(whole_videos(planned))
 
     def all(self) -> dict[str, Callable[[], Cost]]:
-        """Name -> way."""
+        """Return name -> variant."""
         return {
             PREP: lambda: self.prep_chunk("processes"),
             BARE: lambda: self._run(map(self._span_command, self._spans)),
@@ -84,22 +84,22 @@ class Ways:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that each way makes."""
+        """Number of chunks that each variant produces."""
         return sum(len(video.span.chunk_frames) for video in self._videos)
 
     @property
     def seconds(self) -> float:
-        """Length of all videos."""
+        """Total duration of the videos in seconds."""
         return sum(video.source.end_s for video in self._videos)
 
     def prep_chunk(self, engine: str) -> Cost:
-        """The whole command, in a data folder that has nothing but its manifest."""
+        """Run the whole command in a data folder that contains only a manifest."""
         data = self._scratch / "data"
         shutil.copytree(self._data / "manifest", data / "manifest")
         settings = self._recipe.settings
         command = prep_command("chunk", "--len", settings.len, "--data", data, "--engine", engine, "--workers", "1")
         try:
-            if engine == "ray":  # whose daemon does not wait for its workers, so that the kernel forgets their cost
+            if engine == "ray":  # Ray's daemon does not wait for its workers, so the kernel does not account for them
                 watched = run_watched(command)
                 return Cost(watched.cpu_s, watched.wall_s)
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
@@ -162,7 +162,7 @@ class Ways:
 
 
 def whole_videos(planned: Planned) -> Iterable[SpanPlan]:
-    """Each video as one span that holds all its chunks."""
+    """Return one span per video, which covers all its chunks."""
     spans: dict[str, list[SpanPlan]] = {}
     for shard in planned.plan.shards:
         for plan in planned.plan.spans(shard.rows):
@@ -174,7 +174,7 @@ def whole_videos(planned: Planned) -> Iterable[SpanPlan]:
 
 
 def make_manifest(videos: Path | None, data: Path, *, num_synthetic: int, minutes: float) -> None:
-    """Writes the manifest of a folder of videos, or makes synthetic ones where there is none."""
+    """Write the manifest of a folder of videos; without one, of generated synthetic videos."""
     if videos is not None:
         run_measured(prep_command("manifest", "folder", videos.resolve(), "--data", data))
         return
@@ -183,13 +183,13 @@ def make_manifest(videos: Path | None, data: Path, *, num_synthetic: int, minute
 
 
 def children_s(times: str) -> float:
-    """Seconds of the second line of the shell's `times`: user and system time of its children, as `0m1.25s`."""
+    """Parse the second line of the shell's `times`: user and system seconds of its children, as `0m1.25s`."""
     parts = (word.removesuffix("s").split("m") for word in times.splitlines()[1].split())
     return sum(60 * int(minutes) + float(seconds) for minutes, seconds in parts)
 
 
 def rows_of(costs: dict[str, list[Cost]]) -> list[dict[str, object]]:
-    """One row of the table for each way."""
+    """Return one row of the table for each variant."""
 
     def ratio(name: str, base: str) -> float | None:
         if base not in costs:
@@ -217,7 +217,7 @@ def rows_of(costs: dict[str, list[Cost]]) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, metavar="VIDEOS", help="folder of videos to cut")
     parser.add_argument("--rounds", type=int, default=3, help="times that each way is run (default 3)")

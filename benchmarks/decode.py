@@ -1,38 +1,38 @@
-"""Clips out of chunks: clipmill beside decord, torchcodec, PyAV, OpenCV, and libavcodec alone.
+"""Decoding clips from chunks: clipmill compared with decord, torchcodec, PyAV, OpenCV, and bare libavcodec.
 
     python benchmarks/decode.py [VIDEOS] [--quick] [--json FILE]
 
-Pieces of 15 s at 30 frames a second, short side 288, are cut out of a folder of VIDEOS without loss (without VIDEOS
-they are made: textured, panning, turning, noisy) and encoded as several sets of chunks:
+Pieces of 15 s at 30 fps, short side 288, are cut losslessly from a folder of VIDEOS (without VIDEOS they are generated,
+with texture, panning, rotation and noise) and encoded as several sets of chunks:
 
-    x264 default   `ffmpeg -i PIECE -c:v libx264`: CRF 23, preset medium, a key frame every 250
+    x264 default   `ffmpeg -i PIECE -c:v libx264`: CRF 23, preset medium, a keyframe every 250 frames
     own            `prep chunk` with its default recipe
     closed GOP     `prep chunk --gop closed`
-    fast           `prep chunk --recipe fast`: every frame is a key frame
+    fast           `prep chunk --recipe fast`: every frame is a keyframe
 
-From each of them the same clips are taken, the same frames and one RandomResizedCrop(0.5-1.0) to 224 pixels a clip with
-the same rectangles: 4 frames of a span of 1 to 4 s, and 16 frames with a stride of 4 as for a VideoMAE. The ways:
+The same clips are read from each set: the same frames, and one RandomResizedCrop(0.5-1.0) to 224 pixels per clip with
+the same rectangles; 4 frames of a span of 1 to 4 s, or 16 frames with a stride of 4 as in VideoMAE. The variants:
 
-    clipmill       the clip path of training: packets out of the shard, checksums compared; planes of YUV
+    clipmill       the code path of training: packets read from the shard, checksums verified; YUV planes
     clipmill, rgb  the same, converted to RGB on the CPU
     clipmill, uncropped
-                   the same, its frames as they come out of the decoder
+                   the same, with the decoder's frames unchanged
     decord, torchcodec (seek mode exact, and approximate), PyAV, OpenCV
-                   open the chunk's file, get the frames as RGB, crop and resize them with OpenCV
-    libavcodec     the packets that clipmill feeds, lying ready in memory, fed to the same decoder; nothing is read,
-                   compared, cropped or resized: the floor
+                   open the chunk's file, decode the frames to RGB, crop and resize them with OpenCV
+    libavcodec     clipmill's packets, preloaded in memory, fed to the same decoder; nothing is read,
+                   verified, cropped or resized: the lower bound
 
-Each way is a process that stays alive, on one thread, its files in the page cache. Before anything is timed its clips
-are compared with sequential decoding of the chunk; `wrong frames` says how many were not those asked for (planes of
-YUV must be equal to the byte). A turn is as many passes over the clips as half a second holds, all ways take their
-turns in every round, in an order that goes round. What counts are clips per CPU second of the way's process; figures
-are medians over the rounds, ratios medians of the ratios within each round. `/ decord` is over decord on the x264
-default chunks, `/ libavcodec` over libavcodec on the same chunks.
+Each variant is a persistent process with one thread and its files in the page cache. Before timing, its clips are
+compared with sequential decoding of the chunk; `wrong frames` counts those that differ from the requested ones (YUV
+planes must be identical). A turn is as many passes over the clips as fit into half a second; all variants take turns in
+every round, in rotating order. The figures are clips per CPU second of the variant's process: medians over the rounds;
+ratios are medians of the ratios within each round. `/ decord` is relative to decord on the x264 default chunks,
+`/ libavcodec` relative to libavcodec on the same chunks.
 
 Targets: 12 times decord on x264 default chunks with at most 1.6 times their bytes, 8 times with 16 frames; on own
 chunks 3.5 times decord and 2.5 times torchcodec (the better of its modes); uncropped 0.9 of libavcodec; less than 10 %
-of the CPU outside libavcodec and the resize; two threads of the loader 0.98 of two processes with one thread each, that
-load the same at the same time: what two cores give to this work.
+of the CPU outside libavcodec and the resize; two loader threads 0.98 of two concurrent processes with one thread each
+and the same work, which is what two cores can reach.
 """
 
 import argparse
@@ -87,13 +87,13 @@ from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 from prep.video.ffmpeg import find_ffmpeg
 
 AT_LEAST_S, LOADER_AT_LEAST_S = 0.5, 1.0
-NUM_LOADER_TURNS = 3  # a round: what else runs on the machine changes from second to second
+NUM_LOADER_TURNS = 3  # per round: other load on the machine changes from second to second
 NUM_CAPTIONS, NUM_CHECKED_CHUNKS = 512, 2
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A way's program in benchmarks.decode_peers, and the Python that has what it needs."""
+    """A variant's program in benchmarks.decode_peers, and the Python interpreter with its packages."""
 
     module: str
     words: tuple[str, ...] = ()
@@ -111,13 +111,13 @@ WAYS = {
     PYAV: Entry("pyav_seek", (), PEERS_PYTHON),
     OPENCV: Entry("opencv_seek", (), PEERS_PYTHON),
 }
-# The processes of each way to load, and the threads of each of them.
+# Number of loader processes and threads per process, by variant.
 LOADER_PROCESSES = {
     LOADERS[0]: {"loader of 1 thread": 1},
     LOADERS[1]: {"loader of 2 threads": 2},
     LOADERS[2]: {"loader of process 1": 1, "loader of process 2": 1},
 }
-# Without OpenCV where a clip takes it longest: half a second each with 16 seeks among 250 frames.
+# Without OpenCV where it is slowest: half a second per clip with 16 seeks among 250 frames.
 CASES: list[Case] = [
     *((X264_DEFAULT, SHORT, way) for way in OTHERS),
     *((OWN, SHORT, way) for way in WAYS),
@@ -130,7 +130,7 @@ CASES: list[Case] = [
 
 
 def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> dict[str, list[Clip]]:
-    """As many clips from each chunk, give or take one; half as many of 16 frames."""
+    """Draw about equally many clips from each chunk; half as many of 16 frames."""
     import av
 
     from train.data.decoding.pictures import rectangle_of
@@ -155,7 +155,7 @@ def draw_clips(folder: Path, name: str, *, num_chunks: int, num_clips: int) -> d
 
 
 class Ways:
-    """The programs of the ways and of what is measured beside them, by name; those that are not there are named."""
+    """The variants' and additional programs by name, with the reasons why some are unavailable."""
 
     def __init__(self, names: list[str], folder: Path, *, stack: ExitStack) -> None:
         self._running: dict[str, WayProcess] = {}
@@ -178,11 +178,11 @@ class Ways:
             stack.callback(way.end)
 
     def has(self, name: str) -> bool:
-        """Whether a way is there."""
+        """Return True if a variant is available."""
         return name in self._running
 
     def ask(self, name: str, do: str, **details: Any) -> dict[str, Any] | None:
-        """What a way answers; None where it is not there, or where it says now that something is missing."""
+        """Send a request to a variant; None if it is unavailable, or reports a missing dependency."""
         if name not in self._running:
             return None
         try:
@@ -194,10 +194,10 @@ class Ways:
 
 
 def race(ways: Ways, cases: list[Case], *, num_rounds: int) -> Measured:
-    """Checks every case, then lets them take turns.
+    """Check every case, then time them in turns.
 
     Raises:
-        RuntimeError: clipmill delivers another frame than the one asked for.
+        RuntimeError: clipmill returned a frame other than the requested one.
     """
     measured = Measured({}, {}, {name: [] for name in LOADERS}, {}, ways.missing)
     for case in cases:
@@ -210,7 +210,7 @@ def race(ways: Ways, cases: list[Case], *, num_rounds: int) -> Measured:
             raise RuntimeError(f"{case}: {found}")
         measured.rates[case], measured.wrong[case] = [], (found["num_wrong"], found["num_frames"])
     for name in LOADERS:
-        _load(ways, name, at_least_s=0)  # opens what it reads: both processes of a pair shall then begin together
+        _load(ways, name, at_least_s=0)  # opens the files, so that both processes of a pair start together afterwards
     for number in range(num_rounds):
         running = list(measured.rates)
         begin = number * len(running) // num_rounds
@@ -235,7 +235,7 @@ def _measure_beside(ways: Ways, measured: Measured) -> None:
 
 
 def _load(ways: Ways, name: str, *, at_least_s: float) -> tuple[float, float] | None:
-    """Clips a second of wall time and clips per CPU second, of all processes of a way at the same time."""
+    """Return clips per second of wall time and per CPU second, over all concurrent processes of a variant."""
     processes = LOADER_PROCESSES[name]
     ask = partial(ways.ask, do="load", set=OWN, at_least_s=at_least_s)
     with ThreadPoolExecutor(len(processes)) as pool:
@@ -262,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs the benchmark and prints its tables."""
+    """Run the benchmark and print its tables."""
     arguments = _parser().parse_args()
     if arguments.quick:
         arguments.pieces, arguments.clips, arguments.rounds = 4, 16, 1

@@ -1,15 +1,17 @@
-"""Encoding latents and text: `prep latents` and `prep text` beside plain loops over the same weights at the same batch.
+"""Encoding latents and text: `prep latents` and `prep text` compared with plain loops at the same batch size.
 
     python -m benchmarks.encoding [VIDEOS] [--rounds 3] [--json FILE]
 
-The chunks are those of the videos in a folder. Two VAEs encode them, on one thread: `tiny`, where all that is not the
-model weighs most, and one of Stable Diffusion's shape (84 M parameters) with random weights, at a size and rate that a
-CPU can do. A text tower of ViT-B-32's shape with random weights encodes captions of 5 to 20 words, and of 90.
+The chunks of a folder of videos are encoded by two VAEs, on one thread: `tiny`, for which the overhead outside the
+model matters most, and one of Stable Diffusion's architecture (84 M parameters) with random weights, at a size and
+frame rate that a CPU can handle. A text tower of ViT-B-32's architecture with random weights encodes captions of 5 to
+20 words, and of 90.
 
-The plain loops (benchmarks.plain_loops) are what one would write in an afternoon: decode each chunk whole by PyAV, pick
-the frames, crop, resize, collect a batch, encode, save; tokenise a batch by open_clip, encode, normalise, save. They
-check nothing. Both ways are whole commands, their imports counted in. CPU seconds of all processes; the ways take
-turns, figures are medians, ratios medians of the ratios within each round. Target: at least 0.95 times the plain rate.
+The plain loops (benchmarks.plain_loops) are minimal scripts with the same weights: decode each chunk whole by PyAV,
+pick the frames, crop, resize, collect a batch, encode, save; tokenise a batch by open_clip, encode, normalise, save.
+They verify nothing. Both variants are complete commands, including imports. CPU seconds of all processes; the variants
+take turns, figures are medians, ratios are medians of the ratios within each round. Target: at least 0.95 times the
+rate of the plain loop.
 """
 
 import json
@@ -32,7 +34,7 @@ TEXT_BATCH = 32
 CLIP = "ViT-B-32"
 TINY = "tiny"
 ENGINE = ("--engine", "processes", "--workers", "1", "--num-gpus", "0")
-# What it is called; size in pixels, frames a second and segment; lengths in words and number of captions.
+# Name; size in pixels, fps and segment length; or number of words and number of captions.
 LATENTS = {
     TINY: ("tiny, 256 px, 4 a second", 256, "4", "5s"),
     "sd": ("Stable Diffusion's shape, 64 px, one in 4 s", 64, "1/4", "4s"),
@@ -42,7 +44,7 @@ _WORDS = ("a", "the", "person", "dog", "opens", "cuts", "onion", "door", "red", 
 
 
 def make_vae() -> Any:
-    """A VAE of Stable Diffusion's shape with random weights."""
+    """Create a VAE of Stable Diffusion's architecture with random weights."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -56,13 +58,13 @@ def make_vae() -> Any:
 
 
 def save_vae(folder: Path) -> Path:
-    """The same, as files."""
+    """Save the VAE of `make_vae`."""
     make_vae().save_pretrained(folder / "sd-shaped")
     return folder / "sd-shaped"
 
 
 def save_clip(folder: Path) -> Path:
-    """Random weights of the model CLIP."""
+    """Save random weights of the model CLIP."""
     import open_clip
     import torch
     from safetensors.torch import save_file
@@ -74,12 +76,12 @@ def save_clip(folder: Path) -> Path:
 
 
 def words_of(rng: np.random.Generator, lengths: tuple[int, int]) -> str:
-    """A text of so many words, from fewest to most."""
+    """Draw a text whose number of words lies between the two lengths."""
     return " ".join(rng.choice(_WORDS, rng.integers(lengths[0], lengths[1] + 1)))
 
 
 def write_captions(folder: Path, *, name: str, lengths: tuple[int, int], count: int) -> Path:
-    """A data folder whose manifest has `count` captions of so many words, all different."""
+    """Write a data folder whose manifest has `count` distinct captions with the given range of words."""
     rng = np.random.default_rng(0)
     videos = folder / f"{name}-videos"
     videos.mkdir()
@@ -104,7 +106,7 @@ def compare(
     num_rounds: int,
     forget: Callable[[], None],
 ) -> list[dict[str, object]]:
-    """Rows of both ways; `forget` removes what ours made, before each round, and `count` counts what it made."""
+    """Return rows for both variants; `forget` removes our output before each round, `count` returns its size."""
     seconds: dict[str, list[float]] = {"prep": [], "plain loop": []}
     for number in range(num_rounds):
         forget()
@@ -126,7 +128,7 @@ def compare(
 
 
 def forget_column(data: Path, column: str) -> None:
-    """Removes what a round made."""
+    """Remove the output of a round."""
     shutil.rmtree(data / column, ignore_errors=True)
     path = data / "dataset.json"
     if path.exists():
@@ -136,7 +138,7 @@ def forget_column(data: Path, column: str) -> None:
 
 
 def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: int) -> list[dict[str, object]]:
-    """Rows of one VAE over the chunks of `videos`, or of a short synthetic one."""
+    """Return the rows of one VAE for the chunks of `videos`, or of a short synthetic video."""
     what, size, fps, segment = LATENTS[case]
     vae = TINY if case == TINY else str(save_vae(folder))
     data = folder / f"{case}-data"
@@ -161,7 +163,7 @@ def latents_rows(folder: Path, videos: Path | None, *, case: str, num_rounds: in
 
 
 def text_rows(folder: Path, *, case: str, num_rounds: int) -> list[dict[str, object]]:
-    """Rows of the text tower over captions of one length."""
+    """Return the rows of the text tower for captions of one length."""
     what, lengths, count = TEXTS[case]
     weights = save_clip(folder)
     data = write_captions(folder, name=case, lengths=lengths, count=count)
@@ -177,7 +179,7 @@ def text_rows(folder: Path, *, case: str, num_rounds: int) -> list[dict[str, obj
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", type=Path, nargs="?", help="folder of videos; by default a short synthetic one")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,4 +1,4 @@
-"""Where a figure comes from: machine, Python, ffmpeg, commit and date. Every table and every JSON file carries it."""
+"""Provenance of the results: machine, Python, ffmpeg, commit and date, included in every table and JSON file."""
 
 import os
 import platform
@@ -9,12 +9,12 @@ from pathlib import Path
 from manifests.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# In a copy without a history, such as the GPU kit: the name that the commit had where the copy was made.
+# For copies without git history, such as the GPU kit: the commit name recorded when the copy was made.
 COMMIT_FILE = "COMMIT"
 
 
 def machine() -> str:
-    """Processor and cores that may be used."""
+    """Return the processor, and the number of cores available to this process."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -22,8 +22,8 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; `-dirty` when files differ from it, `unknown` in a copy that does not say."""
-    # First, because git would find the history of a repository that the copy happens to lie in.
+    """Return the commit; `-dirty` if files differ from it, `unknown` in a copy without the information."""
+    # Checked first, because git would find the history of a repository that contains the copy.
     written = REPOSITORY / COMMIT_FILE
     if written.is_file():
         return written.read_text().strip()
@@ -33,7 +33,7 @@ def commit() -> str:
 
 
 def ffmpeg_version() -> str:
-    """The version that `prep` would use; `none` on a machine that only trains."""
+    """Return the version of the ffmpeg used by `prep`; `none` on a machine without it."""
     from prep.video.ffmpeg import find_ffmpeg
 
     try:
@@ -43,7 +43,7 @@ def ffmpeg_version() -> str:
 
 
 def describe_environment() -> dict[str, str]:
-    """Machine, Python, ffmpeg, commit and date."""
+    """Return machine, Python, ffmpeg, commit and date."""
     return {
         "machine": machine(),
         "python": platform.python_version(),

@@ -1,30 +1,30 @@
-"""Loading latents: the LatentLoader beside the way it began from, other libraries, a mapped file, and plain memcpy.
+"""Loading latents: the LatentLoader compared with its predecessor, other libraries, a mapped file, and memcpy.
 
     python -m benchmarks.latents [--quick] [--values normal|ar1] [--json FILE]
 
-Every way loads the same set: 5000 segments of 20 x 4 x 32 x 32 float16 and the text embedding of the segment's video,
-one of 100, in its own format (`make peers` installs what the others need; a way that is not installed is left empty):
+Every loader reads the same data set in its own format: 5000 segments of 20 x 4 x 32 x 32 float16 and the text embedding
+of the segment's video, one of 100 (`make peers` installs the other libraries; rows of missing ones are empty):
 
     LatentLoader      clipmill's columns: 1700 chunks of 15 s in tars, three segments each, two in the last of a video;
-                      every epoch but the first of a process, in which records are compared with their checksums
-      first visits    the same, each epoch as the first one: with these comparisons
+                      all epochs after the first, which verifies the checksums of the records
+      first visits    the same, with every epoch like the first one: checksums verified
     seed, N workers   Zarr, Blosc with zstd, one segment a chunk, worker processes, shared memory, queues
     webdataset        tars with one sample a segment, shuffle buffer of 300, in the loading process
     litdata           its chunks, StreamingDataLoader without worker processes
     MDS               mosaicml-streaming's shards on the local disk, DataLoader without worker processes
-    npy memmap        one mapped file, a batch gathered by NumPy into a new array: no tars, no keys, no resuming
-    memcpy            the same bytes, segment by segment, into a ring of buffers: the floor
+    npy memmap        one memory-mapped file, batches gathered by NumPy into a new array: no tars, no keys, no resuming
+    memcpy            the same bytes, segment by segment, into a ring of buffers: the lower bound
 
-Each way is a process that stays alive. Before anything is timed it loads an epoch whose bytes are compared with the
-set's: every segment once, with its text. Then the ways take turns, whose order turns from round to round; a turn is as
-many whole epochs as half a second holds. All is shuffled and in memory; the time holds the making of the order. Nothing
-is done with a batch. Figures are medians over the rounds; ratios are medians of the ratios within each round: `/ seed`
-over the better of the seed's two (target for the LatentLoader: at least 8 at batch 1, 10 at batch 32), `/ memcpy` over
-memcpy (target: at least 0.70, aim: 0.90).
+Each loader is a persistent process. Before timing, it loads an epoch whose bytes are compared with the data set: every
+segment once, with its text. Then the loaders take turns, in an order that rotates from round to round; a turn is as
+many whole epochs as fit into half a second. All data are shuffled and in memory; shuffling is included in the time.
+Batches are not processed further. Figures are medians over the rounds; ratios are medians of the ratios within each
+round: `/ seed` relative to the better of the seed's two rows (target for the LatentLoader: at least 8 at batch 1, 10 at
+batch 32), `/ memcpy` relative to memcpy (target: at least 0.70, aim: 0.90).
 
-Then the anonymous memory of a LatentLoader's process after an epoch (target: under 300 MB whatever the size), for that
-set and for larger ones, whose tars are hard links to those of the first; `imports` is what Python had before the loader
-was made, torch above all. Last, how long 1000 jumps to random positions below a billion take (target: under 1 ms).
+Then the anonymous memory of a LatentLoader's process after an epoch (target: under 300 MB whatever the size), for this
+data set and for larger ones, whose tars are hard links to the first; `imports` is the memory before the loader is
+created, mainly torch. Finally, the time of 1000 seeks to random positions below a billion (target: under 1 ms).
 """
 
 import argparse
@@ -44,13 +44,13 @@ from benchmarks.way_process import PEERS_PYTHON, NotInstalled, WayProcess
 
 OURS, FIRST_VISITS, MEMCPY = "LatentLoader", "LatentLoader, first visits", "memcpy"
 SEEDS = ("seed, 1 worker", "seed, 2 workers")
-AT_LEAST_S = 0.5  # of a turn
-Rates = dict[str, list[float]]  # segments a second by the name of the way, one a round
+AT_LEAST_S = 0.5  # duration of a turn
+Rates = dict[str, list[float]]  # segments per second by loader, one value per round
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A way's program in benchmarks.latent_peers, and the Python that has what it needs."""
+    """A loader's program in benchmarks.latent_peers, and the Python interpreter with its packages."""
 
     module: str
     words: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ WAYS = {
 
 
 def start_ways(names: list[str], folder: Path, *, stack: ExitStack) -> tuple[dict[str, WayProcess], dict[str, str]]:
-    """Starts the ways and has each make its format; gives those that run, and why others do not."""
+    """Start the loaders and have each create its format; return those that run, and why others do not."""
     running, missing = {}, {}
     for name in names:
         entry = WAYS[name]
@@ -101,10 +101,10 @@ def start_ways(names: list[str], folder: Path, *, stack: ExitStack) -> tuple[dic
 def race(
     ways: dict[str, WayProcess], *, batch: int, num_rounds: int, at_least_s: float, wanted: tuple[int, str]
 ) -> Rates:
-    """Checks each way at one batch size, then lets them take turns.
+    """Check each loader with one batch size, then time them in turns.
 
     Raises:
-        RuntimeError: a way does not deliver what the set holds.
+        RuntimeError: a loader's output differs from the data set.
     """
     for name, way in ways.items():
         way.ask("open", batch=batch)
@@ -124,7 +124,7 @@ def race(
 
 
 def rows_of(batch: int, rates: Rates, names: list[str]) -> list[dict[str, object]]:
-    """One row of the table for each way, those that are not installed too."""
+    """Return one row of the table for each loader, including missing ones."""
     seeds = [max(pair) for pair in zip(*(rates[name] for name in SEEDS if name in rates), strict=True)]
 
     def ratio(name: str, base: list[float]) -> float | None:
@@ -147,7 +147,7 @@ def rows_of(batch: int, rates: Rates, names: list[str]) -> list[dict[str, object
 
 
 def measure_costs(folder: Path, *, copies: list[int]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Memory of loaders of ever larger sets, and the jumps of the last."""
+    """Measure the memory of loaders of ever larger data sets, and the seeks of the last."""
     segments = open_segment_set(folder / "set")
     memory_rows, jumps = [], {}
     for num_copies in copies:
@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs the benchmark and prints its tables."""
+    """Run the benchmark and print its tables."""
     arguments = _parser().parse_args()
     if arguments.quick:
         arguments.segments, arguments.videos, arguments.rounds = 500, 10, 1

@@ -1,10 +1,10 @@
-"""Runs one command and writes down what it cost; a program of its own, started by `benchmarks.measure`.
+"""Runs one command and records its cost; a separate program, started by `benchmarks.measure`.
 
     python -I -S launch.py USAGE.json COMMAND [ARGUMENT ...]
 
-A small process between the benchmark and the command, because Linux lets a child begin with its parent's peak of
-memory. It adopts what the command leaves behind (daemons, their workers), so that the CPU time of the whole tree is
-counted once it has ended.
+A small process between the benchmark and the command is needed because on Linux a child starts with its parent's peak
+memory. It adopts orphaned processes of the command (daemons and their workers), so that the CPU time of the whole tree
+is counted when it has exited.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ ORPHANS_LIMIT_S = 20.0
 
 
 def main() -> int:
-    """Runs the command, waits for all that comes of it, and gives its exit status."""
+    """Run the command, wait for all its descendants, and return its exit status."""
     usage_path, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     begin_s = time.perf_counter()
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def wait_for_orphans() -> int:
-    """Waits until every adopted process has ended; 1 when some have not within the limit."""
+    """Wait until every adopted process has exited; return 1 if some have not within the limit."""
     deadline_s = time.monotonic() + ORPHANS_LIMIT_S
     while time.monotonic() < deadline_s:
         try:

@@ -1,4 +1,4 @@
-"""What benchmarks of learning share: the synthetic videos, and a run for each seed, which are kept and gone on with."""
+"""Shared code of the learning benchmarks: synthetic videos, and one resumable run per seed."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from train.cli import app
 
 
 def learning_parser(description: str, *, preset: str) -> ArgumentParser:
-    """A parser with the options that these benchmarks have; what else is given are flags of the training command."""
+    """Create a parser with the shared options; unknown options are passed to the training command."""
     parser = parser_for(description)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--videos", type=int, default=60, help="of one minute each")
@@ -35,15 +35,15 @@ def found_of_seeds(
     score: Callable[[Path], dict[str, Any]],
     in_words: Callable[[dict[str, Any]], object],
 ) -> list[dict[str, Any]]:
-    """Trains each seed by `train COMMAND`, and scores it.
+    """Train each seed with `train COMMAND`, and score it.
 
     Args:
-        arguments: of `learning_parser`.
-        score: what is found in a run that is done.
-        in_words: a line for what was found.
+        arguments: parsed by `learning_parser`.
+        score: computes the scores of a finished run.
+        in_words: formats the scores as a line.
 
     Returns:
-        For each seed what was found, the CPU seconds of training, and whether a run that was stopped went on.
+        For each seed the scores, the CPU seconds of training, and whether an interrupted run was resumed.
     """
     with _kept_folder(arguments.folder) as folder:
         data = _made_data(folder, num_videos=arguments.videos, minutes=arguments.minutes)
@@ -57,7 +57,7 @@ def found_of_seeds(
 
 @contextlib.contextmanager
 def _kept_folder(kept: Path | None) -> Iterator[Path]:
-    """The folder that a benchmark works in; a temporary one where none is to be kept."""
+    """Yield the folder that a benchmark works in: the given one, or a temporary one."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
         yield kept.resolve()
@@ -67,7 +67,7 @@ def _kept_folder(kept: Path | None) -> Iterator[Path]:
 
 
 def _made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
-    """Videos, their manifest and chunks; both commands find what is done already."""
+    """Generate videos, their manifest and chunks; both commands skip finished work."""
     data = folder / "data"
     if not (data / "manifest").exists():
         run_measured(
@@ -82,7 +82,7 @@ def _made_data(folder: Path, *, num_videos: int, minutes: float) -> Path:
 def _found_of(
     out: Path, command: Sequence[str], words: Sequence[str], *, score: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Trains and scores one seed, and keeps what was found beside the run."""
+    """Train and score one seed, and save the scores with the run."""
     found = out.with_suffix(".json")
     if found.exists():
         kept: dict[str, Any] = json.loads(found.read_bytes())

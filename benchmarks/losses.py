@@ -1,12 +1,12 @@
-"""What a contrastive loss costs besides the model: from embeddings to their gradients, 2048 pairs of width 512.
+"""Cost of a contrastive loss without the model: from embeddings to their gradients, 2048 pairs of width 512.
 
     python -m benchmarks.losses [--rounds 11] [--pairs 2048] [--width 512] [--device cpu] [--json FILE]
 
-Each way begins with embeddings of unit length and ends with the gradients of the embeddings and of the loss's own
-parameters, state of samples and numbers for the log included. Ours is `backward` of the objective as the training loop
-calls it, with a model that does nothing; open_clip's is its loss class and autograd. The ways take turns. On a CPU:
-CPU seconds of this process on one thread, as other programs use the machine too; on a GPU: the time between two events
-in its queue. Medians; ratios are medians of the ratios within each round.
+Each implementation starts from embeddings of unit length and computes the gradients of the embeddings and of the loss's
+own parameters, including per-sample state and logged values. Ours is `backward` of the objective as the training loop
+calls it, with an identity model; open_clip's is its loss class and autograd. The implementations take turns. On a CPU:
+CPU seconds of this process on one thread, since the machine may be shared; on a GPU: CUDA events. Figures are medians;
+ratios are medians of the ratios within each round.
 """
 
 import statistics
@@ -27,11 +27,11 @@ from train.losses.settings import Loss
 BASE = "infonce"
 OPEN_CLIP = "infonce, open_clip"
 SIGLIP_OPEN_CLIP = "siglip, open_clip"
-NUM_SAMPLES = 100_000  # rows of state
+NUM_SAMPLES = 100_000  # rows of the per-sample state
 
 
 class Embeddings(nn.Module):
-    """A model that is its own output."""
+    """A model whose output is its own parameters."""
 
     def __init__(self, num_pairs: int, width: int) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class Embeddings(nn.Module):
         self.text = nn.Parameter(nn.functional.normalize(video + 2 * noise, dim=1))
 
     def forward(self, clips: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of it."""
+        """Return all embeddings."""
         return self.video, self.text
 
 
 def our_way(kind: str, model: Embeddings, batch: Batch, device: torch.device) -> Callable[[], None]:
-    """Gradients of an objective, averages moving on by half."""
+    """Return a function that computes the gradients of an objective, with moving averages updated by half."""
     settings = Loss(kind=kind, **({"gamma": 0.5, "gamma_schedule": "constant"} if LOSSES[kind].is_global else {}))  # type: ignore[arg-type]
     dataset = DatasetSize(num_clips=NUM_SAMPLES, num_captions=NUM_SAMPLES, num_epochs=10)
     inputs = (model.video, model.text)
@@ -61,7 +61,7 @@ def our_way(kind: str, model: Embeddings, batch: Batch, device: torch.device) ->
 
 
 def their_way(name: str, model: Embeddings, device: torch.device) -> Callable[[], None]:
-    """Gradients of open_clip's loss by autograd."""
+    """Return a function that computes the gradients of open_clip's loss with autograd."""
     import open_clip.loss
 
     log_scale = nn.Parameter(torch.tensor(2.66, device=device))
@@ -82,7 +82,7 @@ def their_way(name: str, model: Embeddings, device: torch.device) -> Callable[[]
 
 
 def openings_of(num_pairs: int, width: int, device: torch.device) -> dict[str, Callable[[], Callable[[], None]]]:
-    """What opens each way, ours first, all on the same embeddings."""
+    """Return functions that open each implementation, ours first, all with the same embeddings."""
     torch.manual_seed(0)
     model = Embeddings(num_pairs, width).to(device)
     ids = torch.randperm(NUM_SAMPLES)[:num_pairs]
@@ -94,7 +94,7 @@ def openings_of(num_pairs: int, width: int, device: torch.device) -> dict[str, C
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--pairs", type=int, default=2048)
@@ -108,7 +108,7 @@ def main() -> None:
     names = list(ways)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, arguments.rounds):
-        # Each round begins with another way.
+        # Each round starts with another implementation.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
             seconds = seconds_of(ways[name], device=device)

@@ -1,7 +1,7 @@
-"""Data folders of any size without a second of encoding: every file is of the real format, the videos are empty.
+"""Generated data folders of any size without encoding: all files have the real format, and the videos are empty.
 
-What planning reads is there as `prep` would have left it: manifest, source files, probes, layout, commits. The shards
-are real ones with payloads of a few bytes, or, where millions of chunks are wanted, files of the right length only.
+Everything that planning reads is written as by `prep`: manifest, source files, probes, layout, commits. The shards
+are valid ones with payloads of a few bytes, or, for millions of chunks, files of the right length only.
 """
 
 import os
@@ -28,12 +28,12 @@ from shards.writer import Sample, ShardWriter
 
 COLUMN = "video"
 _VIDEOS_PER_FOLDER = 1000
-_CHUNK_BYTES = 1_800_000  # of an ordinary chunk; for the files of the right length
+_CHUNK_BYTES = 1_800_000  # of a typical chunk; for the files of the right length
 _NO_SHA256 = "0" * 64
 
 
 def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: ResolvedRecipe) -> None:
-    """Writes manifest, empty source files, and the probes of videos that are not empty."""
+    """Write the manifest, empty source files, and probes that describe non-empty videos."""
     names = [f"video-{number:07d}" for number in range(num_videos)]
     paths = [
         data / "sources" / f"{number // _VIDEOS_PER_FOLDER:04d}" / f"{name}.mp4" for number, name in enumerate(names)
@@ -76,10 +76,11 @@ def make_videos(data: Path, *, num_videos: int, chunks_per_video: int, recipe: R
 
 
 def commit_everything(data: Path, *, recipe: ResolvedRecipe, num_real_shards: int | None = None) -> int:
-    """Commits every shard that a plan wants, as it wants it; gives their number.
+    """Commit every shard of the plan, in the state that the plan requires; return their number.
 
     Args:
-        num_real_shards: shards that hold samples; the others are files of the right length. None: all are real.
+        num_real_shards: number of shards with samples; the others are files of the right length. None: all shards have
+            samples.
     """
     plan = make_plan(data, recipe).plan
     write_layout(layout_path(data, recipe.settings), plan.layout)

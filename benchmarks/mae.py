@@ -1,29 +1,28 @@
-"""Masked autoencoders: steps of ViT-B against Hugging Face's, what data costs a step, pixels against latents.
+"""Masked autoencoders: ViT-B steps compared with Hugging Face, the cost of loading, and pixels compared with latents.
 
     python -m benchmarks.mae [VIDEOS] [--parts model data latents] [--device cuda|cpu] [--rounds N] [--json FILE]
 
 model: forward and backward pass of VideoMAE (16 frames of 224 px, 1408 of 1568 cubes hidden, decoder of 4 blocks),
-clipmill's MaskedAutoencoder with its targets and its loss beside transformers' VideoMAEForPreTraining with SDPA: the
-same weights, clips and masks; before anything is timed their losses are compared. On a CPU in float32, CPU seconds,
-and memory by torch's own account of what it allocates; on a GPU in bfloat16 autocast, and the allocator's peak. Memory
-is what a pass holds at most besides weights, clips and masks. Targets: at least 1.0 times the speed, at most 1.0 times
-the memory.
+clipmill's MaskedAutoencoder with its targets and loss, compared with transformers' VideoMAEForPreTraining with SDPA:
+the same weights, clips and masks; their losses are compared before timing. On a CPU: float32, CPU seconds, and the
+memory that torch allocates; on a GPU: bfloat16 autocast, and the allocator's peak. Memory is the peak of a pass,
+excluding weights, clips and masks. Targets: at least 1.0 times the speed, at most 1.0 times the memory.
 
-data: pieces of 15 s of VIDEOS (without VIDEOS they are made) as plain calls of ffmpeg encode them (x264 default) and
-as `prep chunk` does (own), decoded through the container (plain) or by packets. A step is that of `train mae` (16
-frames, 4 apart, multi-scale crop, flip, masks, optimizer) on batches from the loader and on a batch in memory, in turn.
-`data / step` is the part of a step's time that is gone when the batch is in memory, by wall time, `waits` the part
-during which a step waits for its batch, `data / CPU` the part of its CPU time that goes into loading, `speed / first`
-compares wall times. The first row is the way before, the last the one of `train mae`. Target on a GPU: 5 % with
-packets. On a CPU the model is `tiny`, so that loading counts, and it shares the cores with the loader.
+data: pieces of 15 s of VIDEOS (without VIDEOS they are generated), encoded by plain ffmpeg calls (x264 default) and by
+`prep chunk` (own), decoded through the container (plain) or by packets. A step is that of `train mae` (16 frames, 4
+apart, multi-scale crop, flip, masks, optimizer) on batches from the loader and on a batch in memory, in turn.
+`data / step` is the fraction of a step's wall time that is saved if the batch is in memory, `waits` the fraction that a
+step waits for its batch, `data / CPU` the fraction of CPU time spent on loading, `speed / first` compares wall times
+with the first row. The first row is the conventional pipeline, the last that of `train mae`. Target on a GPU: 5 % with
+packets. On a CPU the model is `tiny`, so that loading is significant, and shares the cores with the loader.
 
-latents: `train mae` on pixels and on latents of as many cubes (28 x 28, as a VAE makes of 224 px), batches from the
-loader: samples a CPU second, on a GPU a second.
+latents: `train mae` on pixels and on latents with the same number of cubes (28 x 28, the VAE output for 224 px),
+batches from the loader: samples per CPU second, on a GPU per second.
 
-The decoder alone, 16 frames 4 apart, against decord and others is in benchmarks/decode.py.
+Decoding alone (16 frames with a stride of 4) is compared with decord and others in benchmarks/decode.py.
 
-Ways take their turns in every round, in an order that goes round; figures are medians over the rounds, ratios medians
-of the ratios within each round.
+The variants take turns in every round, in rotating order; figures are medians over the rounds, ratios are medians of
+the ratios within each round.
 """
 
 import os
@@ -46,13 +45,13 @@ from train.tasks.mae.settings import MaeSettings
 
 MB = 1024**2
 MODEL, DATA, LATENTS = "model", "data", "latents"
-# A chunk's encoding, and how frames come out of it.
+# A chunk's encoding, and the method of decoding.
 WAYS = ((X264_DEFAULT, "plain"), (OWN, "plain"), (OWN, "packets"))
-_CLOSE = 1e-3  # of losses, in bfloat16
+_CLOSE = 1e-3  # tolerance of the losses in bfloat16
 
 
 def data_settings(size_px: int, *, device: torch.device) -> dict[str, Any]:
-    """Settings of `train mae` for the parts that load data."""
+    """Return the data loading settings of `train mae`."""
     cores = len(os.sched_getaffinity(0))
     shared = {"size_px": size_px, "device": device.type, "augment": Augment(flip=0.5)}
     if device.type == "cuda":
@@ -63,7 +62,7 @@ def data_settings(size_px: int, *, device: torch.device) -> dict[str, Any]:
 def model_rows(
     name: str, *, image_px: int, batch: int, device: torch.device, num_rounds: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """A row of each model.
+    """Return a row for each model.
 
     Raises:
         RuntimeError: their losses differ.
@@ -99,7 +98,7 @@ def model_rows(
 def data_rows(
     folder: Path, settings: dict[str, Any], *, device: torch.device, num_rounds: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """A row of each kind of chunks and each path through them."""
+    """Return a row for each kind of chunks and each method of decoding."""
     ways = {}
     for name, decode in WAYS:
         chosen = MaeSettings(shards=str(data_folder(folder, name)), decode=decode, **settings)  # type: ignore[arg-type]
@@ -130,7 +129,7 @@ def data_rows(
 def latent_rows(
     folder: Path, settings: dict[str, Any], *, device: torch.device, num_rounds: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """A row for pixels and one for latents."""
+    """Return a row for pixels and one for latents."""
     shards = str(data_folder(folder, OWN))
     inputs: dict[str, dict[str, Any]] = {
         "pixels": {"size_px": LATENT_PX},
@@ -157,7 +156,7 @@ def latent_rows(
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", type=Path, nargs="?", help="folder of videos; by default some are made")
     parser.add_argument("--parts", nargs="+", choices=(MODEL, DATA, LATENTS), default=[MODEL, DATA, LATENTS])

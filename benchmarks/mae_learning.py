@@ -1,15 +1,15 @@
-"""What `train mae` learns: labels told by frozen features, before and after, over several seeds.
+"""Quality of `train mae`: classification with frozen features before and after training, over several seeds.
 
     python -m benchmarks.mae_learning [--seeds 3] [--videos 60] [--preset tiny-mae] [--folder DIR] [--json FILE] [FLAGS]
 
-Videos of `prep manifest synthetic` (one shape that moves, 6 motions, 4 shapes, 6 colours), a fifth of them held out,
-go through `prep chunk`, and for each seed through `train mae --preset PRESET --seed N FLAGS` and `train eval probe`,
-as a user would type it. Captions are not shown to the model. Features are those of `train eval probe`: k-NN votes and
-a linear layer are learned from the labelled clips of the training videos and scored on those of the others. `random` is
-the same architecture with the weights that the seed draws, `chance` names the class that is most frequent in training.
+Videos of `prep manifest synthetic` (one moving shape, 6 motions, 4 shapes, 6 colours), a fifth of them held out, are
+processed by `prep chunk`, and for each seed by `train mae --preset PRESET --seed N FLAGS` and `train eval probe`, with
+the commands of a user. The model does not see captions. Features are those of `train eval probe`: a k-NN classifier and
+a linear layer are fitted to the labelled clips of the training videos and scored on the held-out ones. `random` is the
+same architecture with the seed's initial weights, `chance` always predicts the most frequent class in training.
 
-With --folder the videos, shards and runs stay there, and a benchmark that was stopped goes on where it was, given the
-same options. CPU seconds are those of training, with its decoding and its page.
+With --folder the videos, shards and runs are kept there, and an interrupted benchmark resumes if given the same
+options. CPU seconds are those of training, including decoding and the report page.
 """
 
 import statistics
@@ -31,7 +31,7 @@ _LAST_STEPS = 20
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = learning_parser(__doc__ or "", preset="tiny-mae")
     parser.add_argument("--neighbours", type=int, default=20)
     arguments, flags = parser.parse_known_args()
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def score_run(out: Path, *, neighbours: int) -> dict[str, Any]:
-    """Probes a run, and reads its losses."""
+    """Probe a run, and read its losses."""
     probed = evaluation.score_run(PROBE, out, ProbeFlags(label=LABELS, method=METHODS, neighbours=neighbours))
     losses = [line["loss"] for line in read_lines(RunFolder(out).metrics)]
     return {
@@ -62,7 +62,7 @@ def score_run(out: Path, *, neighbours: int) -> dict[str, Any]:
 
 
 def rows_of(seeds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, object]]:
-    """A row for each label and method: top-1 of the trained and of the random tower, and chance, in percent."""
+    """Return a row for each label and method: top-1 of the trained and of the random tower, and chance, in percent."""
     rows: list[dict[str, object]] = []
     for label in LABELS:
         for method, name in NAMES.items():

@@ -1,4 +1,4 @@
-"""Steps of a masked autoencoder, ours and Hugging Face's: the same weights, the same clips, the same masks."""
+"""Masked autoencoder steps of clipmill and Hugging Face with the same weights, clips and masks."""
 
 from typing import Protocol
 
@@ -24,16 +24,16 @@ class Steps(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Encoder and decoder."""
+        """Return encoder and decoder."""
         ...
 
     def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
-        """Mean squared error over the masked cubes."""
+        """Compute the mean squared error over the masked cubes."""
         ...
 
 
 class OurSteps:
-    """Those of `train mae`."""
+    """The steps of `train mae`."""
 
     def __init__(self, model: ModelName, *, image_px: int, decoder_depth: int, device: torch.device) -> None:
         towers = Towers(kind="videomae")
@@ -50,11 +50,11 @@ class OurSteps:
         self.grid = self.model.video.grid
 
     def masks(self, num_clips: int, *, device: torch.device) -> torch.Tensor:
-        """Tubes, bool [B, N]."""
+        """Draw tube masks, bool [B, N]."""
         return tube_masks(torch.arange(num_clips, device=device), self.grid, ratio=MASK_RATIO, seed=0)
 
     def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
-        """As the objective of `train mae` has it."""
+        """Compute the loss as the objective of `train mae` does."""
         num_masked = self.grid.steps * int(MASK_RATIO * self.grid.patches)
         targets_BMV = normalised_cubes(
             clips_BCTHW,
@@ -69,7 +69,7 @@ class OurSteps:
 
 
 class HfSteps:
-    """Those of VideoMAEForPreTraining with SDPA, which computes its targets itself."""
+    """The steps of VideoMAEForPreTraining with SDPA, which computes its targets itself."""
 
     def __init__(self, ours: MaskedAutoencoder, *, device: torch.device) -> None:
         from transformers import VideoMAEConfig, VideoMAEForPreTraining
@@ -94,22 +94,22 @@ class HfSteps:
         self.model = VideoMAEForPreTraining._from_config(config, attn_implementation="sdpa").to(device)
         state, its_names = {}, self.model.state_dict()
         for name, tensor in to_hf_videomae(ours.state_dict()).items():
-            # Some versions call these biases otherwise in memory than in files.
+            # Some versions use other names for these biases in memory than in files.
             other = name.replace("q_bias", "query.bias").replace("v_bias", "value.bias")
             state[other if other in its_names else name] = tensor
-        # Some have a bias of the keys as well, which changes no attention.
+        # Some versions also have a key bias, which does not affect attention.
         state |= {name: bias for name, bias in its_names.items() if name.endswith("key.bias") and name not in state}
         self.model.load_state_dict(state)
 
     def loss(self, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
-        """Its own."""
+        """Compute the model's own loss."""
         with _autocast(clips_BCTHW.device):
             found: torch.Tensor = self.model(clips_BCTHW.transpose(1, 2), bool_masked_pos=masked_BN).loss
         return found
 
 
 def take(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> float:
-    """One forward and backward pass; its loss."""
+    """Run one forward and backward pass, and return the loss."""
     steps.model.zero_grad(set_to_none=True)
     loss = steps.loss(clips_BCTHW, masked_BN)
     loss.backward()
@@ -117,12 +117,12 @@ def take(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> fl
 
 
 def seconds(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor, *, count: int) -> float:
-    """Mean seconds of `count` passes; CPU time on a CPU."""
+    """Return the mean seconds of `count` passes; CPU time on a CPU."""
     return seconds_of(lambda: take(steps, clips_BCTHW, masked_BN), device=clips_BCTHW.device, count=count)
 
 
 def peak_bytes_of_pass(steps: Steps, clips_BCTHW: torch.Tensor, masked_BN: torch.Tensor) -> int:
-    """The most that a pass holds at a time, its gradients among it, besides weights, clips and masks."""
+    """Return the peak memory of a pass including gradients, excluding weights, clips and masks."""
     steps.model.zero_grad(set_to_none=True)
     return peak_bytes(lambda: take(steps, clips_BCTHW, masked_BN), device=clips_BCTHW.device)
 

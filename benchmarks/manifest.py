@@ -1,9 +1,9 @@
-"""Time and memory of `prep manifest ego4d` on millions of narrations, and of the rerun that finds the old ids again.
+"""Time and memory of `prep manifest ego4d` on millions of narrations, and of a rerun that matches existing IDs.
 
     python -m benchmarks.manifest [--narrations N] [--json FILE]
 
-The narrations are made up, in the form of Ego4D's narration.json. Targets: under 60 s and 1 GB each. `peak MB` is the
-resident memory of the command, shared libraries included.
+The narrations are generated, in the format of Ego4D's narration.json. Targets: under 60 s and 1 GB each. `peak MB` is
+the resident memory of the command, including shared libraries.
 """
 
 import json
@@ -21,7 +21,7 @@ NOUNS = ("the knife", "a red bowl", "the drawer", "the tap", "a piece of wood", 
 
 
 def write_narrations(path: Path, videos: Path, *, num_narrations: int) -> None:
-    """Writes a file of the form of Ego4D's narration.json, and a one-byte file for each of its videos."""
+    """Write a file in the format of Ego4D's narration.json, and a one-byte file for each of its videos."""
     rng = random.Random(0)
     with path.open("w") as file:
         file.write('{"version": "v1", "videos": {')
@@ -51,7 +51,7 @@ def write_narrations(path: Path, videos: Path, *, num_narrations: int) -> None:
 
 
 def measure(run: str, *, videos: Path, annotations: Path, data: Path) -> dict[str, object]:
-    """Runs the command once; the row of the table."""
+    """Run the command once, and return the row of the table."""
     command = prep_command("manifest", "ego4d", videos, "--annotations", annotations, "--data", data, "--json")
     usage = run_measured(command)
     summary = json.loads(usage.stdout)
@@ -67,7 +67,7 @@ def measure(run: str, *, videos: Path, annotations: Path, data: Path) -> dict[st
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument(
         "--narrations", type=int, default=4_000_000, metavar="N", help="how many (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""What a command costs: CPU seconds of its whole process tree, wall time and peak memory."""
+"""The cost of a command: CPU seconds of its process tree, wall time and peak memory."""
 
 import json
 import os
@@ -19,10 +19,10 @@ class Usage:
     """The cost of one command.
 
     Attributes:
-        cpu_s: user and system seconds of the command and of all that it started.
-        wall_s: seconds from its start to its end.
-        peak_bytes: resident memory of its largest process, at the most (Linux counts shared pages in).
-        stdout: what it printed.
+        cpu_s: user and system seconds of the command and all its descendants.
+        wall_s: wall time in seconds.
+        peak_bytes: peak resident memory of its largest process (including shared pages on Linux).
+        stdout: its output.
     """
 
     cpu_s: float
@@ -32,10 +32,10 @@ class Usage:
 
 
 def run_measured(command: Sequence[str], *, folder: Path | None = None) -> Usage:
-    """Runs a command to its end in `folder`.
+    """Run a command to completion in `folder`.
 
     Raises:
-        RuntimeError: it failed, or left processes behind that do not end.
+        RuntimeError: the command failed, or left processes behind that do not exit.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as usage_file:
         launched = subprocess.run(
@@ -54,5 +54,5 @@ def run_measured(command: Sequence[str], *, folder: Path | None = None) -> Usage
 
 
 def prep_command(*arguments: str | Path) -> list[str]:
-    """The command line of `prep`, run by this Python from this checkout."""
+    """Return the command line of `prep`, run with this Python from this checkout."""
     return [sys.executable, "-m", "prep.cli", *map(str, arguments)]

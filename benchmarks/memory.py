@@ -1,14 +1,14 @@
-"""Peak memory of the processes of `prep chunk` for short and long videos: it must not grow with the length.
+"""Peak memory of the processes of `prep chunk` for short and long videos, which must not grow with the duration.
 
     python -m benchmarks.memory [--minutes M ...] [--json FILE]
 
-One synthetic video of each length is cut by the whole command, processes engine, one worker, into one shard. The
-process tree is looked at ten times a second, and each process tells the most resident memory that it ever had, so
-that nothing is missed in between; shared libraries are counted in every process that has them.
+The whole command (processes engine, one worker) encodes one synthetic video of each duration to one shard. The process
+tree is sampled ten times a second. Each process reports its own peak resident memory, so nothing between samples is
+missed; shared libraries are counted in every process that uses them.
 
 `driver MB` is the command itself, `worker MB` the process that makes the shard, `ffmpeg MB` the largest of its encoder
-passes (there is one at a time), `together MB` the sum of the three. The shard's index and the times of one span's
-frames are all that a worker keeps: what grows with the length are a few kilobytes for each chunk.
+passes (there is one at a time), `together MB` the sum of the three. A worker keeps only the shard's index and the frame
+times of one span, so memory grows by a few kilobytes per chunk.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ from benchmarks.tree import Process, run_watched
 
 
 def role_of(process: Process) -> str:
-    """driver, worker, ffmpeg, or other for what multiprocessing keeps for itself."""
+    """Return driver, worker, ffmpeg, or other for multiprocessing's helper processes."""
     words = " ".join(process.command)
     if "-progress" in process.command:
         return "ffmpeg"
@@ -30,7 +30,7 @@ def role_of(process: Process) -> str:
 
 
 def measure_length(folder: Path, *, minutes: float) -> dict[str, object]:
-    """Cuts one video of that length."""
+    """Encode one video of that duration."""
     data = folder / "data"
     run_measured(prep_command("manifest", "synthetic", "--videos", "1", "--minutes", str(minutes), "--data", data))
     watched = run_watched(prep_command("chunk", "--data", data, "--engine", "processes", "--workers", "1"))
@@ -48,7 +48,7 @@ def measure_length(folder: Path, *, minutes: float) -> dict[str, object]:
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--minutes", type=float, nargs="+", default=[2, 10, 40], help="lengths (default 2 10 40)")
     arguments = parser.parse_args()

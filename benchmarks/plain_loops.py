@@ -1,4 +1,4 @@
-"""Encoding latents and text in a plain loop: what `benchmarks.encoding` measures prep against.
+"""Encoding latents and text in a plain loop: the baseline of `benchmarks.encoding`.
 
 python -m benchmarks.plain_loops latents DATA VAE SIZE FPS BATCH OUT
 python -m benchmarks.plain_loops text DATA WEIGHTS BATCH OUT
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: Path) -> None:
-    """Decodes every chunk whole, keeps the frames that are wanted, and encodes them a batch at a time."""
+    """Decode every chunk completely, keep the selected frames, and encode them in batches."""
     import av
     import torch
     from torch.nn import functional
@@ -56,7 +56,7 @@ def latents(data: Path, vae: str, *, size: int, fps: Fraction, batch: int, out: 
 
 
 def encode_pictures(model: Any, pictures: "torch.Tensor") -> np.ndarray:
-    """Latents of uint8 pictures [N, 3, H, W], where the model is and in its precision."""
+    """Encode uint8 pictures [N, 3, H, W] to latents, on the model's device and in its precision."""
     import torch
 
     with torch.inference_mode():
@@ -66,7 +66,7 @@ def encode_pictures(model: Any, pictures: "torch.Tensor") -> np.ndarray:
 
 
 def encode_texts(model: Any, tokenize: Any, texts: list[str], *, device: str = "cpu") -> np.ndarray:
-    """Embeddings of one batch of texts."""
+    """Encode one batch of texts."""
     import torch
 
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def encode_texts(model: Any, tokenize: Any, texts: list[str], *, device: str = "
 
 
 def text(data: Path, weights: Path, *, batch: int, out: Path) -> None:
-    """Tokenises and encodes every caption, a batch at a time."""
+    """Tokenise and encode every caption in batches."""
     import open_clip
     import torch
 
@@ -103,7 +103,7 @@ def _vae(name: str):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    """Runs the loop that the words name."""
+    """Run the loop named in the command line."""
     kind, *words = sys.argv[1:]
     if kind == "latents":
         data, vae, size, fps, batch, out = words

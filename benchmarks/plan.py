@@ -2,14 +2,14 @@
 
     python -m benchmarks.plan [--chunks N] [--long-only] [--json FILE]
 
-A data folder with that many chunks is made first, without encoding: real manifest, probes and empty source files,
-and for the committed case a layout and a commit for every shard, whose files are real for the first shard and files of
-the right length for the others (planning looks at their size and time only). Then the whole command is run once with
-nothing committed and once with everything committed. Two shapes: videos of 40 chunks, and as many videos as chunks
-(left out by --long-only; its folder has a million files and takes minutes to make and to remove).
+First, a data folder with that many chunks is generated without encoding: real manifest, probes and empty source files,
+and for the committed case a layout and a commit for every shard, whose files are real for the first shard and have only
+the right length for the others (planning reads only size and modification time). Then the whole command is run once
+with nothing committed and once with everything committed. Two shapes: videos of 40 chunks, and as many videos as chunks
+(skipped with --long-only; its folder has a million files and takes minutes to create and remove).
 
-`wall s` is from the start of Python to its end (target: under 60 s, aim: 20 s); `peak MB` is the resident memory of the
-command, shared libraries included (target: under 1,000, aim: 300).
+`wall s` is from the start of Python to its exit (target: under 60 s, aim: 20 s); `peak MB` is the resident memory of
+the command, including shared libraries (target: under 1,000, aim: 300).
 """
 
 import json
@@ -26,7 +26,7 @@ LONG_CHUNKS = 40
 
 
 def measure_plan(data: Path, *, num_videos: int, num_chunks: int, committed: bool) -> dict[str, object]:
-    """Runs `prep plan` once."""
+    """Run `prep plan` once."""
     usage = run_measured(prep_command("plan", "--data", data, "--json"))
     report = json.loads(usage.stdout)
     state = "current" if committed else "new"
@@ -46,7 +46,7 @@ def measure_plan(data: Path, *, num_videos: int, num_chunks: int, committed: boo
 def measure_shape(
     data: Path, *, num_videos: int, chunks_per_video: int, recipe: ResolvedRecipe
 ) -> list[dict[str, object]]:
-    """One data folder, planned before and after everything is committed."""
+    """Plan one data folder before and after everything is committed."""
     num_chunks = num_videos * chunks_per_video
     make_videos(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
     new = measure_plan(data, num_videos=num_videos, num_chunks=num_chunks, committed=False)
@@ -55,7 +55,7 @@ def measure_shape(
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--chunks", type=int, default=1_000_000, help="chunks in all (default 1000000)")
     parser.add_argument("--long-only", action="store_true", help="leave out the shape of one chunk a video")

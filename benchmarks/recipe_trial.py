@@ -1,4 +1,4 @@
-"""One chunk under one recipe: encoded as prep does it, compared with the frames that the encoder got, and decoded."""
+"""One chunk with one recipe: encoded as in prep, compared with the encoder's input frames, and decoded."""
 
 import json
 import re
@@ -28,7 +28,7 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class Piece:
-    """One chunk's worth of a video: what is encoded."""
+    """The part of a video that is encoded as one chunk."""
 
     path: Path
     source: SourceFacts
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Quality:
-    """How near the chunk is to the reference, over all its frames: PSNR of luma in dB, SSIM of luma, VMAF 0 to 100."""
+    """Similarity of the chunk and the reference over all frames: PSNR of luma in dB, SSIM of luma, VMAF 0 to 100."""
 
     psnr_y: float
     ssim_y: float
@@ -64,7 +64,7 @@ class Chunk:
 
 
 def middle_piece(path: Path, settings: ChunkSettings) -> Piece:
-    """The full chunk in the middle of a video; all of it where it is shorter than a chunk."""
+    """Return the full chunk in the middle of a video; all of a video shorter than a chunk."""
     source = probe(path)
     num_frames = int(num_output_frames(np.array([source.end_s]), fps=settings.fps_exact)[0])
     length = min(settings.chunk_frames, num_frames)
@@ -74,7 +74,7 @@ def middle_piece(path: Path, settings: ChunkSettings) -> Piece:
 
 
 def encode_piece(piece: Piece, recipe: Recipe | None, *, program: Ffmpeg) -> Chunk:
-    """`prep`'s encoder pass over one chunk; None stands for x264 as ffmpeg sets it, on one thread."""
+    """Encode one chunk with `prep`'s encoder pass; None stands for x264 with ffmpeg's defaults, on one thread."""
     fps = (recipe or Recipe()).settings().fps_exact
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -108,7 +108,7 @@ def encode_piece(piece: Piece, recipe: Recipe | None, *, program: Ffmpeg) -> Chu
 
 
 def write_reference(piece: Piece, settings: ChunkSettings, path: Path, *, program: Ffmpeg) -> None:
-    """The frames that the encoder gets under `settings`, as plain 4:2:0 samples, 8 bit."""
+    """Write the encoder's input frames under `settings` as raw 4:2:0 samples, 8 bit."""
     _write_frames(piece, settings, path, program=program, options={"c:v": "rawvideo", "f": "rawvideo"})
     width, height = output_size(piece.source, short_side=settings.short_side)
     expected = piece.num_frames * (width * height + 2 * (width // 2) * (height // 2))
@@ -119,7 +119,7 @@ def write_reference(piece: Piece, settings: ChunkSettings, path: Path, *, progra
 def _write_frames(
     piece: Piece, settings: ChunkSettings, path: Path, *, program: Ffmpeg, options: Mapping[str, str | int]
 ) -> float:
-    """Writes the scaled frames with the given output options; CPU seconds."""
+    """Write the scaled frames with the given output options; return CPU seconds."""
     _, video = scaled_frames(piece.path, source=piece.source, span=piece.span, settings=settings)
     output = ffmpeg.output(
         video, str(path), **{"an": None, "frames:v": piece.num_frames, "fps_mode": "passthrough", **options}
@@ -132,12 +132,12 @@ def _write_frames(
 
 
 def quality(content: bytes, reference: Path, *, size: tuple[int, int], num_frames: int, program: Ffmpeg) -> Quality:
-    """Compares a chunk with the reference frame by frame, by ffmpeg's own filters."""
+    """Compare a chunk with the reference frame by frame, with ffmpeg's filters."""
     has_vmaf = _has_vmaf(program.path)
     measures = ["psnr=stats_file=psnr.txt", "ssim", *(["libvmaf=log_fmt=json:log_path=vmaf.json"] if has_vmaf else [])]
     count = len(measures)
-    # On one clock, since the filters pair frames by their times; and with one label of colours, since ffmpeg would
-    # convert from a chunk's to the reference's, which has none.
+    # Same time base, since the filters pair frames by timestamp; same colour tags, since ffmpeg would convert from the
+    # chunk's to the untagged reference's.
     alike = "setparams=range=limited:colorspace=bt709,format=yuv420p,settb=1/30,setpts=N"
     graph = [
         f"[0:v]{alike},split={count}{_labels('a', count)}",
@@ -181,7 +181,7 @@ def _number(pattern: str, text: str) -> float:
 
 
 def short_clips(num_frames: int, *, fps: int, count: int, seed: int) -> list[list[int]]:
-    """Four frames, evenly spread in windows of 1 to 4 s that lie anywhere in the chunk."""
+    """Draw clips of four frames, evenly spaced in random windows of 1 to 4 s of the chunk."""
     rng = np.random.default_rng(seed)
     clips = []
     for _ in range(count):
@@ -192,14 +192,14 @@ def short_clips(num_frames: int, *, fps: int, count: int, seed: int) -> list[lis
 
 
 def long_clips(num_frames: int, *, count: int, seed: int) -> list[list[int]]:
-    """Sixteen frames, one in four, from anywhere in the chunk."""
+    """Draw clips of sixteen frames with a stride of four, anywhere in the chunk."""
     rng = np.random.default_rng(seed)
     begins = rng.integers(max(1, num_frames - 60), size=count)
     return [[min(begin + 4 * number, num_frames - 1) for number in range(16)] for begin in begins.tolist()]
 
 
 def decode_s(chunk: Chunk, clips: list[list[int]], *, decoder: PacketDecoder) -> float:
-    """CPU seconds of getting the clips' frames out of a chunk in memory: choosing packets and decoding, no crop."""
+    """Return the CPU seconds to select packets and decode the clips' frames from a chunk in memory, without crops."""
     content, table = chunk.content, chunk.table
     begin_s = time.thread_time()
     for clip in clips:

@@ -1,14 +1,14 @@
-"""What a choice of encoder settings costs and gives: seconds to encode, bytes, quality, and clips a second to decode.
+"""Comparison of encoder settings: seconds to encode, bytes, quality, and decoded clips per second.
 
     python -m benchmarks.recipes [VIDEOS] [--rounds 3] [--json FILE]
 
 One chunk of 15 s from the middle of each video in a folder (all of a shorter video) is encoded under each recipe by
-prep's own pass, proved like any chunk, and compared frame by frame with what the encoder got: the frames after the
-recipe's own resize and rate filter, taken out of the same filter graph before the encoder. So a recipe is never judged
-against another recipe's frames. The rows that compare scalers are the exception: their reference is always the frames
-that `lanczos` gives, since each scaler agrees best with itself.
+prep's own pass, verified like any chunk, and compared frame by frame with the encoder's input: the frames after the
+recipe's own resize and rate filter, taken from the same filter graph. A recipe is thus never judged against another
+recipe's frames. The rows that compare scalers are the exception: their reference is always the output of `lanczos`,
+since each scaler agrees best with itself.
 
-    balanced, small, fast are `prep chunk --recipe` of these names; the other rows say what they are.
+    balanced, small, fast are `prep chunk --recipe` of these names; the other rows are described in the table.
 
     encode CPU s        CPU seconds of the pass (reading, scaling, encoding) for a minute of video
     Mb/s, / base        bits of the chunk's file for a second of video, mean of the videos; and over those of the base,
@@ -18,10 +18,10 @@ that `lanczos` gives, since each scaler agrees best with itself.
     16 frames           clips a CPU second, 16 frames with a stride of 4
     / base              the same over the base's, median of the ratios within each round
 
-Base: x264 as ffmpeg sets it (preset medium, CRF 23, a key frame every 250), from the same frames, on one thread. Clips
-are decoded from packets in memory by train's PacketDecoder with nothing but the packets that they need (for the base
-too); only decoding counts, no crop. All recipes take turns in each round of decoding, the figures are medians. Passes
-run side by side, one a core.
+Base: x264 with ffmpeg's defaults (preset medium, CRF 23, a keyframe every 250 frames), from the same frames, on one
+thread. Clips are decoded by train's PacketDecoder from only the packets that they need, in memory (for the base too);
+the time is that of decoding, without crops. All recipes take turns in each round of decoding; figures are medians.
+Encoder passes run in parallel, one per core.
 """
 
 import statistics
@@ -55,12 +55,12 @@ from prep.video.settings import Gop, Scaler
 from train.data.decoding.decoders import PacketDecoder
 
 BASE = "x264 defaults"
-SHORT_CLIPS, LONG_CLIPS = 12, 6  # of each chunk, in each round
+SHORT_CLIPS, LONG_CLIPS = 12, 6  # per chunk and round
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe to try. `recipe` is None for the base; `reference` names the scaler whose frames it is judged by."""
+    """A recipe to evaluate. `recipe` is None for the base; `reference` names the scaler of the reference frames."""
 
     name: str
     recipe: Recipe | None
@@ -69,7 +69,7 @@ class Candidate:
 
 @dataclass
 class Trial:
-    """What is known of one candidate on one video."""
+    """The measurements of one candidate on one video."""
 
     chunk: Chunk
     quality: Quality
@@ -77,7 +77,7 @@ class Trial:
     long_s: list[float]
 
 
-# Codec, GOP, frames from key to key, CRF, preset.
+# Codec, GOP, keyframe interval in frames, CRF, preset.
 TRIED: list[tuple[str, Gop, int, int, str | None]] = [
     *(("h264", "comb", 90, crf, "faster") for crf in (20, 21, 22, 23)),
     *(("h264", "comb", keyint, 24, "faster") for keyint in (30, 60, 150)),
@@ -99,7 +99,7 @@ TRIED: list[tuple[str, Gop, int, int, str | None]] = [
 
 
 def candidates() -> Iterator[Candidate]:
-    """All that are tried: the base, the named recipes, others, scalers."""
+    """Yield all candidates: the base, the named recipes, others, and scalers."""
     yield Candidate(BASE, None, Recipe().scaler)
     yield from (Candidate(name, Recipe(recipe=name), Recipe().scaler) for name in NAMED_RECIPES)
     yield from (_candidate(*settings) for settings in TRIED)
@@ -114,7 +114,7 @@ def _candidate(codec: str, gop: Gop, keyint: int, crf: int, preset: str | None) 
 
 
 def try_video(piece: Piece, tried: list[Candidate], *, program: Ffmpeg, num_workers: int) -> dict[str, Trial]:
-    """Encodes one chunk under every candidate and compares each with its reference."""
+    """Encode one chunk with every candidate, and compare each with its reference."""
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(num_workers) as pool:
         references = {scaler: Path(name) / f"{scaler}.yuv" for scaler in {one.reference for one in tried}}
         for scaler, path in references.items():
@@ -136,7 +136,7 @@ def try_video(piece: Piece, tried: list[Candidate], *, program: Ffmpeg, num_work
 
 
 def decode_all(pieces: list[Piece], trials: list[dict[str, Trial]], *, num_rounds: int) -> None:
-    """Decodes the same clips of every candidate's chunks, in turns."""
+    """Decode the same clips from every candidate's chunks, in turns."""
     decoder = PacketDecoder()
     for number in range(num_rounds):
         for video, (piece, of_video) in enumerate(zip(pieces, trials, strict=True)):
@@ -151,11 +151,11 @@ def decode_all(pieces: list[Piece], trials: list[dict[str, Trial]], *, num_round
 
 
 def rows_of(pieces: list[Piece], trials: list[dict[str, Trial]]) -> list[dict[str, object]]:
-    """One row for each candidate."""
+    """Return one row for each candidate."""
     seconds = [piece.num_frames / 30 for piece in pieces]
 
     def totals(name: str, which: str) -> list[float]:
-        """Seconds over all videos, one value a round."""
+        """Return the seconds over all videos, one value per round."""
         return [sum(round_) for round_ in zip(*(getattr(of_video[name], which) for of_video in trials), strict=True)]
 
     rows = []
@@ -182,7 +182,7 @@ def rows_of(pieces: list[Piece], trials: list[dict[str, Trial]]) -> list[dict[st
 
 
 def rows_of_videos(pieces: list[Piece], trials: list[dict[str, Trial]]) -> list[dict[str, object]]:
-    """One row for each video: what its base and the named recipes come to."""
+    """Return one row for each video: the results of the base and of the named recipes."""
     rows = []
     for piece, of_video in zip(pieces, trials, strict=True):
         base = len(of_video[BASE].chunk.content)
@@ -207,14 +207,14 @@ def _mean_vmaf(trials: list[Trial]) -> float | None:
 
 
 def source_paths(videos: Path | None, folder: Path) -> list[Path]:
-    """The usable videos of a folder, or a short synthetic one."""
+    """Return the usable videos of a folder, or a short synthetic one."""
     data = folder / "data"
     make_manifest(videos, data, num_synthetic=1, minutes=0.05)
     return [Path(path) for path in read_videos(data)["path"].to_pylist()]
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("videos", nargs="?", type=Path, help="folder of videos; by default a short synthetic one")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of decoding (default 3)")

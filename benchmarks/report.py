@@ -1,4 +1,4 @@
-"""Printing what was measured: a Markdown table for people, a JSON file with the same figures for programs."""
+"""Output of the results: a Markdown table on stdout, and a JSON file with the same figures."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from benchmarks.environment import describe_environment
 
 
 def parser_for(description: str) -> argparse.ArgumentParser:
-    """A parser whose help is the benchmark's own text, with the option that every benchmark has."""
+    """Create a parser with the benchmark's docstring as its help, and the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE too")
     return parser
@@ -28,13 +28,13 @@ def print_report(
     further: Mapping[str, Rows] | None = None,
     figures: Mapping[str, object] | None = None,
 ) -> None:
-    """Prints one table whose columns are the keys of the rows.
+    """Print one table whose columns are the keys of the rows.
 
     Args:
         notes: lines below the table, for example the targets.
-        json_path: also takes everything as JSON.
-        further: tables that the same run measured, by their titles.
-        figures: for the JSON file only, beside the tables.
+        json_path: file for the same results as JSON.
+        further: tables of the same run, by title.
+        figures: additional figures for the JSON file only.
     """
     where = describe_environment()
     print(f"### {title}\n")

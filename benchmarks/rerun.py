@@ -1,13 +1,13 @@
-"""Wall time and memory of `prep chunk` when there is nothing to do: every shard is committed and no source has changed.
+"""Wall time and memory of `prep chunk` if every shard is committed and no source has changed.
 
     python -m benchmarks.rerun [--chunks N] [--runs N] [--json FILE]
 
-A data folder with that many chunks is made first, without encoding: real manifest, probes, layout, shards (of tiny
-payloads) and commits. Then the whole command is run, and must find that nothing is to be done: it looks at every
-source file and at every committed file. Two shapes: long videos of 40 chunks, and as many videos as chunks.
+First, a data folder with that many chunks is generated without encoding: real manifest, probes, layout, shards (of tiny
+payloads) and commits. Then the whole command is run and must find nothing to do: it checks every source file and every
+committed file. Two shapes: long videos of 40 chunks, and as many videos as chunks.
 
-`wall s` is the median of the runs, from the start of Python to its end (target: under 10 s, aim: 3 s); `peak MB` is
-the resident memory of the command, shared libraries included.
+`wall s` is the median of the runs, from the start of Python to its exit (target: under 10 s, aim: 3 s); `peak MB` is
+the resident memory of the command, including shared libraries.
 """
 
 import json
@@ -25,7 +25,7 @@ LONG_CHUNKS = 40
 
 
 def measure_shape(data: Path, *, num_videos: int, chunks_per_video: int, num_runs: int) -> dict[str, object]:
-    """Makes one data folder, and reruns `prep chunk` in it."""
+    """Create one data folder, and run `prep chunk` in it repeatedly."""
     recipe = resolve(Recipe(), ffmpeg_version=find_ffmpeg().version)
     make_videos(data, num_videos=num_videos, chunks_per_video=chunks_per_video, recipe=recipe)
     num_shards = commit_everything(data, recipe=recipe)
@@ -46,7 +46,7 @@ def measure_shape(data: Path, *, num_videos: int, chunks_per_video: int, num_run
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--chunks", type=int, default=100_000, help="chunks in all (default 100000)")
     parser.add_argument("--runs", type=int, default=3, help="times that the command is run (default 3)")

@@ -1,15 +1,15 @@
-"""Learning from small batches: InfoNCE against FastCLIP-v3 at batch 16, the same steps, data and tuning for both.
+"""Training with small batches: InfoNCE compared with FastCLIP-v3 at batch size 16, with equal steps, data and tuning.
 
     python -m benchmarks.small_batches [--seeds 5] [--steps 600] [--json FILE]
 
-Scenes of the synthetic set (a colour, a shape, a motion: 144 sentences), drawn without encoding them: 4 pictures of
-32 px, as they stand, no augmentation. 480 scenes to train on, 144 others, one of each sentence, held out. The model is
-narrower than `tiny` (video: width 64, 2 blocks; text: width 64, 1 block, a token a word), the optimizer is the AdamW of
-`train`; the initial weights and the order of samples are the same for all losses at each seed.
+Scenes of the synthetic set (a colour, a shape, a motion: 144 sentences), rendered without encoding: 4 frames of 32 px,
+no augmentation. 480 scenes for training, and 144 held-out scenes, one for each sentence. The model is narrower than
+`tiny` (video: width 64, 2 blocks; text: width 64, 1 block, a token a word), the optimizer is the AdamW of `train`; the
+initial weights and the order of samples are the same for all losses at each seed.
 
-Tuning is the same for all: each point of a grid of learning rates and temperatures to start from, at two seeds that
-are not among those reported; the point with the best mean R@1 counts. All else is as published for each loss.
-R@1 is the mean of both directions among the 144 held-out clips.
+Tuning is the same for all: each point of a grid of learning rates and initial temperatures, with two seeds that are not
+among those reported; the point with the best mean R@1 is used. Everything else is as published for each loss. R@1 is
+the mean of both directions among the 144 held-out clips.
 """
 
 import statistics
@@ -61,18 +61,18 @@ WAYS: dict[str, tuple[str, Convention]] = {
 
 @dataclass(frozen=True)
 class Clips:
-    """Scenes as a model sees them: video [N, 3, T, S, S], tokens [N, L]."""
+    """Scenes as model input: video [N, 3, T, S, S], tokens [N, L]."""
 
     video: torch.Tensor
     tokens: torch.Tensor
 
 
 def draw_clips(split: str, count: int) -> Clips:
-    """The first scenes of a split, each over a ground of its own."""
+    """Render the first scenes of a split, each on its own background."""
     scenes: dict[object, Scene] = {}
     for number in range(count):
         for place, scene in enumerate(plan_scenes(duration_s=60, seed=0, split=split, number=number)):
-            # Held out is one of each sentence: every caption then has one right clip.
+            # One scene of each sentence is held out, so that every caption has exactly one correct clip.
             scenes.setdefault(scene.text if split == "val" else (number, place), scene)
         if len(scenes) >= count:
             break
@@ -84,13 +84,13 @@ def draw_clips(split: str, count: int) -> Clips:
 
 
 def _tokens(text: str) -> list[int]:
-    """One number a word, the end (the largest) wherever there is none."""
+    """Map each word to a number; the end token (the largest) is also the padding."""
     numbers = [WORDS.index(word) for word in text.split()]
     return numbers + [len(WORDS)] * (TEXT_LENGTH - len(numbers))
 
 
 def _pictures(scene: Scene, *, seed: int) -> torch.Tensor:
-    """Pictures at 0, 1/4, 1/2 and 3/4 of a scene, [3, T, S, S]: Y, Cb and Cr, about zero."""
+    """Render a scene at 0, 1/4, 1/2 and 3/4 of its duration, [3, T, S, S]: Y, Cb and Cr, centred at zero."""
     whole = replace(scene, begin_s=0.0, end_s=1.0)
     pictures = []
     for frame in draw_scenes([whole], fps=Fraction(NUM_FRAMES), num_frames=NUM_FRAMES, seed=seed):
@@ -102,7 +102,7 @@ def _pictures(scene: Scene, *, seed: int) -> torch.Tensor:
 
 
 def train(clips: Clips, loss: Loss, *, lr: float, steps: int, seed: int) -> DualEncoder:
-    """A tiny model after `steps` steps."""
+    """Train a tiny model for `steps` steps."""
     torch.manual_seed(seed)
     attention = open_attention("sdpa", device_type="cpu")
     model = DualEncoder(
@@ -143,7 +143,7 @@ def train(clips: Clips, loss: Loss, *, lr: float, steps: int, seed: int) -> Dual
 
 @torch.no_grad()
 def recall(model: DualEncoder, clips: Clips) -> float:
-    """R@1 in percent, the mean of both directions."""
+    """Return R@1 in percent, the mean of both directions."""
     video, text = model.eval()(clips.video, clips.tokens)
     similarity = video @ text.T
     right = torch.arange(len(similarity))
@@ -152,7 +152,7 @@ def recall(model: DualEncoder, clips: Clips) -> float:
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
+    """Run the benchmark and print its table."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)

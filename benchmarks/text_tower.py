@@ -5,14 +5,14 @@
 Forward and backward pass of ViT-B/16's text tower (12 blocks of width 512), in float32 on a CPU and under bfloat16
 autocast on a GPU:
 
-    packed      clipmill's, captions one behind the other without padding (--towers.packed-text, the default)
-    padded      clipmill's, every caption in a row of 77 tokens
+    packed      clipmill's, with captions concatenated without padding (--towers.packed-text, the default)
+    padded      clipmill's, with every caption padded to 77 tokens
     open_clip   its CLIP's encode_text, rows of 77 tokens
 
-on captions of 12 tokens each, of 6 to 18 (narrations), of those with one of 77 among them, and of 77 each, where
-packing can gain nothing. The embeddings of all three are compared before anything is timed. The ways take turns, in an
-order that turns from round to round; times are medians over the rounds (CPU time on a CPU), `/ packed` is the median
-of the ratios within each round. Target: at 12 tokens each, padded takes at least 3 times as long as packed.
+on captions of 12 tokens each, of 6 to 18 (narrations), of those plus one of 77, and of 77 each, where packing has no
+benefit. The embeddings of all three are compared before timing. The implementations take turns, in an order that
+rotates from round to round; times are medians over the rounds (CPU time on a CPU), `/ packed` is the median of the
+ratios within each round. Target: at 12 tokens each, padded takes at least 3 times as long as packed.
 """
 
 import statistics
@@ -37,7 +37,7 @@ SETS: dict[str, Callable[[int], list[int]]] = {
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--captions", type=int, help="of a batch: 16 on a CPU, 256 on a GPU when left out")
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def text_towers(model: str, *, attend: Attend, device: torch.device) -> dict[str, nn.Module]:
-    """The ways with the same weights."""
+    """Create the implementations with the same weights."""
     size = SIZES[model]
     torch.manual_seed(0)
     packed, padded = (
@@ -96,7 +96,7 @@ class _OpenClip(nn.Module):
 
 
 def captions(lengths: list[int]) -> torch.Tensor:
-    """Token ids of captions with so many tokens, start and end included, zeros behind."""
+    """Create token IDs of captions with the given numbers of tokens, including start and end, padded with zeros."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.zeros(len(lengths), CONTEXT_LENGTH, dtype=torch.int64)
     for row, length in enumerate(lengths):
@@ -106,7 +106,7 @@ def captions(lengths: list[int]) -> torch.Tensor:
 
 
 def check_equal(towers: dict[str, nn.Module], tokens: torch.Tensor) -> None:
-    """Raises a RuntimeError where the ways do not embed alike."""
+    """Raise a RuntimeError if the embeddings of the implementations differ."""
     with torch.no_grad():
         expected = towers["packed"](tokens)
         for name, tower in towers.items():
@@ -116,7 +116,7 @@ def check_equal(towers: dict[str, nn.Module], tokens: torch.Tensor) -> None:
 
 
 def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of a forward and backward pass by way, one a round, after a round that is not counted."""
+    """Return the seconds of a forward and backward pass by implementation, one per round, after a warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in towers}
     for round_number in range(num_rounds + 1):
         names = list(towers)
@@ -129,12 +129,12 @@ def times_of(towers: dict[str, nn.Module], tokens: torch.Tensor, *, num_rounds: 
 
 
 def seconds_of_pass(tower: nn.Module, tokens: torch.Tensor) -> float:
-    """Seconds of one forward and backward pass; CPU time on a CPU."""
+    """Return the seconds of one forward and backward pass; CPU time on a CPU."""
     return seconds_of(lambda: take(tower, tokens), device=tokens.device)
 
 
 def take(tower: nn.Module, tokens: torch.Tensor) -> None:
-    """One forward and backward pass."""
+    """Run one forward and backward pass."""
     tower.zero_grad(set_to_none=True)
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
         embedded = tower(tokens)
@@ -142,7 +142,7 @@ def take(tower: nn.Module, tokens: torch.Tensor) -> None:
 
 
 def rows_of(name: str, tokens: torch.Tensor, times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """Return a row for each implementation."""
     return [
         {
             "captions": name,

@@ -1,4 +1,4 @@
-"""How long work takes: by CUDA events on a GPU, by CPU time elsewhere; and ways that take turns."""
+"""Timing with CUDA events on a GPU and CPU time elsewhere, and the order of turns."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +7,11 @@ import torch
 
 
 def seconds_of(work: Callable[[], object], *, device: torch.device, count: int = 1) -> float:
-    """Mean seconds of `count` calls in a row.
+    """Return the mean seconds of `count` successive calls.
 
-    On a GPU the time between two events in its queue, so that a call that only fills the queue is timed by what the GPU
-    does, and waiting for the GPU at the start and at the end is not counted. On a CPU the CPU time of this process,
-    which other programs do not lengthen much.
+    On a GPU this is the time between two CUDA events, so that an asynchronous call is timed by the GPU's work, and
+    synchronization at the start and the end is excluded. On a CPU it is the CPU time of this process, which is little
+    affected by other programs.
     """
     if device.type != "cuda":
         began_s = time.process_time()
@@ -30,7 +30,7 @@ def seconds_of(work: Callable[[], object], *, device: torch.device, count: int =
 
 
 def turns(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
-    """Each way once a round, with the number of the round, from 0; the next round begins with the next way."""
+    """Yield (round, name): each name once per round, with rounds from 0; each round starts with the next name."""
     for number in range(num_rounds):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):

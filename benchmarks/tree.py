@@ -1,4 +1,4 @@
-"""Watching the processes of a running command one by one: their CPU time where daemons hide it, and their memory."""
+"""Monitoring the processes of a running command: their memory, and CPU time that daemons would hide."""
 
 import os
 import subprocess
@@ -15,12 +15,12 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Process:
-    """One process, as last seen before it ended.
+    """One process, as last observed before it exited.
 
     Attributes:
         command: its arguments.
-        cpu_s: user and system seconds of its own.
-        peak_bytes: most resident memory that it had, shared pages included.
+        cpu_s: its own user and system seconds.
+        peak_bytes: its peak resident memory, including shared pages.
     """
 
     command: tuple[str, ...]
@@ -30,22 +30,22 @@ class Process:
 
 @dataclass(frozen=True)
 class Watched:
-    """A command that has ended, and all processes that it was or started."""
+    """A finished command, and all its processes."""
 
     wall_s: float
     processes: list[Process]
 
     @property
     def cpu_s(self) -> float:
-        """Of all processes; what each used after it was last seen is missing."""
+        """CPU seconds of all processes, without what each used after its last observation."""
         return sum(process.cpu_s for process in self.processes)
 
 
 def run_watched(command: Sequence[str]) -> Watched:
-    """Runs a command to its end, looking at its process tree ten times a second.
+    """Run a command to completion, sampling its process tree ten times a second.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     seen: dict[tuple[int, str], Process] = {}
     begin_s = time.perf_counter()
@@ -71,9 +71,9 @@ def run_watched(command: Sequence[str]) -> Watched:
 
 
 def _descendants(known: set[int]) -> dict[int, list[str]]:
-    """Pid -> fields of `/proc/PID/stat` from the third on, for the processes in `known` and those below them.
+    """Return pid -> fields of `/proc/PID/stat` from the third on, for the processes in `known` and their descendants.
 
-    Processes stay known when their parent has gone: daemons cut themselves loose.
+    Processes are still tracked after their parent has exited, because daemons detach themselves.
     """
     stats: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():

@@ -1,28 +1,28 @@
-"""Training steps of the video tower: throughput and the largest batch, with and without what saves memory.
+"""Training steps of the video tower: throughput and the largest batch, with and without memory-saving options.
 
     python -m benchmarks.vit [--device cuda|cpu] [--memory-gb 24] [--rounds N] [--json FILE]
 
 On a GPU: ViT-B/16, clips of 4 frames of 224 px, bfloat16 autocast, forward and backward pass and a fused AdamW step on
-clips that are on the GPU already. A way is an attention, and what is kept for the backward pass:
+clips already on the GPU. The variants differ in attention and in the activations kept for the backward pass:
 
-    naive                   every score of attention in memory, all activations kept
-    fused                   attention through the one interface (xformers), all activations kept
+    naive                   all attention scores in memory, all activations kept
+    fused                   attention by xformers, all activations kept
     fused, checkpointed     the same, each block computed twice (--towers.activation-checkpointing)
     fused, compiled         --compile: attention by SDPA, blocks by torch.compile
-    fused, half dropped     half of the cubes left out (--towers.patch-dropout 0.5)
-    one frame               fused, clips of one frame, four times as many of them
-    open_clip               open_clip's ViT-B-16 on the frames as pictures, four times as many of them
+    fused, half dropped     half of the cubes dropped (--towers.patch-dropout 0.5)
+    one frame               fused, four times as many clips of one frame
+    open_clip               open_clip's ViT-B-16 on single frames, four times as many of them
     open_clip, checkpointed  the same with its own checkpointing
 
-Memory is limited to --memory-gb (24: the GPUs of AVION's paper; or all there is). The largest batch is found to 5 %,
-beginning with what the memory of two small ones says. `frames/s` are medians at three quarters of the largest batch
-that every way can take; `at its largest` are those at three quarters of the way's own largest. `/ naive` compares
-frames/s, `batch / naive` the largest batches. Targets: fused 1.7 times naive's frames/s and 3 times its batch,
-checkpointed 13.8 times its batch (AVION, section 4.2), and 1.0 times open_clip's frames/s. `kept MB a clip` is what a
-forward pass leaves for the backward pass, parameters and repeated tensors not counted.
+Memory is limited to --memory-gb (24: the GPUs in AVION's paper) or to the GPU's memory. The largest batch is searched
+to 5 %, starting with an extrapolation from two small ones. `frames/s` are medians at three quarters of the largest
+batch that every variant supports; `at its largest` are those at three quarters of the variant's own largest. `/ naive`
+compares frames/s, `batch / naive` the largest batches. Targets: fused 1.7 times naive's frames/s and 3 times its batch,
+checkpointed 13.8 times its batch (AVION, section 4.2), and 1.0 times open_clip's frames/s. `kept MB a clip` is the
+memory kept for the backward pass, without parameters and duplicates.
 
-On a CPU the same ways run on a tiny tower, without a search for the largest batch: that shows that the program works,
-and its figures are none of the targets'. Times there are CPU times.
+On a CPU the same variants run on a tiny tower, without a search for the largest batch, to test the program; the targets
+do not apply. Times are CPU times.
 """
 
 import gc
@@ -46,7 +46,7 @@ CPU_CLIPS = 4
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Run the benchmark and print the results."""
     parser = parser_for(__doc__ or "")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -81,14 +81,14 @@ def main() -> None:
 
 
 def limit_memory(memory_gb: float, device: torch.device) -> None:
-    """Has allocations beyond so many GiB of a GPU fail; all that it has can be used where it has less."""
+    """Limit a GPU's allocations to that many GiB, or to its total memory if that is less."""
     share = memory_gb * GB / torch.cuda.get_device_properties(device).total_memory
-    with torch.cuda.device(device):  # a device without an index is refused
+    with torch.cuda.device(device):  # a device without an index is rejected
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def largest_batch(way: Way, setup: Setup, *, limit_bytes: int) -> int:
-    """The largest number of clips whose step fits into memory, which `limit_memory` has limited, to 5 %."""
+    """Find the largest number of clips, to 5 %, whose step fits into the memory limit set by `limit_memory`."""
     steps = Steps(way, setup)
     guess = largest_by_line({count: _peak_bytes(steps, count) for count in (2, 8)}, limit_bytes=limit_bytes)
     found = largest_fitting(partial(_fits, steps), guess=guess)
@@ -98,14 +98,14 @@ def largest_batch(way: Way, setup: Setup, *, limit_bytes: int) -> int:
 
 
 def largest_by_line(peaks: dict[int, int], *, limit_bytes: int) -> int:
-    """The batch that just fits where memory grows with the batch as between two that were measured."""
+    """Extrapolate the largest batch that fits, assuming that memory is linear in the batch size."""
     (small, small_bytes), (large, large_bytes) = sorted(peaks.items())
     bytes_each = max(1, (large_bytes - small_bytes) // (large - small))
     return max(1, (limit_bytes - small_bytes) // bytes_each + small)
 
 
 def largest_fitting(fits: Callable[[int], bool], *, guess: int, tolerance: float = 0.05) -> int:
-    """The largest number that `fits`, to a tolerance, in few tries where the guess is near; 0 where 1 does not."""
+    """Find the largest number that `fits` to a tolerance, quickly if the guess is close; 0 if 1 does not fit."""
     fitting, too_many, stride = 0, None, max(1, int(guess * tolerance))
     tried = guess
     while too_many is None or too_many - fitting > max(1, int(fitting * tolerance)):
@@ -124,7 +124,7 @@ def largest_fitting(fits: Callable[[int], bool], *, guess: int, tolerance: float
 
 def _peak_bytes(steps: Steps, num_clips: int) -> int:
     clips = steps.clips(num_clips)
-    steps.take(clips)  # the optimizer's state comes with the first
+    steps.take(clips)  # the first step allocates the optimizer's state
     steps.model.zero_grad(set_to_none=True)
     resident = torch.cuda.memory_allocated(steps.setup.device)
     return resident + peak_bytes(lambda: steps.take(clips), device=steps.setup.device)
@@ -132,7 +132,7 @@ def _peak_bytes(steps: Steps, num_clips: int) -> int:
 
 def _fits(steps: Steps, num_clips: int) -> bool:
     try:
-        for _ in range(2):  # the optimizer's state comes with the first
+        for _ in range(2):  # the first step allocates the optimizer's state
             steps.take(steps.clips(num_clips))
         wait_for(steps.setup.device)
     except torch.OutOfMemoryError:
@@ -145,7 +145,7 @@ def _fits(steps: Steps, num_clips: int) -> bool:
 
 
 def seconds_in_turn(names: list[str], setup: Setup, batches: dict[str, int], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step by way, one a round; the ways take turns in an order that turns, each alone in memory."""
+    """Return the seconds of a step by variant, one per round, in rotating order, with each variant alone in memory."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(num_rounds):
         turn = round_number % len(names)
@@ -170,7 +170,7 @@ def row_of(
     own: dict[str, int],
     setup: Setup,
 ) -> dict[str, Any]:
-    """The figures of one way."""
+    """Return the results of one variant."""
     frames = shared * setup.num_frames
     seconds = statistics.median(at_shared[name])
 
@@ -195,7 +195,7 @@ def row_of(
 
 
 def notes_of(setup: Setup, *, shared: int, memory_gb: float) -> list[str]:
-    """What is to be known of the figures."""
+    """Return the notes below the table."""
     if not setup.is_cuda:
         return [
             f"torch {torch.__version__}, float32, {shared} clips a step.",

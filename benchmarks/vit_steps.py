@@ -1,4 +1,4 @@
-"""Training steps of the video tower by the ways that `benchmarks.vit` compares."""
+"""Training steps of the variants of the video tower that `benchmarks.vit` compares."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ TIMED_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A tower and how it is trained.
+    """A tower and its training options.
 
     Attributes:
-        attend: instead of what `attention` names.
+        attend: attention function that overrides `attention`.
     """
 
     attention: AttentionChoice = "auto"
@@ -29,7 +29,7 @@ class Way:
     compiles: bool = False
     patch_dropout: float = 0.0
     is_open_clip: bool = False
-    takes_frames: bool = False  # a frame is a clip of its own
+    takes_frames: bool = False  # each frame is a clip
 
 
 WAYS = {
@@ -46,7 +46,7 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all ways of a run share."""
+    """Settings shared by all variants of a run."""
 
     model: str
     image_px: int
@@ -55,22 +55,22 @@ class Setup:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is the one that the targets are about."""
+        """Return True on a GPU, to which the targets apply."""
         return self.device.type == "cuda"
 
 
 class Steps:
-    """Training steps of one way."""
+    """Training steps of one variant."""
 
     def __init__(self, way: Way, setup: Setup) -> None:
         self._way, self.setup = way, setup
         torch.manual_seed(0)
-        with setup.device:  # where it is also drawn: a CPU takes longer for the weights than a GPU for the steps
+        with setup.device:  # initialise on the device: on a CPU this takes longer than the steps on a GPU
             self.model = _tower(way, setup).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def clips(self, num_clips: int) -> torch.Tensor:
-        """Clips as the way's model takes them, frames as pictures where it takes those."""
+        """Return clips in the layout of the variant's model, with frames as pictures if it takes those."""
         setup = self.setup
         px, num_frames = setup.image_px, setup.num_frames
         if self._way.is_open_clip:
@@ -80,23 +80,23 @@ class Steps:
         return torch.randn(num_clips, 3, num_frames, px, px, device=setup.device)
 
     def loss(self, clips: torch.Tensor) -> torch.Tensor:
-        """Some loss of a batch, in the run's precision."""
+        """Compute an arbitrary loss of a batch, in the run's precision."""
         with torch.autocast(self.setup.device.type, dtype=torch.bfloat16, enabled=self.setup.is_cuda):
             embedded = self.model(clips)
         return embedded.float().square().mean()
 
     def take(self, clips: torch.Tensor) -> None:
-        """One step."""
+        """Run one step."""
         self._optimizer.zero_grad(set_to_none=True)
         self.loss(clips).backward()
         self._optimizer.step()
 
     def seconds(self, clips: torch.Tensor) -> float:
-        """Mean seconds of some steps; CPU time on a CPU."""
+        """Return the mean seconds of several steps; CPU time on a CPU."""
         return seconds_of(lambda: self.take(clips), device=self.setup.device, count=TIMED_STEPS)
 
     def kept_bytes(self, num_clips: int) -> int:
-        """Bytes that a forward pass leaves for the backward pass."""
+        """Return the bytes that a forward pass keeps for the backward pass."""
         known = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         kept: dict[int, int] = {}
         held = []
@@ -105,7 +105,7 @@ class Steps:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 kept[storage.data_ptr()] = storage.nbytes()
-                held.append(tensor)  # so that its place is not given to another
+                held.append(tensor)  # keeps its address from being reused
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -131,8 +131,8 @@ def _tower(way: Way, setup: Setup) -> nn.Module:
     if way.checkpoints:
         checkpoint_blocks(tower)
     if way.compiles:
-        torch.compiler.reset()  # what was compiled for batches of any size is slower
-        # A CPU shows that it works, without a C++ compiler.
+        torch.compiler.reset()  # code compiled for dynamic batch sizes is slower
+        # On a CPU it only tests the program, without requiring a C++ compiler.
         compile_blocks(tower, backend="inductor" if setup.is_cuda else "aot_eager")
     return tower
 
@@ -156,6 +156,6 @@ def _open_clips_tower(way: Way, setup: Setup) -> nn.Module:
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns once all that was begun on a GPU is done."""
+    """Wait until all pending work on a GPU is finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""Ways to do the same work, each a program that stays alive between its turns: starting, asking, answering.
+"""Persistent benchmark processes: starting them, sending requests, and answering.
 
-A request and its answer are one JSON object a line each. This file needs the standard library only, because the other
-ways' Python has no clipmill.
+A request and its answer are one line of JSON each. This file requires only the standard library, because clipmill is
+not installed in the peers' environment.
 """
 
 import json
@@ -20,21 +20,21 @@ _STDERR_CHARS = 3000
 
 
 class NotInstalled(Exception):
-    """The way's Python, or something that it needs, is not there."""
+    """The program's Python interpreter, or one of its dependencies, is missing."""
 
 
 class WayProcess:
-    """One way's program, from start to end; it idles between requests.
+    """A running program; it is idle between requests.
 
     Args:
         python: the Python that runs it.
         module: full name of the program.
-        words: its arguments.
-        folder: where it runs.
-        environment: variables beside those of this process.
+        words: its command-line arguments.
+        folder: its working directory.
+        environment: additional environment variables.
 
     Raises:
-        NotInstalled: there is no such Python.
+        NotInstalled: the interpreter does not exist.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class WayProcess:
         )
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Sends one request and waits for its answer.
+        """Send one request and wait for its answer.
 
         Raises:
-            NotInstalled: something is missing.
-            RuntimeError: the program ended instead of answering.
+            NotInstalled: a dependency is missing.
+            RuntimeError: the program exited instead of answering.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -72,7 +72,7 @@ class WayProcess:
             self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, as the missing answer will show
+            pass  # it has exited, as the missing answer will show
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
@@ -85,7 +85,7 @@ class WayProcess:
         return answer
 
     def end(self) -> None:
-        """Ends the program."""
+        """Terminate the program."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -93,8 +93,8 @@ class WayProcess:
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """The other end: answers requests until there are no more."""
-    # Libraries print as they like: what they print goes to stderr, and stdout is for answers.
+    """Answer requests until the input ends (the program's side)."""
+    # Libraries may print: their output goes to stderr, and stdout is reserved for answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""SHA-256 over captions: one per video, so that a plan sees changed captions without reading any; one over texts."""
+"""SHA-256 digests of captions: one per video, which lets a plan detect changed captions, and one over texts."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ _ROWS_AT_ONCE = 131_072
 def captions_sha256(
     captions: pa.Table, *, caption_ids: np.ndarray, video_rows: np.ndarray, num_videos: int
 ) -> list[str]:
-    """Digest of each video's captions, ordered by begin, end and id: ids, times, texts, sources and labels.
+    """Compute a digest of each video's captions, ordered by begin, end and ID: IDs, times, texts, sources and labels.
 
     Args:
         captions: the columns after caption_id, N rows.
         caption_ids: int64[N].
-        video_rows: int[N], the video of each caption, in [0, num_videos).
+        video_rows: int[N], index of each caption's video, in [0, num_videos).
 
     Returns:
-        num_videos hex digests; that of a video without captions is the digest of nothing.
+        num_videos hex digests; a video without captions has the digest of empty input.
     """
     order = np.lexsort((caption_ids, captions["end_s"].to_numpy(), captions["begin_s"].to_numpy(), video_rows))
     bounds = np.searchsorted(video_rows[order], np.arange(num_videos + 1))
@@ -46,24 +46,24 @@ def captions_sha256(
 
 
 class TextDigest:
-    """SHA-256 over texts in their order, whatever blocks they come in; different lists of texts have different ones."""
+    """SHA-256 over a sequence of texts, however it is divided into blocks; different sequences differ."""
 
     def __init__(self) -> None:
         self._lengths, self._bytes = hashlib.sha256(), hashlib.sha256()
 
     def add(self, texts: pa.StringArray) -> None:
-        """Takes the texts that follow, of a block of captions."""
+        """Add the next texts."""
         lengths, content = _streams(texts)[-2:]
         self._lengths.update(lengths.rows(0, len(texts)))
         self._bytes.update(content.rows(0, len(texts)))
 
     def hexdigest(self) -> str:
-        """Digest of all that was added."""
+        """Return the digest of all texts added so far."""
         return hashlib.sha256(self._lengths.digest() + self._bytes.digest()).hexdigest()
 
 
 def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
-    """Ranges of videos that hold captions, of about _ROWS_AT_ONCE captions each."""
+    """Divide the videos into ranges of about _ROWS_AT_ONCE captions each, up to the last video with captions."""
     windows = []
     first, num_videos = 0, len(bounds) - 1
     while first < num_videos and bounds[first] < bounds[-1]:
@@ -76,7 +76,7 @@ def _windows(bounds: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """Bytes in row order: those of rows a..b are data[offsets[a]:offsets[b]], or a fixed number each."""
+    """Bytes in row order: rows a..b are data[offsets[a]:offsets[b]], or have a fixed number of bytes each."""
 
     data: memoryview
     offsets: np.ndarray | None = None
@@ -94,7 +94,7 @@ class _Stream:
 
 
 def _streams(array: pa.Array) -> list[_Stream]:
-    """The content of a column as streams: lengths, then bytes, so that no two contents look alike."""
+    """Return the content of a column as streams, lengths before bytes, so that different contents differ."""
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     streams = []

@@ -1,9 +1,9 @@
-"""Stable caption ids: which of the new captions are the old ones.
+"""Stable caption IDs: matching new captions with old ones.
 
-A caption is identified by (video_id, begin_s, end_s, text, source); the n-th of several equal ones is matched
+A caption is identified by (video_id, begin_s, end_s, text, source); the n-th of several equal captions is matched
 with the n-th. Rows are compared by a 128-bit hash, so that millions of captions are matched by sorting integers
 and the old texts need not stay in memory. The hash is multilinear with random weights (Carter & Wegman 1979, two
-independent 64-bit lanes); it lives for one run and is never stored.
+independent 64-bit lanes); it is valid for one run and never stored.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ _PARTS = 16
 
 
 def caption_hashes(captions: pa.Table) -> np.ndarray:
-    """Hashes of captions, uint64[N, 2].
+    """Hash captions to uint64[N, 2].
 
     Args:
         captions: columns video_id, source (dictionary-encoded), begin_s, end_s, text.
@@ -33,7 +33,7 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
                 of_value[name] = _hash_strings(batch[name].dictionary)
             _stir(part, of_value[name][batch[name].indices.to_numpy()])
         for name in ("begin_s", "end_s"):
-            # Adding 0.0 makes -0.0 the same as 0.0.
+            # Adding 0.0 turns -0.0 into 0.0.
             _stir(part, (batch[name].to_numpy() + 0.0).view(np.uint64)[:, None])
         hashes[begin : begin + len(part)] = part
         begin += len(part)
@@ -43,14 +43,14 @@ def caption_hashes(captions: pa.Table) -> np.ndarray:
 def assign_ids(
     hashes: np.ndarray, *, old_hashes: np.ndarray, old_ids: np.ndarray, next_id: int
 ) -> tuple[np.ndarray, int]:
-    """Ids of the captions with `hashes`: the old id where one matches, else the next free one in row order.
+    """Assign IDs to the captions with `hashes`: that of the matching old caption, or the next free one in row order.
 
     Returns:
-        ids int64[N], and the next id that is free after them.
+        IDs int64[N], and the next free ID after them.
     """
     ids = np.full(len(hashes), -1, np.int64)
     if len(old_ids):
-        # Part by part, so that what sorting needs is a small part of the whole too.
+        # In parts, so that sorting needs only a fraction of the memory.
         part, old_part = _parts(hashes), _parts(old_hashes)
         for number in range(_PARTS):
             rows, old_rows = np.flatnonzero(part == number), np.flatnonzero(old_part == number)
@@ -66,7 +66,7 @@ def _parts(hashes: np.ndarray) -> np.ndarray:
 
 
 def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the first and rows of the second that are the same captions."""
+    """Return the row indices of equal captions, in the first and in the second array."""
     if not len(old_hashes):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys, old_keys = _ranked(hashes), _ranked(old_hashes)
@@ -79,7 +79,7 @@ def _match(hashes: np.ndarray, old_hashes: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _ranked(hashes: np.ndarray) -> np.ndarray:
-    """Keys uint64[N] that differ for equal rows: the first lane, moved on by how many equal rows came before."""
+    """Return keys uint64[N] that differ for equal rows: the first lane plus the number of equal rows before."""
     keys = hashes[:, 0].copy()
     order = np.argsort(keys)
     in_order = keys[order]
@@ -100,7 +100,7 @@ def _ranked(hashes: np.ndarray) -> np.ndarray:
 
 
 def _stir(hashes: np.ndarray, values: np.ndarray) -> None:
-    """Mixes values uint64[N, 1 or 2] into hashes uint64[N, 2], in place (the finalizer of SplitMix64)."""
+    """Mix values uint64[N, 1 or 2] into hashes uint64[N, 2], in place (the finalizer of SplitMix64)."""
     hashes ^= values
     for lane in range(_LANES):
         column = hashes[:, lane]
@@ -113,7 +113,7 @@ def _stir(hashes: np.ndarray, values: np.ndarray) -> None:
 
 
 def _hash_strings(strings: pa.Array) -> np.ndarray:
-    """Hashes of strings, uint64[N, 2]."""
+    """Hash strings to uint64[N, 2]."""
     _, offset_buffer, data_buffer = strings.buffers()
     hashes = np.zeros((len(strings), _LANES), np.uint64)
     if data_buffer is None or offset_buffer is None:
@@ -126,7 +126,7 @@ def _hash_strings(strings: pa.Array) -> np.ndarray:
     data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
     starts = (offsets[:-1] - offsets[0])[filled]
     position = np.arange(len(data)) - np.repeat(starts, lengths[filled])
-    # Plus one, so that a zero byte counts too and strings of different lengths differ.
+    # Plus one, so that zero bytes affect the hash and strings of different lengths differ.
     symbols = data.astype(np.uint64) + np.uint64(1)
     for lane in range(_LANES):
         weights = np.random.PCG64(lane).random_raw(int(lengths.max()))

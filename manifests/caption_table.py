@@ -1,4 +1,4 @@
-"""Writing the table of captions: the captions of one data set woven by id into those of the others, in a stream."""
+"""Writing the caption table: a streaming merge by ID of one data set's captions with those of the others."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from manifests.publish import published
 from manifests.schema import CAPTIONS
 
 LABEL_PREFIX = "label_"
-# Row groups are cut here whatever was merged, so that equal tables are equal bytes.
+# Row groups have a fixed size, so that equal tables give equal bytes.
 ROWS_PER_GROUP = 131_072
 
 
@@ -26,13 +26,13 @@ def write_caption_table(
     kept_video_ids: pa.Array,
     metadata: dict[bytes, bytes],
 ) -> None:
-    """Publishes `path`: what `old_path` holds of the videos `kept_video_ids`, and `captions` with `ids`, ordered by id.
+    """Publish `path`: the captions in `old_path` of `kept_video_ids`, and `captions` with `ids`, ordered by ID.
 
     Args:
-        old_path: the table before; None where there is none.
+        old_path: the previous table; None if there is none.
 
     Raises:
-        UserError: a label column is there already with another type.
+        UserError: a label column already exists with another type.
     """
     old_path = old_path if len(kept_video_ids) else None
     kept = iter(()) if old_path is None else _kept_batches(old_path, kept_video_ids)
@@ -51,9 +51,10 @@ def write_caption_table(
 
 
 def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
-    """The rows int64[N >= 1] of a table, in this order and in one chunk.
+    """Take the rows int64[N >= 1] of a table, in this order and as one chunk.
 
-    Arrow's own `take` joins all chunks of a column of strings each time; this joins those that the rows span.
+    Arrow's own `take` concatenates all chunks of a string column on each call; this concatenates only the chunks that
+    contain the rows.
     """
     first, last = int(rows.min()), int(rows.max())
     part = table.slice(first, last + 1 - first).combine_chunks()
@@ -63,7 +64,7 @@ def take_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
 
 
 def _stored_schema(old_path: Path | None, new: pa.Schema) -> pa.Schema:
-    """Columns of the file: those of CAPTIONS, then the labels of both tables; dictionaries as plain strings."""
+    """Schema of the file: the columns of CAPTIONS, then the labels of both tables, with plain strings."""
     labels = {field.name: field for field in new if field.name.startswith(LABEL_PREFIX)}
     labels = {name: field.with_type(_plain(field.type)) for name, field in labels.items()}
     if old_path is not None:
@@ -122,7 +123,7 @@ def _with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _regrouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in tables of exactly ROWS_PER_GROUP, the last one shorter."""
+    """Rechunk rows into tables of exactly ROWS_PER_GROUP rows; the last one may be shorter."""
     waiting: list[pa.Table] = []
     num_waiting = 0
     for table in tables:

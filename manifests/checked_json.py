@@ -1,4 +1,4 @@
-"""JSON records that check themselves: each carries the SHA-256 of its own content under the key `sha256`."""
+"""JSON records with a checksum: the key `sha256` holds the SHA-256 of the other content."""
 
 import hashlib
 import json
@@ -12,22 +12,22 @@ CHECKSUM_KEY = "sha256"
 
 
 def record_sha256(record: dict[str, Any]) -> str:
-    """SHA-256 (hex) of the canonical JSON of `record`; it does not depend on white space or the order of keys."""
+    """Compute the SHA-256 (hex) of the canonical JSON of `record`, independent of white space and key order."""
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def publish_checked_json(path: Path, record: dict[str, Any]) -> None:
-    """Publishes `record` with its checksum."""
+    """Publish `record` with its checksum."""
     publish_json(path, {**record, CHECKSUM_KEY: record_sha256(record)})
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """The record at `path` without its checksum; records without one (written by older versions) are accepted.
+    """Read the record at `path` and remove its checksum; records without one (written by older versions) are accepted.
 
     Raises:
-        OSError: the file cannot be read; it has the file's name.
-        ValueError: it is not a JSON object, or its checksum does not match.
+        OSError: the file cannot be read; the exception has the file name.
+        ValueError: the content is not a JSON object, or its checksum does not match.
     """
     record = parse_json(read_record(path))
     if not isinstance(record, dict):

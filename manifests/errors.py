@@ -1,14 +1,13 @@
-"""The errors that a user sees, and what each does to the exit status.
+"""User-facing errors and their exit codes.
 
     ClipmillError
-    ├── UserError      the request cannot be carried out as given      exit 2, `error:` and `hint:` lines
-    │   └── UserErrors several mistakes in it                          exit 2, two lines for each
-    ├── FailedWork     the work was done except for the failed parts   exit 1, a summary and where the list is
-    └── Stopped        told to stop (SIGTERM), and what was done saved exit 143, how to go on
+    ├── UserError      the request is invalid                         exit 2, `error:` and `hint:` lines
+    │   └── UserErrors several mistakes in one request                exit 2, two lines for each
+    ├── FailedWork     some of the work failed                        exit 1, a summary and the path of the list
+    └── Stopped        stopped by SIGTERM after saving the work       exit 143, how to continue
 
-An error of the operating system is told with its path, wherever it shows: a file that this user may not touch is for
-the user to mend, a disk that is full or fails is failed work, and so is memory that does not suffice. Anything else
-that reaches the top is a bug and keeps its traceback.
+An OSError is always reported with its path: missing permissions are a user error, while a full or failing disk is
+failed work, and so is running out of memory. Any other exception at top level is a bug and keeps its traceback.
 """
 
 import errno
@@ -23,20 +22,20 @@ EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
 
 _PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
-# Of a disk that takes no more: nobody's mistake in the request, and no bug.
+# Errors of a full or failing disk: neither an invalid request nor a bug.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
 class ClipmillError(Exception):
-    """Base of the errors above; catch it to catch them all."""
+    """Base class of the errors above."""
 
 
 class UserError(ClipmillError):
-    """A mistake in flags, files or environment that the user can mend.
+    """A mistake in flags, files or the environment that the user can fix.
 
     Args:
         message: what is wrong, with the offending value.
-        hint: what to do now; printed on its own line.
+        hint: how to fix it; printed on its own line.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -45,7 +44,7 @@ class UserError(ClipmillError):
 
 
 class UserErrors(UserError):
-    """Several mistakes of one request. Messages and hints have a line for each; `errors` has them one by one."""
+    """Several mistakes in one request. Messages and hints have one line for each; `errors` holds them individually."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         self.errors = tuple(errors)
@@ -54,19 +53,19 @@ class UserErrors(UserError):
 
 
 class FailedWork(ClipmillError):
-    """Some of the work failed; the message says how much, and where the list is."""
+    """Some of the work failed; the message says how much, and names the list of failures."""
 
 
 class Stopped(ClipmillError):
-    """The program was told to stop and has saved its work; the message says how to go on."""
+    """The program was stopped and has saved its work; the message says how to continue."""
 
 
 def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> NoReturn:
-    """Runs `command` and leaves the process with the exit status that its outcome calls for.
+    """Run `command` and exit with the code for its outcome.
 
     Args:
-        has_daemons: an interrupted process leaves without the interpreter's own end, in which threads that were in the
-            middle of something could hold it up for ever.
+        has_daemons: exit without interpreter shutdown if interrupted, because threads in the middle of an operation
+            could block it for ever.
     """
     _open_closed_streams()
     try:
@@ -85,7 +84,7 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
         print(f"stopped: {stop}", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt as interrupt:
-        # Python's own has no words; a command may have added how to go on.
+        # Python's own message is empty; a command may have added how to continue.
         how = f"; {interrupt}" if interrupt.args else ""
         print(f"interrupted; nothing that was finished is lost{how}", file=sys.stderr, flush=True)
         if has_daemons:
@@ -93,7 +92,7 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
             os._exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; Python would complain once more while it flushes.
+        # The reader of our output (`| head`) has exited; Python would report the broken pipe again when flushing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except MemoryError as error:
@@ -105,10 +104,10 @@ def run_command(command: Callable[[], object], *, has_daemons: bool = False) -> 
 
 
 def _open_closed_streams() -> None:
-    """Opens the null device in place of standard streams that were closed at the start (`>&-`).
+    """Redirect standard streams that were closed at startup (`>&-`) to the null device.
 
-    Python has None for such a stream. The lowest free descriptor is its own: without this the first file that a
-    command opens would get it, and with it whatever a library or another process prints there.
+    Python sets such a stream to None. Its descriptor is then free: without this, the first file that a command opens
+    would get it, and receive whatever a library or another process prints to the stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -118,8 +117,8 @@ def _open_closed_streams() -> None:
 
 
 def _exit_for(error: OSError) -> NoReturn:
-    """Says which path an error of the operating system is about and what to do, and leaves the process."""
-    # Of a rename, the file that was to be replaced: the other one had a temporary name.
+    """Report the path and the remedy for an OSError, and exit."""
+    # For a rename, the target: the source has a temporary name.
     path = error.filename2 or error.filename
     where = f"{os.fsdecode(path)}: " if isinstance(path, str | bytes) else ""
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
@@ -137,5 +136,5 @@ def _exit_for(error: OSError) -> NoReturn:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, for a message of one line; the error's type if it has none."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,14 +1,14 @@
-"""Parsing JSON that somebody else may have written."""
+"""Parsing JSON from untrusted sources."""
 
 import json
 from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON document.
+    """Parse a JSON document.
 
     Raises:
-        ValueError: it is no JSON, no text in UTF-8, or nested more deeply than the parser can follow.
+        ValueError: it is not JSON, not valid UTF-8, or nested too deeply for the parser.
     """
     try:
         return json.loads(text)

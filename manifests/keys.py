@@ -1,8 +1,8 @@
-"""Names that survive tar archives: safe video ids, and the keys of chunks.
+"""Names that are safe in tar archives: video IDs and chunk keys.
 
-A key is `<video_id>_<start_ms:09d>`. WebDataset cuts a member's name at its first dot and USTAR holds 100
-bytes of it, so a safe id uses `[A-Za-z0-9_-]` only and is at most 64 characters long: with the nine digits,
-the underscore and the longest ending (`.latents.npy`) a member name stays under 90 bytes.
+A key is `<video_id>_<start_ms:09d>`. WebDataset splits a member's name at its first dot, and USTAR limits it to 100
+bytes. A safe ID therefore consists of at most 64 characters of `[A-Za-z0-9_-]`: with the nine digits, the underscore
+and the longest extension (`.latents.npy`), a member name stays under 90 bytes.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ _KEY = re.compile(r"(?P<video_id>[A-Za-z0-9_-]{1,64})_(?P<start_ms>\d{9,})")
 
 
 def safe_video_id(source_id: str) -> str:
-    """Maps a data set's own id to one that may stand in a key.
+    """Map a data set's own ID to one that is valid in a key.
 
-    An id that is safe already stays as it is. Any other keeps its readable characters and gains the first ten
-    hex digits of its SHA-256, so that different ids never meet (`a.b` and `a/b` stay apart).
+    A safe ID is returned unchanged. Any other ID keeps its readable characters, followed by the first ten hex digits of
+    its SHA-256, so that different IDs never collide (`a.b` and `a/b` stay distinct).
     """
     if _SAFE_ID.fullmatch(source_id):
         return source_id
@@ -28,7 +28,7 @@ def safe_video_id(source_id: str) -> str:
 
 
 def chunk_key(video_id: str, start_ms: int) -> str:
-    """Key of the chunk of `video_id` that begins at `start_ms`."""
+    """Return the key of the chunk of `video_id` that begins at `start_ms`."""
     return f"{video_id}_{start_ms:09d}"
 
 
@@ -36,7 +36,7 @@ def split_key(key: str) -> tuple[str, int]:
     """Inverse of `chunk_key`: (video_id, start_ms).
 
     Raises:
-        ValueError: `key` is not a chunk's key.
+        ValueError: `key` is not a chunk key.
     """
     match = _KEY.fullmatch(key)
     if match is None:

@@ -1,4 +1,4 @@
-"""How one data set's rows join a manifest: pure functions of tables."""
+"""Merging the rows of one data set into a manifest: pure functions of tables."""
 
 import hashlib
 
@@ -13,7 +13,7 @@ from manifests.schema import REJECTED, VIDEOS
 def without_taken_ids(
     dataset: str, videos: pa.Table, captions: pa.Table, rejected: pa.Table, *, taken_ids: pa.ChunkedArray
 ) -> tuple[pa.Table, pa.Table, pa.Table]:
-    """(videos, captions, rejected) without the videos whose id is among `taken_ids`; those become rejected rows."""
+    """Return (videos, captions, rejected) without the videos in `taken_ids`, which become rejected rows."""
     is_taken = pc.is_in(videos["video_id"], value_set=taken_ids.combine_chunks())
     if not pc.any(is_taken).as_py():
         return videos, captions, rejected
@@ -35,7 +35,7 @@ def without_taken_ids(
 
 
 def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
-    """For each element of a dictionary-encoded column its row in `values`, or -1; int32[N]."""
+    """Return the row in `values` of each element of a dictionary-encoded column, int32[N]; -1 if it is missing."""
     column = column.unify_dictionaries()
     if column.num_chunks == 0:
         return np.empty(0, np.int32)
@@ -45,7 +45,7 @@ def rows_of(column: pa.ChunkedArray, values: pa.ChunkedArray) -> np.ndarray:
 
 
 def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, digests: list[str]) -> pa.Table:
-    """schema.VIDEOS rows of one data set."""
+    """Build the schema.VIDEOS rows of one data set."""
     columns = {name: videos[name] for name in ("video_id", "source_id", "path", "split")}
     columns["dataset"] = pa.array([dataset] * videos.num_rows, pa.string())
     columns["num_captions"] = pa.array(num_captions.astype(np.int32))
@@ -54,7 +54,7 @@ def video_table(dataset: str, videos: pa.Table, *, num_captions: np.ndarray, dig
 
 
 def in_old_places(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
-    """`old` with the videos of `dataset` replaced by `new`: known ones in their old place, others at the end."""
+    """Replace the videos of `dataset` in `old` by `new`: known videos keep their rows, others are appended."""
     place = pc.index_in(new["video_id"], value_set=old["video_id"].combine_chunks()).to_numpy(zero_copy_only=False)
     place = np.where(np.isnan(place.astype(float)), old.num_rows + np.arange(new.num_rows), place)
     is_other = pc.not_equal(old["dataset"], dataset)
@@ -64,7 +64,7 @@ def in_old_places(old: pa.Table, new: pa.Table, *, dataset: str) -> pa.Table:
 
 
 def fingerprint(*tables: pa.Table) -> str:
-    """Hash of tables of strings and integers: the mark that the files of one write share."""
+    """Hash tables of strings and integers; the result identifies the files of one write."""
     sha256 = hashlib.sha256()
     for table in tables:
         for batch in table.to_batches(max_chunksize=65_536):

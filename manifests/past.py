@@ -1,7 +1,7 @@
-"""The manifest before a write, as far as the write depends on it: order of videos, other data sets, ids of captions.
+"""The state of the manifest before a write: the order of videos, other data sets, and caption IDs.
 
-Only a complete manifest counts. Where its files are damaged, a write may only bring back the very tables that were
-there: other ids of captions would silently change the meaning of every shard that holds them.
+Only a complete manifest is used. If its files are damaged, a write may only restore the very tables that were there:
+different caption IDs would silently change the meaning of every shard that refers to them.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ from manifests.table_files import (
 
 @dataclass(frozen=True)
 class Past:
-    """What a write starts from.
+    """The state that a write starts from.
 
     Attributes:
-        captions_path: the captions that count, or None where there are none.
-        damage: why the tables cannot be read although there was a manifest; the past is empty then.
-        mark: fingerprint of that manifest, where it is known.
+        captions_path: the valid caption table, or None if there is none.
+        damage: why the tables of an existing manifest cannot be read; all other fields are then empty.
+        mark: fingerprint of that manifest, if known.
     """
 
     videos: pa.Table = field(default_factory=VIDEOS.empty_table)
@@ -48,7 +48,7 @@ class Past:
     mark: str | None = None
 
     def require_same(self, mark: str) -> None:
-        """Raises UserError where the manifest was damaged and a write with fingerprint `mark` would make another."""
+        """Raise UserError if the manifest is damaged and a write with fingerprint `mark` would not restore it."""
         if self.damage is None or mark == self.mark:
             return
         others = f" ({', '.join(self.datasets)})" if self.datasets else ""
@@ -60,10 +60,10 @@ class Past:
 
 
 def read_past(folder: Path, manifest: Mapping[str, Any] | None, *, damage: DamagedManifest | None = None) -> Past:
-    """The past of a write to the manifest in `folder`.
+    """Read the state before a write to the manifest in `folder`.
 
     Args:
-        manifest: content of manifest.json, or None where there is none or it is damaged.
+        manifest: content of manifest.json, or None if it is missing or damaged.
         damage: why it cannot be read.
     """
     if manifest is None:
@@ -86,7 +86,7 @@ def read_past(folder: Path, manifest: Mapping[str, Any] | None, *, damage: Damag
 
 
 def stable_ids(past: Past, captions: pa.Table, *, own_ids: pa.ChunkedArray) -> tuple[np.ndarray, int]:
-    """Ids int64[N] of `captions`, and the next one that is free; a caption of the videos `own_ids` keeps its id."""
+    """Return IDs int64[N] of `captions`, and the next free ID. Known captions of the videos `own_ids` keep their ID."""
     hashes = caption_hashes(captions)
     old_hashes, old_ids = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)]
     if past.captions_path is not None and len(own_ids):
@@ -120,7 +120,7 @@ def _read(folder: Path, manifest: Mapping[str, Any]) -> Past:
 
 
 def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> Past:
-    """The past that an older version wrote; it published tables one by one, so they may be of an interrupted write."""
+    """Read tables of an older version, which published them one by one: they may be from an interrupted write."""
     tables = {}
     for name, schema in ((VIDEOS_FILE, VIDEOS), (REJECTED_FILE, REJECTED)):
         path = folder / name
@@ -138,7 +138,7 @@ def _read_without_checksums(folder: Path, manifest: Mapping[str, Any]) -> Past:
 
 
 def _mark_of_tables(folder: Path) -> str | None:
-    """The fingerprint that all three tables carry, or None where they are not of one write."""
+    """Return the fingerprint of all three tables, or None if they are not from the same write."""
     marks = set()
     for name in TABLE_FILES:
         try:

@@ -1,4 +1,4 @@
-"""Where a data folder may be."""
+"""Checks on the location of a data folder."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
-    """Refuses a data folder that would mix with the program's source or with the source videos.
+    """Reject a data folder that would mix with the program's source or with the source videos.
 
     Raises:
-        UserError: `data_dir` is a file, lies in a folder that holds clipmill's packages as one of them, is that
-            folder itself, or is the folder of the videos.
+        UserError: `data_dir` is a file, is the folder of clipmill's packages, is inside one of them, or is the folder
+            of the videos.
     """
     resolved = _resolved(data_dir)
     if resolved.exists() and not resolved.is_dir():
@@ -29,10 +29,10 @@ def check_data_dir(data_dir: Path, *, videos: Path | None = None) -> None:
 
 
 def _resolved(folder: Path) -> Path:
-    """`folder` without links, which also proves that it can be asked for.
+    """Resolve symbolic links in `folder`, which also verifies that it is accessible.
 
     Raises:
-        UserError: it cannot: a loop of links, a name that is too long, a folder above it without permission.
+        UserError: it is not: a loop of links, a name that is too long, or a parent folder without permission.
     """
     try:
         resolved = folder.resolve()
@@ -48,5 +48,5 @@ def _is_source_tree(folder: Path) -> bool:
 
 
 def _is_package_of_tree(folder: Path) -> bool:
-    """Whether `folder` is one of the packages beside this one (`<tree>/data` is not, `<tree>/shards` is)."""
+    """Return True if `folder` is one of clipmill's packages (`<tree>/shards` is one, `<tree>/data` is not)."""
     return (folder / "__init__.py").exists() and _is_source_tree(folder.parent)

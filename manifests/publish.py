@@ -1,8 +1,8 @@
-"""Publishing files: a reader sees the old file or the whole new one, never a part.
+"""Atomic file writes: a reader sees either the old file or the complete new one.
 
-Every durable file of the project is made under a temporary name in its own folder, flushed to the disk,
-and renamed. A temporary name is `.tmp-<12 hex>-<name>`: what a killed process leaves tells what it was to become, and
-is removed by the next one that holds the lock under which that file is written.
+Every durable file of the project is written under a temporary name in its own folder, flushed to disk, and renamed. A
+temporary name is `.tmp-<12 hex>-<name>`. If a process is killed, the name tells which file was being written, and the
+next process that holds the lock for that file removes it.
 """
 
 import errno
@@ -23,7 +23,7 @@ _TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{12}}-(.+)", re
 
 @contextmanager
 def published(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; renames it to `path` when the block ends well, removes it otherwise."""
+    """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, and remove it otherwise."""
     temporary = temporary_path(path)
     try:
         with naming(path):
@@ -32,7 +32,7 @@ def published(path: Path) -> Iterator[Path]:
             temporary.replace(path)
             sync(path.parent)
     except OSError as error:
-        if error.filename == os.fspath(temporary):  # which tells nobody anything
+        if error.filename == os.fspath(temporary):  # a temporary name means nothing to the user
             error.filename = os.fspath(path)
         raise
     finally:
@@ -40,19 +40,19 @@ def published(path: Path) -> Iterator[Path]:
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
-    """Publishes `content` as the file `path`."""
+    """Publish `content` as the file `path`."""
     with published(path) as temporary:
         temporary.write_bytes(content)
 
 
 def publish_json(path: Path, value: Any) -> None:
-    """Publishes `value` as JSON with sorted keys, so that equal values are equal bytes."""
+    """Publish `value` as JSON with sorted keys, so that equal values give equal bytes."""
     publish_bytes(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives an OSError of the block the name of `path` if it has none: reading, writing and flushing know no names."""
+    """Context manager that adds the name `path` to an OSError without one: read, write and flush errors have none."""
     try:
         yield
     except OSError as error:
@@ -62,17 +62,17 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_record(path: Path) -> bytes:
-    """The content of a small file.
+    """Read a small file.
 
     Raises:
-        OSError: it cannot be read, or is no regular file: to read a pipe may mean to wait for ever.
+        OSError: the file cannot be read, or is not a regular file: reading a pipe might block for ever.
     """
     with naming(path), open(path, "rb", opener=_open_regular) as file:
         return file.read()
 
 
 def require_regular(file: Path | int, *, path: Path) -> None:
-    """Raises an OSError where a file or descriptor is a folder, a pipe, a socket or a device; `path` is its name."""
+    """Raise an OSError naming `path` if a file or descriptor is a folder, a pipe, a socket or a device."""
     mode = os.stat(file).st_mode  # noqa: PTH116 - of a descriptor too
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -91,21 +91,21 @@ def _open_regular(name: str, flags: int) -> int:
 
 
 def temporary_path(path: Path) -> Path:
-    """A new temporary name beside `path`."""
+    """Return a new temporary name beside `path`."""
     return path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
 
 
 def target_of(name: str) -> str | None:
-    """The name that a file with the temporary name `name` was to get; None where it is no temporary name."""
+    """Return the final name of a file with the temporary name `name`; None if it is not a temporary name."""
     found = _TEMPORARY.fullmatch(name)
     return found[1] if found else None
 
 
 def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda target: True) -> None:
-    """Removes the temporary files in `folder`; call it only under the lock that their writers hold.
+    """Remove the temporary files in `folder`. The caller must hold the lock of their writers.
 
     Args:
-        of: says for the name that a file was to get whether it was one of those writers'.
+        of: predicate on the final name that selects the files of these writers.
 
     Raises:
         OSError: a file cannot be removed.
@@ -120,7 +120,7 @@ def remove_temporaries(folder: Path, *, of: Callable[[str], bool] = lambda targe
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Waits until no other process holds `folder`, and holds it; the kernel lets go when this process ends."""
+    """Acquire an exclusive lock on `folder`, waiting for other processes; the kernel releases it at exit."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -130,7 +130,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's bytes, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

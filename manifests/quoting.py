@@ -1,4 +1,4 @@
-"""Values and names of unknown origin, made fit for a message: short, on one line, and without control characters."""
+"""Formatting untrusted values and names for messages: short, on one line, and without control characters."""
 
 import reprlib
 
@@ -9,7 +9,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = MAX_VALUE_CHARS
 
 
 def quoted(value: object) -> str:
-    """`repr(value)`, shortened to about 80 characters, of any value that a JSON file or a pickle can hold.
+    """Return `repr(value)`, shortened to about 80 characters, for any value from a JSON file or a pickle.
 
     Unlike `repr` it neither recurses without limit nor fails on an integer of thousands of digits.
     """
@@ -20,8 +20,8 @@ def quoted(value: object) -> str:
 
 
 def on_one_line(text: str, *, max_chars: int = MAX_LINE_CHARS) -> str:
-    """`text` for a terminal: white space as single spaces, other unprintable characters as escapes, the rest cut."""
+    """Format `text` for a terminal: collapse white space, escape unprintable characters, and truncate."""
     flat = " ".join(text[: 4 * max_chars].split())
-    # A character that is not printable may move the cursor, colour the screen or reverse the order of writing.
+    # An unprintable character may move the cursor, change colours or reverse the writing direction.
     escaped = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in flat)
     return escaped if len(escaped) <= max_chars else f"{escaped[: max_chars - 3]}..."

@@ -1,14 +1,14 @@
-"""The tables of `<data>/manifest/`: what is wanted. This module is their one definition.
+"""The tables in `<data>/manifest/`: the videos and captions to process. This module is their only definition.
 
-    videos.parquet     one row a video; rows keep their order for ever, new videos come last
-    captions.parquet   one row a caption, ordered by caption_id; ids are dense from 0 and never change their caption
-    rejected.parquet   one row for each input row that cannot be used, with the reason
+    videos.parquet     one row per video; the order of rows never changes, new videos are appended
+    captions.parquet   one row per caption, ordered by caption_id; IDs are dense from 0 and never reassigned
+    rejected.parquet   one row for each unusable input row, with the reason
     manifest.json      format version, size and SHA-256 of each table, and its own; counts, and rejected rows by
                        reason, for each data set in the manifest
 
 Times are seconds from the start of the video as a player shows it; an end_s of +inf is the end of the video,
-whose length the manifest does not know. Data sets that carry labels add columns
-whose names begin with `label_` to the captions table.
+whose duration is not in the manifest. Data sets with labels add columns whose names begin with `label_` to the
+captions table.
 """
 
 import pyarrow as pa
@@ -17,13 +17,13 @@ MANIFEST_FORMAT = 1
 
 VIDEOS = pa.schema(
     [
-        pa.field("video_id", pa.string(), nullable=False),  # safe for keys, unique (manifests.keys)
+        pa.field("video_id", pa.string(), nullable=False),  # safe in keys, unique (manifests.keys)
         pa.field("source_id", pa.string(), nullable=False),  # the data set's own id
         pa.field("path", pa.string(), nullable=False),  # absolute path of the source file
         pa.field("split", pa.string(), nullable=False),  # train, val or test
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("num_captions", pa.int32(), nullable=False),
-        # SHA-256 over this video's captions: lets a plan see changed captions without reading any.
+        # SHA-256 over this video's captions: lets a plan detect changed captions without reading any.
         pa.field("captions_sha256", pa.string(), nullable=False),
     ]
 )
@@ -35,7 +35,7 @@ CAPTIONS = pa.schema(
         pa.field("begin_s", pa.float64(), nullable=False),
         pa.field("end_s", pa.float64(), nullable=False),
         pa.field("text", pa.string(), nullable=False),
-        pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # who said it: narrator, human, ...
+        pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # its origin: narrator, human, ...
     ]
 )
 
@@ -43,9 +43,9 @@ REJECTED = pa.schema(
     [
         pa.field("dataset", pa.string(), nullable=False),
         pa.field("file", pa.string(), nullable=False),  # the annotation file, or the video
-        pa.field("row", pa.int64()),  # 0-based row or entry in it, where it has rows
+        pa.field("row", pa.int64()),  # 0-based row or entry in the file, if it has rows
         pa.field("source_id", pa.string()),
-        pa.field("reason", pa.string(), nullable=False),  # a code of manifests.adapters
+        pa.field("reason", pa.string(), nullable=False),  # a code of manifests.adapters.reasons
         pa.field("detail", pa.string(), nullable=False),
     ]
 )

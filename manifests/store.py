@@ -1,8 +1,8 @@
 """Reading and writing the manifest of a data folder; manifests.schema defines its tables.
 
-A write replaces one data set and keeps the others. It is a function of the rows given and of the last complete
-manifest: what a killed write left is never read. manifest.json makes the tables count (manifests.table_files), each of
-which is marked with the fingerprint of the whole.
+A write replaces one data set and keeps the others. The result depends only on the given rows and the last complete
+manifest: remains of an interrupted write are never read. Publishing manifest.json makes the new tables valid
+(manifests.table_files); each table carries the fingerprint of the whole manifest.
 """
 
 import shlex
@@ -46,11 +46,11 @@ _CODED = ["video_id", "source"]
 
 @dataclass(frozen=True)
 class Written:
-    """What a data set's part of the manifest holds after a write.
+    """A data set's entry in the manifest after a write.
 
     Attributes:
-        num_rejected: rejected rows by reason.
-        num_videos_removed: videos of the data set that the manifest held before and holds no more.
+        num_rejected: number of rejected rows by reason.
+        num_videos_removed: videos of the data set that were in the manifest before and no longer are.
     """
 
     folder: Path
@@ -65,12 +65,12 @@ class Written:
 
 
 def manifest_dir(data_dir: Path) -> Path:
-    """Folder of the manifest in a data folder."""
+    """Return the manifest folder of a data folder."""
     return data_dir / MANIFEST_FOLDER
 
 
 def read_videos(data_dir: Path) -> pa.Table:
-    """The videos, schema.VIDEOS.
+    """Read the videos, schema.VIDEOS.
 
     Raises:
         UserError: there is no manifest, or a write of it was interrupted.
@@ -79,21 +79,21 @@ def read_videos(data_dir: Path) -> pa.Table:
 
 
 def read_captions(data_dir: Path) -> pa.Table:
-    """The captions, schema.CAPTIONS plus label_ columns; each dictionary is one for all chunks.
+    """Read the captions, schema.CAPTIONS plus label_ columns. Dictionaries are unified across chunks.
 
     Raises:
-        UserError: as `read_videos`.
+        UserError: see `read_videos`.
     """
     return _read(data_dir, CAPTIONS_FILE, CAPTIONS, coded=_CODED)
 
 
 def open_captions(data_dir: Path) -> pq.ParquetFile:
-    """The captions as an open file, to be read a row group at a time and then closed.
+    """Open the captions for reading by row group. The caller closes the file.
 
-    It stays the table that it is while another manifest takes its place.
+    The open table stays unchanged if a new manifest is written meanwhile.
 
     Raises:
-        UserError: as `read_videos`.
+        UserError: see `read_videos`.
     """
 
     def read(manifest: dict[str, Any]) -> pq.ParquetFile:
@@ -110,28 +110,28 @@ def open_captions(data_dir: Path) -> pq.ParquetFile:
 
 
 def captions_path(data_dir: Path) -> Path:
-    """The file of the captions, after its checksum was compared; it stays there while no manifest is written.
+    """Return the path of the captions after verifying the checksum. It stays valid until a manifest is written.
 
     Raises:
-        UserError: as `read_videos`.
+        UserError: see `read_videos`.
     """
     return _steadily(data_dir, lambda manifest: table_path(manifest_dir(data_dir), CAPTIONS_FILE, manifest=manifest))
 
 
 def read_rejected(data_dir: Path) -> pa.Table:
-    """The rows that could not be used, schema.REJECTED.
+    """Read the rejected rows, schema.REJECTED.
 
     Raises:
-        UserError: as `read_videos`.
+        UserError: see `read_videos`.
     """
     return _read(data_dir, REJECTED_FILE, REJECTED)
 
 
 def read_manifest(data_dir: Path) -> dict[str, Any]:
-    """The content of manifest.json.
+    """Read the content of manifest.json.
 
     Raises:
-        UserError: there is no manifest, or it is of another format.
+        UserError: there is no manifest, or it uses another format.
     """
     path = manifest_dir(data_dir) / MANIFEST_FILE
     try:
@@ -158,11 +158,11 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
 
 
 def known_files(data_dir: Path, dataset: str) -> dict[str, str]:
-    """source_id -> file name, without folders, of the videos of `dataset`; empty where no manifest can be read."""
+    """Return source_id -> file name, without folders, of the videos of `dataset`; empty if no manifest can be read."""
     try:
         videos = read_videos(data_dir)
     except UserError:
-        return {}  # there is none, or it is damaged, which writing it deals with
+        return {}  # missing or damaged, which the write handles
     videos = videos.filter(pc.equal(videos["dataset"], dataset))
     names = (path.rpartition("/")[2] for path in videos["path"].to_pylist())
     return dict(zip(videos["source_id"].to_pylist(), names, strict=True))
@@ -177,14 +177,14 @@ def write_manifest(
     *,
     num_captions_lost: int = 0,
 ) -> Written:
-    """Makes `dataset` in the manifest be exactly these rows; other data sets stay as they are.
+    """Replace the rows of `dataset` in the manifest; other data sets are unchanged.
 
-    Videos that were there keep their place, new ones come last. A caption that was there keeps its id. A video
-    whose id another data set has already is rejected, with its captions.
+    Known videos keep their rows, new ones are appended. Known captions keep their IDs. A video whose ID already belongs
+    to another data set is rejected together with its captions.
 
     Args:
-        videos: video_id, source_id, path, split, one row a video (other columns are set here).
-        captions: video_id, begin_s, end_s, text, source and label_ columns (ids are given here).
+        videos: video_id, source_id, path, split, one row per video (the other columns are computed here).
+        captions: video_id, begin_s, end_s, text, source and label_ columns (IDs are assigned here).
         rejected: schema.REJECTED.
     """
     folder = manifest_dir(data_dir)
@@ -272,7 +272,7 @@ def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | No
     def read(manifest: dict[str, Any]) -> pa.Table:
         path = table_path(manifest_dir(data_dir), name, manifest=manifest)
         with pq.ParquetFile(path, read_dictionary=coded) as file:
-            table = file.read()  # one chunk a row group, where `read_table` gives many
+            table = file.read()  # one chunk per row group, while `read_table` returns many
         _require_parts(path, table.schema, manifest=manifest, schema=schema)
         return table
 
@@ -280,7 +280,7 @@ def _read(data_dir: Path, name: str, schema: pa.Schema, *, coded: list[str] | No
 
 
 def _steadily(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """`read(content of manifest.json)`, once more where another manifest may have taken its place meanwhile."""
+    """Return `read(content of manifest.json)`, retried in case another manifest was published meanwhile."""
     for is_last in (False, False, True):
         manifest = read_manifest(data_dir)
         try:
@@ -295,7 +295,7 @@ def _steadily(data_dir: Path, read: Callable[[dict[str, Any]], _T]) -> _T:
 
 
 def _require_parts(path: Path, found: pa.Schema, *, manifest: dict[str, Any], schema: pa.Schema) -> None:
-    """Raises DamagedManifest unless a table is of this manifest and has the columns of `schema`."""
+    """Raise DamagedManifest unless a table belongs to this manifest and has the columns of `schema`."""
     if (found.metadata or {}).get(FINGERPRINT_KEY, b"").decode("ascii", "replace") != manifest["fingerprint"]:
         raise DamagedManifest(path, f"it is not of the write that {MANIFEST_FILE} speaks of, which was interrupted")
     missing = [field.name for field in schema if field.name not in found.names]

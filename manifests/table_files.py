@@ -1,9 +1,9 @@
-"""The files of the manifest's tables: finding the ones that count, comparing checksums, and making new ones count.
+"""The table files of the manifest: locating valid tables, verifying checksums, and publishing new ones.
 
-A write stages its tables beside those that count, as `captions-<16 digits of the write's mark>.parquet`. Then it
-publishes manifest.json, which holds the mark, and size and SHA-256 of each table: from here on the staged files
-count. At last they take the plain names, `captions.parquet`. A write that is killed before manifest.json has changed
-nothing; after it, readers find a table under its staged name until the next write.
+A write stages its tables beside the valid ones, as `captions-<16 digits of the write's fingerprint>.parquet`. Then it
+publishes manifest.json, which holds the fingerprint, and size and SHA-256 of each table: from now on the staged files
+are the valid ones. Finally they are renamed to their plain names, such as `captions.parquet`. A write killed before it
+publishes manifest.json has changed nothing; after that, readers use the staged names until the next write.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ VIDEOS_FILE = "videos.parquet"
 CAPTIONS_FILE = "captions.parquet"
 REJECTED_FILE = "rejected.parquet"
 TABLE_FILES = (CAPTIONS_FILE, REJECTED_FILE, VIDEOS_FILE)
-FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the mark of the write that made it
+FINGERPRINT_KEY = b"clipmill_manifest"  # in the metadata of each table: the fingerprint of the write that created it
 _STAGED = re.compile(r"(captions|rejected|videos)-[0-9a-f]{16}\.parquet")
 REPAIR_HINT = "run the `prep manifest` command of the data set again: it writes the tables anew, or says why it cannot"
 
@@ -33,20 +33,20 @@ class DamagedManifest(UserError):
 
 
 def staged_path(folder: Path, name: str, *, mark: str) -> Path:
-    """Where the table `name` of the write with fingerprint `mark` lies until it takes its plain name."""
+    """Return the path of table `name` of the write with fingerprint `mark` before it is renamed to its plain name."""
     path = folder / name
     return path.with_name(f"{path.stem}-{mark[:16]}{path.suffix}")
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What manifest.json says of a table's file."""
+    """Return the entry of a table's file in manifest.json."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def place(folder: Path, *, mark: str) -> None:
-    """Gives the staged tables of the write `mark` their plain names, and removes what killed writes staged."""
+    """Rename the staged tables of the write `mark` to their plain names, and remove tables staged by killed writes."""
     for name in TABLE_FILES:
         staged_path(folder, name, mark=mark).replace(folder / name)
     for path in folder.iterdir():
@@ -56,7 +56,7 @@ def place(folder: Path, *, mark: str) -> None:
 
 
 def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
-    """The file of the table `name` that counts, after its size and checksum were compared with manifest.json's.
+    """Return the path of the valid table `name`, after verifying its size and checksum against manifest.json.
 
     Tables of older versions have no checksum.
 
@@ -64,10 +64,10 @@ def table_path(folder: Path, name: str, *, manifest: Mapping[str, Any]) -> Path:
         manifest: content of manifest.json.
 
     Raises:
-        DamagedManifest: the file is missing, or not the one that `manifest` speaks of.
-        OSError: it cannot be read.
+        DamagedManifest: the file is missing, or not the one described by `manifest`.
+        OSError: the file cannot be read.
     """
-    # The staged name first: a file goes from there to the plain name, never back.
+    # Check the staged name first: a file is renamed from it to the plain name, never back.
     staged = staged_path(folder, name, mark=manifest["fingerprint"])
     path = staged if staged.exists() else folder / name
     recorded = manifest.get("tables", {}).get(name)

@@ -1,4 +1,4 @@
-"""A check of flags that both command lines make: a whole number is never rounded from something else."""
+"""Validation shared by both command lines: values of integer flags are never rounded."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,16 +7,16 @@ from manifests.errors import UserError
 
 
 def refuse_fractions(_app: Any, _commands: tuple[str, ...], arguments: Iterable[Any]) -> None:
-    """A cyclopts `config`: raises a UserError where a flag of whole numbers was given a fraction, in place of rounding.
+    """A cyclopts `config` that raises a UserError if an integer flag is given a fraction, instead of rounding it.
 
     Args:
-        arguments: cyclopts' collection, with flags and what configuration files gave.
+        arguments: cyclopts' argument collection, with values from flags and configuration files.
     """
     for argument in arguments:
         if argument.hint not in (int, int | None):
             continue
         for token in argument.tokens:
             value = str(token.value)
-            # Without a point, cyclopts itself says what is no whole number.
+            # Without a decimal point, cyclopts itself reports invalid integers.
             if "." in value:
                 raise UserError(f"{argument.name} is {value}", hint="it must be a whole number, without a point")

@@ -1,4 +1,7 @@
-"""Commit records: what makes a shard exist. Small JSON files that check themselves and say nothing of time or host."""
+"""Commit records: a shard exists only once it has one.
+
+Each is a small JSON file with its own checksum, and records neither times nor hosts.
+"""
 
 import json
 import re
@@ -20,7 +23,7 @@ _MISSING = f"the record is missing, although {CONTENTS_FILE} lists it"
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The two files that a commit answers for, by their names in the variant's folder; Energon's index follows."""
+    """The two files that a commit guarantees, by file name in the variant's folder, and then Energon's index."""
 
     tar: str
     tar_bytes: int
@@ -37,7 +40,7 @@ class ShardFiles:
 
 @dataclass(frozen=True)
 class Failure:
-    """A part of the shard that could not be made."""
+    """A part of the shard that could not be produced."""
 
     video_id: str
     key: str | None  # first chunk of the failed part; None when the whole video failed
@@ -47,7 +50,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Commit:
-    """One shard of one column, made as `plan_fingerprint` asked; `files` is None when every sample failed."""
+    """One shard of one column, produced by the plan with `plan_fingerprint`; `files` is None if every sample failed."""
 
     column: str
     shard_id: int
@@ -65,27 +68,27 @@ class Commits(NamedTuple):
 
 
 def commit_path(variant_dir: Path, shard_id: int) -> Path:
-    """Where the commit of `shard_id` lies."""
+    """Return the path of the commit record of `shard_id`."""
     return variant_dir / COMMITS_FOLDER / commit_name(shard_id)
 
 
 def write_commit(variant_dir: Path, commit: Commit) -> None:
-    """Publishes `commit`; from here on readers see the shard. The variant's folder must be there."""
+    """Publish `commit`, which makes the shard visible to readers. The variant's folder must exist."""
     path = commit_path(variant_dir, commit.shard_id)
     path.parent.mkdir(exist_ok=True)
     record = {"clipmill_format": FORMAT_VERSION, **asdict(commit), "failures": [asdict(f) for f in commit.failures]}
-    # ASCII escapes, because a message may quote a path whose bytes are no UTF-8.
+    # ASCII escapes, because a message may quote a path that is not valid UTF-8.
     text = json.dumps({**record, "sha256": record_sha256(record)}, indent=1, sort_keys=True, ensure_ascii=True)
     publish_bytes(path, f"{text}\n".encode())
 
 
 def read_commit(path: Path) -> Commit:
-    """Reads one commit record.
+    """Read one commit record.
 
     Raises:
-        DamagedCommit: the file is damaged, or no commit of this program.
-        UserError: the record is whole, but of another version of the format.
-        FileNotFoundError: there is no such file.
+        DamagedCommit: the file is damaged, or is not a commit written by clipmill.
+        UserError: the record is intact, but uses another version of the format.
+        FileNotFoundError: the file does not exist.
     """
     try:
         record = parse_json(read_record(path))
@@ -120,17 +123,17 @@ def read_commit(path: Path) -> Commit:
 
 
 def read_commits(variant_dir: Path) -> Commits:
-    """Reads every commit record of a variant; files with other names than a commit's are passed over.
+    """Read every commit record of a variant. Files whose names are not commit names are ignored.
 
-    A record that the variant's contents.json lists and that is not there is among the damaged ones.
+    A record that is listed in the variant's contents.json but missing is reported as damaged.
 
     Raises:
-        UserError: a record is whole, but of another version of the format.
+        UserError: a record is intact, but uses another version of the format.
     """
     listed = listed_shard_ids(variant_dir)
     found = _records(variant_dir)
     known = found.commits.keys() | {damaged.shard_id for damaged in found.damaged}
-    # A run that ends meanwhile takes unwanted shards off the list before it removes their records.
+    # A run that finishes meanwhile removes unwanted shards from contents.json before it deletes their records.
     if listed - known and (missing := sorted((listed & listed_shard_ids(variant_dir)) - known)):
         gone = (DamagedCommit(commit_path(variant_dir, shard_id), _MISSING) for shard_id in missing)
         return Commits(found.commits, tuple(sorted((*found.damaged, *gone), key=lambda damaged: damaged.shard_id)))
@@ -138,7 +141,7 @@ def read_commits(variant_dir: Path) -> Commits:
 
 
 def _records(variant_dir: Path) -> Commits:
-    """The records in the folder."""
+    """Read the records in the folder, without comparing them with contents.json."""
     commits: dict[int, Commit] = {}
     damaged = []
     try:

@@ -1,12 +1,12 @@
-"""Which files are opened as videos: those of containers that hold their pictures themselves.
+"""Allowlists of container formats and protocols for opening videos.
 
-libav guesses a format by the first bytes, whatever a file is called, and many of its formats open other things:
-playlists (HLS, DASH, concat scripts) read local files and addresses, session descriptions (SDP) wait for packets of the
-network. Whoever opens a video says which formats it may be, and through which protocols anything may be opened.
+libav guesses the format from the first bytes, whatever the file name, and many of its formats open other resources:
+playlists (HLS, DASH, concat scripts) read local files and URLs, and session descriptions (SDP) wait for network
+packets. Every call that opens a video therefore passes the formats and the protocols that it allows.
 """
 
-# libav's names, for its option `format_whitelist`.
+# Format names of libav, for its option `format_whitelist`.
 CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,mpegvideo,ivf,gif,mxf,wtv,rm"
-# For its option `protocol_whitelist`.
+# For libav's option `protocol_whitelist`.
 FILE_PROTOCOLS = "file,pipe"
-NO_PROTOCOLS = ""  # of a video in memory
+NO_PROTOCOLS = ""  # for a video in memory

@@ -1,6 +1,6 @@
-"""What a variant holds (`contents.json`): the shards that are committed, and checksums of its other small files.
+"""The contents of a variant (`contents.json`): its committed shards, and checksums of its other small files.
 
-A missing commit record leaves no trace among the others; this list is what readers compare the records with.
+A missing commit record cannot be noticed from the remaining ones; readers compare the records with this list instead.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from shards.format import CONTENTS_FILE, FORMAT_VERSION
 
 @dataclass(frozen=True)
 class Contents:
-    """What the last run that came to its end left in a variant.
+    """The state of a variant at the end of its last completed run.
 
     Attributes:
-        shard_ids: of the committed shards.
-        files: SHA-256 (hex) of recipe.json and of each list of shards, by file name.
+        shard_ids: IDs of the committed shards.
+        files: SHA-256 (hex) of recipe.json and of each shard list, by file name.
     """
 
     shard_ids: frozenset[int]
@@ -28,12 +28,12 @@ class Contents:
 
 
 def read_contents(variant_dir: Path) -> Contents | None:
-    """The contents of a variant, or None where no run has written them: in its first run, or by an older version.
+    """Read the contents of a variant; None during its first run, or if an older version wrote it.
 
     Raises:
         DamagedContents: the file is damaged.
-        UserError: it is whole, but of another version of the format.
-        OSError: it cannot be read.
+        UserError: the file is intact, but uses another version of the format.
+        OSError: the file cannot be read.
     """
     path = variant_dir / CONTENTS_FILE
     try:
@@ -53,7 +53,7 @@ def read_contents(variant_dir: Path) -> Contents | None:
 
 
 def listed_shard_ids(variant_dir: Path) -> frozenset[int]:
-    """Shards that must have a commit; none where the contents are not known."""
+    """Return the IDs of the shards that must have a commit; empty if the contents are unknown."""
     try:
         contents = read_contents(variant_dir)
     except DamagedContents:
@@ -62,12 +62,12 @@ def listed_shard_ids(variant_dir: Path) -> frozenset[int]:
 
 
 def write_contents(variant_dir: Path, contents: Contents) -> None:
-    """Publishes `contents`, unless they are recorded already."""
+    """Publish `contents`, unless contents.json already holds them."""
     try:
         if read_contents(variant_dir) == contents:
             return
     except DamagedContents:
-        pass  # replaced below: it is derived from what is there
+        pass  # replaced below, because it is derived from the files on disk
     record = {
         "clipmill_format": FORMAT_VERSION,
         "shard_ids": sorted(contents.shard_ids),
@@ -77,5 +77,5 @@ def write_contents(variant_dir: Path, contents: Contents) -> None:
 
 
 def file_sha256(content: bytes) -> str:
-    """The checksum that `Contents.files` holds of a file with this content."""
+    """Return the checksum that `Contents.files` records for a file with this content."""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""The errors that say: this file of a shard set is not what was written."""
+"""Errors for files of a shard set whose content is not what was written."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ class Damaged(ClipmillError):
 
     Args:
         path: the file.
-        why: what is wrong with it, in a few words.
+        why: short description of the damage.
     """
 
     def __init__(self, path: Path, why: str) -> None:
@@ -20,21 +20,21 @@ class Damaged(ClipmillError):
 
 
 class DamagedCommit(Damaged):
-    """A commit record that is damaged or missing, or that another program wrote."""
+    """A commit record is damaged, missing, or written by another program."""
 
     @property
     def shard_id(self) -> int:
-        """Number of the shard, from the record's file name."""
+        """Shard ID, from the record's file name."""
         return int(self.path.stem)
 
 
 class DamagedContents(Damaged):
-    """A contents.json that is damaged, or a file whose checksum in it does not match."""
+    """contents.json is damaged, or a file does not match its checksum in contents.json."""
 
 
 class DamagedIndex(Damaged):
-    """An index that is damaged, or that another program wrote."""
+    """An index is damaged, or was written by another program."""
 
 
 class DamagedTar(Damaged):
-    """A tar that is shorter than its index says."""
+    """A tar is shorter than its index records."""

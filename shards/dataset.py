@@ -1,4 +1,4 @@
-"""Where the variants of each column lie, and which of them is current (`dataset.json`)."""
+"""The variants of each column on disk, and which of them is current (`dataset.json`)."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from shards.format import COLUMNS, DATASET_FILE, FORMAT_VERSION, RECIPE_FILE
 
 
 class DamagedDataset(UserError):
-    """dataset.json is damaged: which variants are current cannot be told."""
+    """dataset.json is damaged, so the current variants are unknown."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
@@ -21,7 +21,7 @@ class DamagedDataset(UserError):
 
 
 def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
-    """Folder of a variant.
+    """Return the folder of a variant.
 
     Raises:
         UserError: `column` or `variant` is not a plain name.
@@ -33,7 +33,7 @@ def variant_dir(data_dir: Path, column: str, variant: str) -> Path:
 
 
 def list_variants(data_dir: Path, column: str) -> list[str]:
-    """Names of all variants of `column` on the disk, current or not, sorted."""
+    """List the names of all variants of `column` on disk, current or not, sorted."""
     folder = data_dir / column
     if not folder.is_dir():
         return []
@@ -41,22 +41,22 @@ def list_variants(data_dir: Path, column: str) -> list[str]:
 
 
 def current_variant(data_dir: Path, column: str) -> str | None:
-    """Name of the current variant of `column`, or None where there is none.
+    """Return the name of the current variant of `column`, or None if it has none.
 
     Raises:
-        UserError: dataset.json is damaged or of another format.
+        UserError: dataset.json is damaged or uses another format.
     """
     variant = _read(data_dir)["columns"].get(column, {}).get("current")
     return str(variant) if variant is not None else None
 
 
 def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Makes `variant` the current one of `column`; other columns keep theirs.
+    """Make `variant` the current variant of `column`. Other columns are unchanged.
 
     Raises:
-        UserError: dataset.json is of another format, or it is damaged and another column has several variants.
+        UserError: dataset.json uses another format, or it is damaged and another column has several variants.
     """
-    with folder_lock(data_dir):  # commands that write different columns must not lose each other's entry
+    with folder_lock(data_dir):  # concurrent commands for different columns must not overwrite each other's entry
         try:
             dataset = _read(data_dir)
         except DamagedDataset as damage:
@@ -69,10 +69,10 @@ def set_current_variant(data_dir: Path, column: str, variant: str) -> None:
 
 
 def begin_variant(data_dir: Path, column: str, variant: str) -> None:
-    """Makes `variant` the current one of `column` where there is none, or where a damaged file does not tell.
+    """Make `variant` the current variant of `column` if it has none, or if dataset.json is damaged.
 
     Raises:
-        UserError: as `set_current_variant`.
+        UserError: see `set_current_variant`.
     """
     try:
         has_current = current_variant(data_dir, column) is not None
@@ -83,9 +83,9 @@ def begin_variant(data_dir: Path, column: str, variant: str) -> None:
 
 
 def _rebuilt(data_dir: Path, *, own: str, damage: DamagedDataset) -> dict[str, Any]:
-    """What a damaged dataset.json can only have said: the one variant of each column but `own`."""
+    """Reconstruct a damaged dataset.json, which is possible if each column other than `own` has only one variant."""
     columns = {}
-    others = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))  # columns from outside
+    others = (path.parent.parent.name for path in data_dir.glob(f"*/*/{RECIPE_FILE}"))  # columns added by extensions
     for column in dict.fromkeys([*COLUMNS, *sorted(others)]):
         variants = list_variants(data_dir, column) if column != own else []
         if len(variants) > 1:

@@ -1,43 +1,43 @@
-"""The shard set: this text is the contract; writer, reader, verifier and index follow it.
+"""The shard set format. This text is the specification that writer, reader, verifier and index implement.
 
     <data>/dataset.json                                    which variant of each column is current
     <data>/<column>/<variant>/recipe.json                  the settings that made the variant
     <data>/<column>/<variant>/000003-1f2e3d4c.tar          a shard: USTAR, uncompressed, mtime 0, never empty
     <data>/<column>/<variant>/000003-1f2e3d4c.tar.idx      Megatron-Energon's index: u64 offsets of samples, N + 1
-    <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row a sample, mmap-able
-    <data>/<column>/<variant>/commits/000003.json          the commit: what makes the shard exist
-    <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name a line, for other tools
+    <data>/<column>/<variant>/000003-1f2e3d4c.index.arrow  our index: Arrow IPC file, one row per sample, mmap-able
+    <data>/<column>/<variant>/commits/000003.json          the commit, without which the shard does not exist
+    <data>/<column>/<variant>/shards.txt, shards-<split>.txt   committed tars, one name per line, for other tools
     <data>/<column>/<variant>/contents.json        which shards are committed, checksums of recipe.json and lists
 
-Columns are `video`, `latents`, `text`, and those from outside that somebody adds. A variant is
+Columns are `video`, `latents`, `text`, and those added by extensions. A variant is
 `<slug>-<first 8 hex digits of the recipe's fingerprint>`.
-A shard's name carries the first 8 hex digits of the fingerprint of its content, so a changed shard never
-overwrites the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
+A shard's name contains the first 8 hex digits of the fingerprint of its content, so a changed shard never overwrites
+the old one; a commit names exactly one tar and one index, with size and SHA-256 of each.
 
-Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys hold no
-dot; member names stay within 100 bytes. The array of a `.npy` member begins on a 512-byte boundary of the tar
-(its npy header is padded), so that fixed-size records can be gathered from one mmap.
+Inside a tar, every sample has the same members in the same order, `<key>.<extension>`, adjacent. Keys contain no dot;
+member names are at most 100 bytes long. The array of a `.npy` member begins on a 512-byte boundary of the tar (its npy
+header is padded), so that fixed-size records can be gathered from one mmap.
 
-Publish order: every sample verified by the caller -> tar under a temporary name in the same folder -> read again
-and compared by offsets -> fsync -> rename -> both indexes the same way -> commit record last. A reader believes
-commits only. A commit without a shard records that all its samples failed. Tars, indexes and commits are pure
-functions of what was written: no times, hosts or paths. A commit carries the SHA-256 of its own canonical JSON, and so
-do contents.json and dataset.json. A run writes contents.json when it ends: a shard that it lists and that has no
-commit is damage; a commit that it does not list yet is one of a run that was killed. Before a run removes commits
-that nothing wants any more, it takes them off the list. Sets without contents.json are of an older version.
+Publish order: every sample verified by the caller -> tar under a temporary name in the same folder -> read again and
+compared by offsets -> fsync -> rename -> both indexes in the same way -> commit record last. A reader relies on commits
+only. A commit without a shard records that all its samples failed. Tars, indexes and commits are pure functions of what
+was written: no times, hosts or paths. A commit contains the SHA-256 of its own canonical JSON, and so do contents.json
+and dataset.json. A run writes contents.json when it finishes: a listed shard without a commit is damage; a commit that
+is not listed yet belongs to a run that was killed. Before a run removes commits that are no longer wanted, it removes
+them from the list. Sets without contents.json were written by an older version.
 
-Index columns for every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
-`<ext>_size` (u64) and `<ext>_crc32` (u32). Columns of data add fields of their own (VIDEO_FIELDS for `video`).
+Index columns of every sample: `key`, and for each extension `<ext>_offset` (u64, of the payload in the tar),
+`<ext>_size` (u64) and `<ext>_crc32` (u32). Data columns add their own fields (VIDEO_FIELDS for `video`).
 The Arrow schema metadata holds `clipmill_format` and `extensions` (comma-separated, in member order).
 
-Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, where the data set has captions, txt.
+Column `video`: key `<video_id>_<start_ms:09d>`, members mp4, json and, if the data set has captions, txt.
 
-Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not
-be encoded is absent, and a failure of the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits of
-bfloat16 as uint16. Frame i shows the chunk at i / fps seconds after its beginning; recipe.json says the scale.
+Column `latents`: the keys of `video`, in its order and in shards of the same ids and splits; a chunk that could not be
+encoded is absent and listed as a failure in the commit. One member, `latents.npy`: [F, C, h, w], float16, or the bits
+of bfloat16 as uint16. Frame i is the chunk's frame at i / fps seconds; recipe.json has the scaling factor.
 
-Column `text`: one sample a video, its key the video_id. Members: `text.npy`, float16 [R, D], one row of unit length for
-each distinct text among the video's captions, and `json`, the texts of the rows and the row of every caption.
+Column `text`: one sample per video, with the video_id as key. Members: `text.npy`, float16 [R, D], one row of unit
+length per distinct caption text of the video, and `json`, with the text of each row and the row of each caption.
 """
 
 import re
@@ -55,11 +55,11 @@ DATASET_FILE = "dataset.json"
 CONTENTS_FILE = "contents.json"
 _STEM = re.compile(r"(?P<shard_id>\d{6,})-(?P<fingerprint>[0-9a-f]{8})")
 
-# Flags of a packet in the packet table.
-PACKET_KEY = 1  # decoding can begin here
-PACKET_REFERENCE = 2  # other frames may need it; without this flag it can be skipped unless asked for
+# Flags in the packet table.
+PACKET_KEY = 1  # decoding can start here
+PACKET_REFERENCE = 2  # other frames may reference it; otherwise it can be skipped unless its frame is requested
 
-# Fields of a `video` index row beside key and members.
+# Fields of a `video` index row in addition to key and members.
 VIDEO_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
     pa.field("start_ms", pa.int64(), nullable=False),  # of the chunk in its video
@@ -70,13 +70,13 @@ VIDEO_FIELDS = [
     pa.field("height", pa.int32(), nullable=False),
     pa.field("codec", pa.string(), nullable=False),  # libav's name of the codec: h264, hevc, av1, vp9, mjpeg
     pa.field("extradata", pa.binary(), nullable=False),
-    pa.field("span_fingerprint", pa.string(), nullable=False),  # of the encoder pass that made it
-    # The packet table in decode order: byte range within the mp4 payload, presentation index, flags, checksum.
+    pa.field("span_fingerprint", pa.string(), nullable=False),  # of the encoder pass that produced the chunk
+    # The packet table in decode order: byte range in the mp4 payload, presentation index, flags, checksum.
     pa.field("packet_offset", pa.list_(pa.uint32()), nullable=False),
     pa.field("packet_size", pa.list_(pa.uint32()), nullable=False),
     pa.field("packet_frame", pa.list_(pa.int32()), nullable=False),
     pa.field("packet_flags", pa.list_(pa.uint8()), nullable=False),
-    pa.field("packet_crc32", pa.list_(pa.uint32()), nullable=False),  # so that a part of a chunk can be trusted
+    pa.field("packet_crc32", pa.list_(pa.uint32()), nullable=False),  # allows partial reads of a chunk to be verified
 ]
 
 # Fields of a `latents` index row.
@@ -91,8 +91,8 @@ LATENTS_FIELDS = [
     pa.field("width", pa.int32(), nullable=False),
     pa.field(
         "dtype", pa.string(), nullable=False
-    ),  # float16, or bfloat16 (npy has none: its bits are stored as uint16)
-    # left, top, width and height in the chunk's pixels, for each segment of the recipe one after another
+    ),  # float16, or bfloat16 (stored as uint16 bits, since npy does not support it)
+    # left, top, width and height in pixels of the chunk, concatenated for all segments of the recipe
     pa.field("crops", pa.list_(pa.int32()), nullable=False),
     pa.field("chunk_fingerprint", pa.string(), nullable=False),  # of the chunk that was encoded
 ]
@@ -102,8 +102,8 @@ TEXT_FIELDS = [
     pa.field("video_id", pa.string(), nullable=False),
     pa.field("num_rows", pa.int32(), nullable=False),  # R
     pa.field("width", pa.int32(), nullable=False),  # D
-    pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one a row
-    # The captions of the video, ascending by id, and the row of each.
+    pa.field("text_digest", pa.list_(pa.binary(16)), nullable=False),  # BLAKE2b-128 of the UTF-8 text, one per row
+    # The captions of the video, ascending by ID, and the row of each.
     pa.field("caption_id", pa.list_(pa.int64()), nullable=False),
     pa.field("caption_row", pa.list_(pa.int32()), nullable=False),
 ]
@@ -111,10 +111,10 @@ TEXT_FIELDS = [
 
 @dataclass(frozen=True)
 class ShardName:
-    """The names of one shard's files."""
+    """The file names of one shard."""
 
     shard_id: int
-    fingerprint: str  # hex, at least 8 digits; names carry the first 8
+    fingerprint: str  # hex, at least 8 digits; the first 8 are part of the names
 
     @property
     def stem(self) -> str:
@@ -134,11 +134,11 @@ class ShardName:
 
 
 def commit_name(shard_id: int) -> str:
-    """File name of the commit of `shard_id`."""
+    """Return the file name of the commit of `shard_id`."""
     return f"{shard_id:06d}.json"
 
 
 def shard_id_of(file_name: str) -> int | None:
-    """Shard id in the name of a tar or an index, or None for a file that is neither."""
+    """Return the shard ID in the name of a tar or an index; None for other files."""
     match = _STEM.match(file_name)
     return int(match["shard_id"]) if match else None

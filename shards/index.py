@@ -1,4 +1,4 @@
-"""The index of a shard: an Arrow IPC file with one row a sample, made by the writer and mapped by readers."""
+"""The index of a shard: an Arrow IPC file with one row per sample, memory-mapped by readers."""
 
 import os
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from shards.opening import open_regular
 
 _FORMAT_KEY = b"clipmill_format"
 _EXTENSIONS_KEY = b"extensions"
-_ROWS_PER_BATCH = 64  # Python rows waiting for conversion; packet tables are far smaller in Arrow
+_ROWS_PER_BATCH = 64  # Python rows buffered before conversion; packet tables take far less memory in Arrow
 
 
 def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa.Schema:
-    """Schema of the index of a column whose samples have `extensions`, in member order, and `fields`.
+    """Return the index schema of a column whose samples have `extensions`, in member order, and `fields`.
 
     Raises:
-        ValueError: two columns would have the same name.
+        ValueError: two columns have the same name.
     """
     columns = [pa.field("key", pa.string(), nullable=False)]
     for extension in extensions:
@@ -37,7 +37,7 @@ def index_schema(extensions: Sequence[str], *, fields: Sequence[pa.Field]) -> pa
 
 
 class IndexBuilder:
-    """Collects rows and keeps them as Arrow batches."""
+    """Collects rows as Arrow record batches."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema
@@ -46,10 +46,10 @@ class IndexBuilder:
         self._batches: list[pa.RecordBatch] = []
 
     def append(self, row: dict[str, Any]) -> None:
-        """Adds one row.
+        """Add one row.
 
         Raises:
-            ValueError: the row's names are not the schema's, or a required value is missing.
+            ValueError: the row's names differ from the schema's, or a required value is missing.
         """
         if set(row) != self._names:
             raise ValueError(f"index row has the wrong columns: {sorted(set(row) ^ self._names)}")
@@ -61,7 +61,7 @@ class IndexBuilder:
             self._convert()
 
     def table(self) -> pa.Table:
-        """All rows, in one chunk a column."""
+        """Return all rows, with one chunk per column."""
         self._convert()
         return pa.Table.from_batches(self._batches, schema=self._schema).combine_chunks()
 
@@ -72,7 +72,7 @@ class IndexBuilder:
 
 
 def index_bytes(table: pa.Table) -> bytes:
-    """The index file of `table`; equal tables give equal bytes."""
+    """Serialize `table` as an index file. Equal tables give equal bytes."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -80,19 +80,19 @@ def index_bytes(table: pa.Table) -> bytes:
 
 
 def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Maps the index at `path`; its columns are views of the file, one chunk each.
+    """Memory-map the index at `path`. Its columns are zero-copy views of the file, with one chunk each.
 
     Args:
-        columns: those that are wanted; the others are neither checked nor read from the disk. None for all.
+        columns: columns to open; the others are neither validated nor read from disk. None opens all of them.
 
     Raises:
         DamagedIndex: the file is not an index of this format, or its structure is broken. Changed values in an
-            intact structure are found by the checksum of the commit only (shards.verify).
-        FileNotFoundError: there is no such file.
-        TimeoutError: it could not be opened in time.
+            intact structure are detected only by the commit's checksum (shards.verify).
+        FileNotFoundError: the file does not exist.
+        TimeoutError: the file could not be opened in time.
     """
     try:
-        # Open already when Arrow opens it by its name: that may not hang, and the file is no pipe.
+        # By now the path is known to open without blocking and to be a regular file, so Arrow may open it by name.
         descriptor = open_regular(path)
         try:
             with pa.memory_map(str(path)) as mapped:
@@ -120,20 +120,20 @@ def open_index(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def extensions_of(table: pa.Table) -> tuple[str, ...]:
-    """Extensions of the members of every sample, in member order."""
+    """Return the extensions of every sample's members, in member order."""
     return tuple((table.schema.metadata or {}).get(_EXTENSIONS_KEY, b"").decode().split(","))
 
 
 def member_columns(table: pa.Table, kind: str) -> np.ndarray:
-    """One value a member, [rows, extensions] in tar order; `kind` is offset, size or crc32."""
+    """Return one value per member, [rows, extensions] in tar order; `kind` is offset, size or crc32."""
     columns = [table.column(f"{extension}_{kind}").to_numpy() for extension in extensions_of(table)]
     return np.stack(columns, axis=1)
 
 
 def energon_index_bytes(table: pa.Table) -> bytes:
-    """Megatron-Energon's `.tar.idx`: u64 offsets of the first header of each sample, then where the last one ends.
+    """Return Megatron-Energon's `.tar.idx`: u64 offsets of each sample's first header, and the end of the last sample.
 
-    Source: its `TarIndexWriter`, which appends tarfile's offset after the last member as the last entry.
+    Source: Energon's `TarIndexWriter`, which appends tarfile's offset after the last member as the last entry.
     """
     offsets = member_columns(table, "offset")
     end = padded(int(offsets[-1, -1]) + int(member_columns(table, "size")[-1, -1]))
@@ -141,5 +141,5 @@ def energon_index_bytes(table: pa.Table) -> bytes:
 
 
 def padded(size_bytes: int) -> int:
-    """`size_bytes` rounded up to whole tar blocks."""
+    """Round `size_bytes` up to a multiple of the tar block size."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

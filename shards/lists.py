@@ -1,4 +1,4 @@
-"""Plain lists of the committed tars, for tools that take URLs of tars, and bringing a variant's records up to date."""
+"""Plain lists of the committed tars, for tools that take tar URLs; updating a variant's records after a run."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -15,10 +15,10 @@ _SPLIT = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
-    """Content by file name: shards.txt and one shards-<split>.txt for each split that has shards, by shard id.
+    """Return file contents by name: shards.txt and shards-<split>.txt for each split with shards, ordered by shard ID.
 
     Raises:
-        ValueError: a split's name cannot stand in a file name.
+        ValueError: a split's name is not valid in a file name.
     """
     lists: dict[str, list[str]] = {ALL_SHARDS_FILE: []}
     for _, commit in sorted(commits.items()):
@@ -32,12 +32,12 @@ def shard_lists(commits: Mapping[int, Commit]) -> dict[str, bytes]:
 
 
 def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
-    """Writes the lists that `shard_lists` makes of `commits`.
+    """Write the lists that `shard_lists` returns for `commits`.
 
-    Lists that are right already are left alone; the list of a split without shards goes away.
+    Lists that are already up to date are left unchanged; the list of a split without shards is removed.
 
     Raises:
-        ValueError: a split's name cannot stand in a file name.
+        ValueError: a split's name is not valid in a file name.
     """
     lists = shard_lists(commits)
     for file_name, content in lists.items():
@@ -52,10 +52,10 @@ def write_shard_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> None:
 
 
 def settle(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[int]) -> dict[int, Commit]:
-    """Ends a run: removes the commits that nothing wants any more, and writes the lists and contents.json.
+    """Finish a run: remove commits that are no longer wanted, and write the shard lists and contents.json.
 
-    A kill between any two steps leaves nothing that looks like damage: a shard leaves contents.json before its commit
-    goes, and a list of shards is right when it is the recorded one or the one that the commits make.
+    Being killed between any two steps leaves nothing that looks like damage: a shard is removed from contents.json
+    before its commit is, and a shard list is valid if it is the recorded one or the one derived from the commits.
 
     Args:
         dropped: shards whose commits are to go; damaged records of shards that are not in the plan go as well.
@@ -63,7 +63,7 @@ def settle(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[in
             being reported until it is made.
 
     Returns:
-        the commits that are left, by shard id.
+        the remaining commits, by shard ID.
     """
     before = _recorded(variant_dir)
     found = read_commits(variant_dir)
@@ -85,7 +85,7 @@ def settle(variant_dir: Path, *, dropped: Collection[int], wanted: Collection[in
 
 
 def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[DamagedContents]:
-    """Lists of shards that are neither those of the last run nor those that `commits` make."""
+    """Return the shard lists that match neither contents.json nor the lists derived from `commits`."""
     recorded = _recorded(variant_dir)
     if recorded is None:
         return []
@@ -95,7 +95,7 @@ def damaged_lists(variant_dir: Path, commits: Mapping[int, Commit]) -> list[Dama
         try:
             content = (variant_dir / name).read_bytes()
         except FileNotFoundError:
-            # A split whose last shard has gone; a run that was killed may not have written a new split's list yet.
+            # A split may have lost its last shard; an interrupted run may not have written a new split's list yet.
             if name in current and name in recorded.files:
                 found.append(DamagedContents(variant_dir / name, "the list is missing"))
             continue

@@ -1,4 +1,4 @@
-"""Arrays as `.npy` members whose data can be gathered from a memory map of the tar."""
+"""Arrays stored as `.npy` members whose data can be gathered from a memory-mapped tar."""
 
 import struct
 from io import BytesIO
@@ -13,12 +13,12 @@ _PREFIX_BYTES = len(_MAGIC) + 2
 
 
 def npy_bytes(array: np.ndarray) -> bytes:
-    """`array` as a version 1.0 npy file whose header is padded to a multiple of 512 bytes.
+    """Serialize `array` as a version 1.0 npy file whose header is padded to a multiple of 512 bytes.
 
-    A tar's payloads begin on 512-byte boundaries, so the array's data do too.
+    Payloads in a tar begin on 512-byte boundaries, so the array's data do too.
 
     Raises:
-        ValueError: the array holds Python objects, which only a pickle could carry.
+        ValueError: the array has dtype object, which would require pickling.
     """
     if array.dtype.hasobject:
         raise ValueError(f"an array of {array.dtype} holds Python objects; shards carry no pickles")
@@ -30,7 +30,7 @@ def npy_bytes(array: np.ndarray) -> bytes:
 
 
 def data_offset(payload: bytes) -> int:
-    """Where the array's data begin in a version 1.0 npy payload.
+    """Return the byte offset of the array's data in a version 1.0 npy payload.
 
     Raises:
         ValueError: `payload` is not a version 1.0 npy file.
@@ -42,7 +42,7 @@ def data_offset(payload: bytes) -> int:
 
 
 def load_npy(payload: bytes) -> np.ndarray | None:
-    """The array of an npy file; None where it is none, or would take a pickle."""
+    """Load the array of an npy file; None if `payload` is not an npy file or would require unpickling."""
     try:
         array: np.ndarray = np.load(BytesIO(payload), allow_pickle=False)
     except (ValueError, OSError, EOFError):

@@ -1,8 +1,9 @@
-"""Opening files of mounts that may not answer: `open` on a dead network mount blocks, and cannot be interrupted.
+"""Opening files with a time limit: on a dead network mount `open` blocks and cannot be interrupted.
 
-Each `open` runs in a daemon thread of its own. A thread that does not come back in time is left behind, so neither its
-caller nor the end of the program waits for it. While it is blocked its path fails at once, and a folder that keeps
-`_MAX_BLOCKED` threads blocked fails as a whole: the number of threads left behind is bounded by the number of folders.
+Each `open` runs in its own daemon thread. A thread that does not return in time is abandoned, so that neither its
+caller nor interpreter shutdown waits for it. While it is blocked, further calls for its path fail at once, and a folder
+with `_MAX_BLOCKED` blocked threads fails as a whole. The number of abandoned threads is thus bounded by the number of
+folders.
 """
 
 import errno
@@ -14,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-OPEN_LIMIT_S = 60.0  # less than a loader waits for a sample
-_MAX_BLOCKED = 4  # threads that the files of one folder may keep blocked
+OPEN_LIMIT_S = 60.0  # shorter than a data loader's timeout for a sample
+_MAX_BLOCKED = 4  # limit of blocked threads per folder
 
 _lock = threading.Lock()
 _blocked: set[Path] = set()
@@ -30,11 +31,11 @@ class _Opening:
 
 
 def open_regular(path: Path) -> int:
-    """Descriptor of the regular file `path`, for reading; it or an error comes within `OPEN_LIMIT_S` seconds.
+    """Open the regular file `path` for reading and return its descriptor, or raise within `OPEN_LIMIT_S` seconds.
 
     Raises:
         OSError: the file cannot be opened, or it is a pipe, a device or a folder.
-        TimeoutError: `open` has not returned, now or when this file was asked for before.
+        TimeoutError: `open` has not returned, for this call or for an earlier one with the same path.
     """
     with _lock:
         if path in _blocked or sum(other.parent == path.parent for other in _blocked) >= _MAX_BLOCKED:
@@ -55,10 +56,10 @@ def open_regular(path: Path) -> int:
 
 @contextmanager
 def turn_with(lock: threading.Lock, path: Path) -> Iterator[None]:
-    """Holds `lock`, which the one thread that opens or checks `path` has.
+    """Hold `lock`, which serializes opening and checking `path`.
 
     Raises:
-        TimeoutError: that thread has kept it for `OPEN_LIMIT_S` seconds.
+        TimeoutError: another thread has held the lock for `OPEN_LIMIT_S` seconds.
     """
     if not lock.acquire(timeout=OPEN_LIMIT_S):
         raise _not_answering(path)
@@ -89,7 +90,8 @@ def _open(path: Path, opening: _Opening) -> None:
 def _open_now(path: Path) -> int:
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        # Without O_NONBLOCK a pipe would wait for its writer; regular files do not care, unless one is leased.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer. The flag has no effect on regular files, except
+        # leased ones.
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except BlockingIOError:
         descriptor = os.open(path, flags)

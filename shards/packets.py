@@ -1,4 +1,4 @@
-"""The packet tables of a shard as arrays: which bytes of a chunk must be fed to a decoder to get some of its frames."""
+"""The packet tables of a shard as arrays: which bytes of a chunk to feed to a decoder to get given frames."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from shards.format import PACKET_KEY, PACKET_REFERENCE
 
 @dataclass(frozen=True)
 class PacketTable:
-    """The packets of one chunk in decode order; one entry of each array a packet.
+    """The packets of one chunk in decode order; each array has one entry per packet.
 
     Attributes:
-        offset, size: of its bytes in the mp4 payload.
-        frame: presentation index of the frame that it holds.
+        offset, size: byte range of the packet in the mp4 payload.
+        frame: presentation index of the frame in the packet.
         flags: PACKET_KEY and PACKET_REFERENCE of shards.format.
-        crc32: of its bytes.
+        crc32: CRC-32 of the packet's bytes.
     """
 
     offset: NDArray[np.uint32]
@@ -31,25 +31,26 @@ class PacketTable:
 
     @cached_property
     def keys(self) -> NDArray[np.int64]:
-        """Positions of the key packets."""
+        """Positions of the keyframe packets."""
         return np.flatnonzero(self.flags & PACKET_KEY)
 
     @property
     def has_closed_gops(self) -> bool:
-        """Whether decoding can begin at every key packet: no frame after one in decode order is shown before it."""
+        """True if all GOPs are closed: no frame that follows a keyframe in decode order is presented before it."""
         if not len(self.keys) or self.keys[0]:
             return False
         return bool((np.minimum.reduceat(self.frame, self.keys) == self.frame[self.keys]).all())
 
     def needed_for(self, frames: Iterable[int]) -> list[int]:
-        """Packets that give `frames` of a chunk whose GOPs are closed: ascending positions in decode order.
+        """Return the packets that `frames` of a chunk with closed GOPs need: ascending positions in decode order.
 
-        From the key packet of each frame's GOP on: every reference packet before the frame's own, and its own.
+        For each frame these are the reference packets from its GOP's keyframe up to the frame's own packet, and that
+        packet.
 
         Raises:
-            ValueError: a frame is not in the table, or no key packet comes before it.
+            ValueError: a frame is not in the table, or no keyframe packet precedes it.
         """
-        # Plain lists: NumPy's calls cost more than running through a table of a few hundred packets.
+        # Plain lists: for a few hundred packets, the overhead of NumPy calls exceeds the cost of a Python loop.
         frame_of = self.frame.tolist()
         place_of = dict(zip(frame_of, range(len(frame_of)), strict=True))
         wanted = sorted(set(frames))
@@ -65,7 +66,7 @@ class PacketTable:
             if gop < 0:
                 raise ValueError(f"no key packet before that of frame {self.frame[place]}")
             begin = max(begin, keys[gop])
-            # Within a GOP the references up to the last place are there already.
+            # The GOP's reference packets up to the previous position have already been added.
             needed += [at for at in range(begin, place) if flags[at] & PACKET_REFERENCE]
             needed.append(place)
             begin = place + 1
@@ -73,43 +74,43 @@ class PacketTable:
 
 
 class PacketTables:
-    """The packet tables of all chunks of one index, as views of it, and what else decoding needs to know of a chunk."""
+    """The packet tables of all chunks of one index, as zero-copy views, with each chunk's decoding parameters."""
 
     def __init__(self, index: pa.Table) -> None:
         offset = index["packet_offset"].chunk(0)
         self._first = offset.offsets.to_numpy()
         names = ("packet_offset", "packet_size", "packet_frame", "packet_flags", "packet_crc32")
-        # `values` ignores where a list array begins; `offsets` do not, so that both fit together.
+        # `values` ignores a list array's slice offset and `offsets` includes it, so the two are consistent.
         self._values = [index[name].chunk(0).values.to_numpy() for name in names]
         for name in names[1:]:
             if not np.array_equal(index[name].chunk(0).offsets.to_numpy(), self._first):
                 raise ValueError(f"{name} and packet_offset differ in length")
         self._payload_offset, self._payload_size = (index[f"mp4_{name}"].to_numpy() for name in ("offset", "size"))
         streams = list(zip(index["codec"].to_pylist(), index["extradata"].to_pylist(), strict=True))
-        self._streams = list(dict.fromkeys(streams))  # one or two: a shard's chunks come from one recipe
+        self._streams = list(dict.fromkeys(streams))  # one or two: a shard's chunks are encoded with one recipe
         number_of = {stream: number for number, stream in enumerate(self._streams)}
         self._stream = np.array([number_of[stream] for stream in streams], np.int32)
         self._has_closed_gops = self._closed_rows()
 
     def of_row(self, row: int) -> PacketTable:
-        """The table of one chunk."""
+        """Return the packet table of one chunk."""
         packets = slice(int(self._first[row]), int(self._first[row + 1]))
         return PacketTable(*(values[packets] for values in self._values))
 
     def has_closed_gops(self, row: int) -> bool:
-        """As `PacketTable.has_closed_gops` of one chunk."""
+        """Return `PacketTable.has_closed_gops` for one chunk."""
         return bool(self._has_closed_gops[row])
 
     def payload(self, row: int) -> tuple[int, int]:
-        """(offset, size) in bytes of a chunk's file in the tar."""
+        """Return (offset, size) in bytes of a chunk's mp4 file in the tar."""
         return int(self._payload_offset[row]), int(self._payload_size[row])
 
     def stream(self, row: int) -> tuple[str, bytes]:
-        """Codec and extradata of a chunk."""
+        """Return the codec and extradata of a chunk."""
         return self._streams[self._stream[row]]
 
     def _closed_rows(self) -> NDArray[np.bool_]:
-        """`PacketTable.has_closed_gops` of every chunk at once: asked of each alone, it costs as much as reading it."""
+        """`PacketTable.has_closed_gops` of every chunk, vectorized: one call per chunk would be far slower."""
         _, _, frame, flags, _ = self._values
         has_packets = self._first[1:] > self._first[:-1]
         row_begins = self._first[:-1][has_packets]

@@ -1,4 +1,4 @@
-"""Reading a variant: its committed shards, any member of any sample, and the place of a key."""
+"""Reading a variant: its committed shards, the members of its samples, and lookup by key."""
 
 import shlex
 import threading
@@ -29,7 +29,7 @@ _RECIPE_HINT = "the command that made the data writes it anew: run it again with
 
 
 class CommittedShard:
-    """One shard that a commit vouches for. Safe to use from many threads."""
+    """One committed shard. Thread-safe."""
 
     def __init__(self, variant_directory: Path, *, commit: Commit, files: ShardFiles, tars: TarBytes) -> None:
         self.commit = commit
@@ -40,19 +40,19 @@ class CommittedShard:
         self.index_path = variant_directory / files.index
         self._index_sha256 = files.index_sha256
         self._tars = tars
-        # One lock a shard: up to Python 3.11 `cached_property` has one for all objects of a class, and a shard whose
-        # files do not answer would hold up the others.
+        # One lock per shard: up to Python 3.11, `cached_property` has one lock per class, so that a shard whose files
+        # do not respond would block all others.
         self._lock = threading.Lock()
         self._index: pa.Table | None = None
         self._packet_tables: PacketTables | None = None
 
     @property
     def index(self) -> pa.Table:
-        """The index, mapped on first use; columns as in `shards.format`.
+        """The index, memory-mapped on first use. Columns are documented in `shards.format`.
 
         Raises:
-            DamagedIndex: the file is no index of this format.
-            OSError: it cannot be read.
+            DamagedIndex: the file is not an index of this format.
+            OSError: the file cannot be read.
         """
         if self._index is None:
             with turn_with(self._lock, self.index_path):
@@ -62,11 +62,11 @@ class CommittedShard:
 
     @property
     def packet_tables(self) -> PacketTables:
-        """The packet tables of a `video` shard, from an index that was compared with its commit first.
+        """The packet tables of a `video` shard, after the index has been verified against its commit.
 
         Raises:
-            DamagedIndex: the index is not the one that was committed.
-            OSError: it cannot be read.
+            DamagedIndex: the index is not the committed file.
+            OSError: the index cannot be read.
         """
         index = self.index
         if self._packet_tables is None:
@@ -77,45 +77,45 @@ class CommittedShard:
         return self._packet_tables
 
     def require_committed_index(self) -> None:
-        """Reads the index file whole and compares it with its commit.
+        """Read the whole index file and verify it against its commit.
 
         Raises:
-            DamagedIndex: it is not the file that was committed.
-            OSError: it cannot be read.
+            DamagedIndex: the index is not the committed file.
+            OSError: the index cannot be read.
         """
         if scan(self.index_path).sha256 != self._index_sha256:
             raise DamagedIndex(self.index_path, "it is not the file that was committed")
 
     @property
     def extensions(self) -> tuple[str, ...]:
-        """Extensions of every sample's members, in order."""
+        """Extensions of every sample's members, in member order."""
         return extensions_of(self.index)
 
     def member_range(self, row: int, extension: str) -> tuple[int, int]:
-        """(offset, size) in bytes of a member's payload in the tar."""
+        """Return (offset, size) in bytes of a member's payload in the tar."""
         offset = self.index.column(f"{extension}_offset")[row].as_py()
         return offset, self.index.column(f"{extension}_size")[row].as_py()
 
     def read(self, row: int, extension: str) -> bytes:
-        """The payload of one member; its checksum is not compared (shards.verify does)."""
+        """Read the payload of one member, without verifying its checksum (see shards.verify)."""
         return self.read_range(*self.member_range(row, extension))
 
     def read_range(self, offset: int, size: int) -> bytes:
-        """`size` bytes of the tar from `offset`.
+        """Read `size` bytes of the tar, starting at `offset`.
 
         Raises:
-            DamagedTar: the tar ends before.
+            DamagedTar: the tar is too short.
         """
         return self._tars.read(self.tar_path, offset, size)
 
     @property
     def gap_bytes(self) -> int:
-        """What lies between two ranges is better read along when it is shorter than this."""
+        """Gaps shorter than this between two ranges are cheaper to read than to skip."""
         return self._tars.gap_bytes
 
 
 def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
-    """The shard of one commit, by itself.
+    """Open the shard of a single commit.
 
     Raises:
         ValueError: the commit has no files.
@@ -126,17 +126,17 @@ def open_shard(variant_directory: Path, commit: Commit) -> CommittedShard:
 
 
 class Variant:
-    """One variant of one column, as its commits have it when it is opened.
+    """A snapshot of one variant of one column: the commits at the time of opening.
 
     Args:
-        tars: how bytes of its tars are read; None where they lie beside the indexes.
+        tars: reads bytes of the tars; None if the tars are in the same folder as the indexes.
     """
 
     def __init__(self, directory: Path, *, tars: TarBytes | None = None) -> None:
         self.directory = directory
         found = read_commits(directory)
         self.commits: dict[int, Commit] = found.commits
-        self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards cannot be read
+        self.damaged: tuple[DamagedCommit, ...] = found.damaged  # records whose shards are unreadable
         self.contents_damage: DamagedContents | None = None
         self._contents: Contents | None = None
         try:
@@ -156,10 +156,10 @@ class Variant:
     def open(
         cls, data_dir: Path, *, column: str = "video", variant: str | None = None, tars: TarBytes | None = None
     ) -> "Variant":
-        """Opens a variant of `column`: the current one, unless `variant` names another.
+        """Open a variant of `column`: the current one by default.
 
         Raises:
-            UserError: there is no such variant, or nothing is committed in it.
+            UserError: the variant does not exist, or has no committed shards.
         """
         flags = {"video": "chunk", "latents": "latents --vae NAME", "text": "text --clip NAME"}
         command = flags.get(column, column)
@@ -177,10 +177,10 @@ class Variant:
         return opened
 
     def whole(self) -> "Variant":
-        """Itself, where no commit is damaged or missing.
+        """Return self if no commit is damaged or missing.
 
         Raises:
-            UserError: one is, so that its shard's samples would be missing without a word.
+            UserError: a commit is damaged or missing, and the samples of its shard would be dropped silently.
         """
         if self.damaged:
             num_more = len(self.damaged) - 1
@@ -198,7 +198,7 @@ class Variant:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The settings that made the variant.
+        """Read the settings that produced the variant.
 
         Raises:
             UserError: recipe.json is missing or damaged.
@@ -217,14 +217,14 @@ class Variant:
         return recipe
 
     def shards(self, split: str | None = None) -> list[CommittedShard]:
-        """Committed shards in order of their ids, of one split or of all."""
+        """Return the committed shards ordered by shard ID, of one split or of all splits."""
         return [shard for shard in self._shards if split is None or shard.split == split]
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
-        """Shard and row of the sample `key`. The first call reads the keys of all shards.
+        """Return the shard and row of the sample `key`. The first call reads the keys of all shards.
 
         Raises:
-            KeyError: no committed shard has it.
+            KeyError: no committed shard contains the key.
         """
         with self._lock:
             if self._lookup is None:
@@ -232,7 +232,7 @@ class Variant:
         return self._lookup.find(key)
 
     def iterate(self, split: str | None = None) -> Iterator[dict[str, Any]]:
-        """Samples in order, as WebDataset has them: `__key__`, and a payload for each extension."""
+        """Iterate over the samples in order, as WebDataset does: dicts with `__key__` and one payload per extension."""
         for shard in self.shards(split):
             for row, key in enumerate(shard.index.column("key")):
                 members = {extension: shard.read(row, extension) for extension in shard.extensions}
@@ -240,7 +240,7 @@ class Variant:
 
 
 class KeyLookup:
-    """Sorted keys of many shards in one Arrow array: a million keys take their own bytes, not a million objects."""
+    """Sorted keys of many shards in one Arrow array, which avoids a Python object per key."""
 
     def __init__(self, shards: list[CommittedShard]) -> None:
         self._shards = shards
@@ -253,7 +253,7 @@ class KeyLookup:
             self._first_rows.append(self._first_rows[-1] + shard.index.num_rows)
 
     def find(self, key: str) -> tuple[CommittedShard, int]:
-        """Shard and row of `key`, by bisection; KeyError where there is none."""
+        """Find the shard and row of `key` by bisection; raise KeyError if it is missing."""
         low = bisect_left(self._keys, key, key=_text)
         if low == len(self._keys) or self._keys[low].as_py() != key:
             raise KeyError(key)

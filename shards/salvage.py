@@ -1,4 +1,4 @@
-"""What can still be used of a damaged or outdated shard: samples that are provably as they were written."""
+"""Recovery of samples from a damaged or outdated shard: only samples proven to be unchanged."""
 
 import os
 import tarfile
@@ -19,19 +19,19 @@ from shards.scan import scan
 
 @dataclass(frozen=True)
 class SalvagedSample:
-    """A sample whose bytes are those that were committed."""
+    """A sample whose bytes match the committed ones."""
 
     key: str
     members: dict[str, bytes]  # extension -> payload, in member order
-    fields: dict[str, Any] | None  # the data column's own index columns; None when the index is lost
+    fields: dict[str, Any] | None  # column-specific index fields; None if the index is lost
 
 
 def readable_rows(variant_dir: Path, commit: Commit) -> Iterator[SalvagedSample]:
-    """Yields the intact samples of a shard in order, one in memory at a time.
+    """Yield the intact samples of a shard in order, one in memory at a time.
 
-    With the committed index at hand, a sample is intact when the CRC-32 of each of its members fits. Without it,
-    only a tar whose SHA-256 is the committed one can be believed. Damage, missing files and read errors end or
-    shorten the result; they raise nothing.
+    If the committed index is available, a sample is intact when the CRC-32 of each of its members matches. Without it,
+    samples are yielded only if the SHA-256 of the tar is the committed one. Damage, missing files and read errors
+    reduce the number of samples and raise no exception.
     """
     if commit.files is None:
         return

@@ -1,4 +1,4 @@
-"""One pass over a tar: SHA-256 of the file and CRC-32 of each member, in constant memory."""
+"""SHA-256 of a tar and CRC-32 of each of its members, in one pass and constant memory."""
 
 import hashlib
 import os
@@ -15,15 +15,15 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Scan:
-    """What one pass found."""
+    """The checksums found by one pass."""
 
     size_bytes: int
     sha256: str
-    crc32s: tuple[int | None, ...]  # one for each range; None where the file ends before the range does
+    crc32s: tuple[int | None, ...]  # one per range; None if the range extends past the end of the file
 
 
 def scan(path: Path, *, ranges: Iterable[tuple[int, int]] = ()) -> Scan:
-    """Reads the file once, with the CRC-32 of each (offset, size) of `ranges`, which ascend and do not overlap."""
+    """Read the file once and checksum each (offset, size) of `ranges`, which must be ascending and not overlap."""
     digest = hashlib.sha256()
     crc32s: list[int | None] = []
     position = 0

@@ -1,4 +1,4 @@
-"""Reading bytes of tars: those on this machine here; readers of other places follow `TarBytes`."""
+"""Reading byte ranges of tars: the local implementation, and the protocol `TarBytes` for other storage."""
 
 import os
 import threading
@@ -13,26 +13,26 @@ _MAX_OPEN_TARS = 128
 
 
 class TarBytes(Protocol):
-    """Any part of any tar; safe to use from many threads.
+    """Random access to the bytes of tars. Implementations must be thread-safe.
 
     Attributes:
-        gap_bytes: what lies between two parts is better read along when it is shorter than this.
+        gap_bytes: gaps shorter than this between two ranges are cheaper to read than to skip.
     """
 
     gap_bytes: int
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
-        """`size` bytes of the tar at `path`, from `offset`.
+        """Read `size` bytes of the tar at `path`, starting at `offset`.
 
         Raises:
-            DamagedTar: the tar ends before.
-            OSError: it cannot be read.
+            DamagedTar: the tar is too short.
+            OSError: the tar cannot be read.
         """
         ...
 
 
 class _OpenTar:
-    """A descriptor that closes with its last user, so that a file can be dropped while another thread reads it."""
+    """A file descriptor closed with its last user, so that it can be evicted while another thread reads from it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -42,9 +42,9 @@ class _OpenTar:
 
 
 class LocalTars:
-    """Tars on this machine; the last `_MAX_OPEN_TARS` stay open.
+    """Tars on local or mounted file systems. The `_MAX_OPEN_TARS` most recently used ones stay open.
 
-    A tar that is being opened holds up only those who want it, for `shards.opening.OPEN_LIMIT_S` at most.
+    Opening a tar blocks only the threads that read from it, for at most `shards.opening.OPEN_LIMIT_S` seconds.
     """
 
     gap_bytes = 1 << 14

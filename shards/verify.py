@@ -1,4 +1,4 @@
-"""Is a shard what its commit says? A deep check that reads every byte, and a quick one that asks the file system."""
+"""Verification of a shard against its commit: a deep check that reads every byte, and a quick one based on `stat`."""
 
 import os
 import tarfile
@@ -18,7 +18,7 @@ from shards.scan import scan
 
 
 class Code(StrEnum):
-    """What can be wrong with a shard."""
+    """Kinds of problems that a shard can have."""
 
     TAR_MISSING = "tar_missing"
     TAR_SIZE = "tar_size"
@@ -37,7 +37,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding; `key` names the sample where it is about one."""
+    """One problem; `key` is the affected sample, if it concerns a single one."""
 
     shard_id: int
     key: str | None
@@ -47,7 +47,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _File:
-    """What a commit says of one file, and the codes for what can be wrong with it."""
+    """The expected state of one file according to its commit, and the codes of its possible problems."""
 
     name: str
     size_bytes: int
@@ -58,15 +58,15 @@ class _File:
 
 
 def damaged_commit(error: DamagedCommit) -> Problem:
-    """The problem that a damaged commit record is."""
+    """Return the problem for a damaged commit record."""
     return Problem(error.shard_id, None, Code.COMMIT_DAMAGED, str(error))
 
 
 def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
-    """Reads the shard whole and compares it with its commit; an empty list means that all of it is right.
+    """Read the whole shard and compare it with its commit. An empty list means that the shard is intact.
 
-    Damage to payloads and headers is told by key. What no key can be given for (padding, a tar whose index is
-    damaged too) is told of the whole tar.
+    Damage to payloads and headers is reported by key. Damage that has no key (to padding, or to a tar whose index is
+    damaged too) is reported for the whole tar.
     """
     if commit.files is None:
         return []
@@ -79,10 +79,10 @@ def verify_shard(variant_dir: Path, commit: Commit) -> list[Problem]:
 
 
 def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
-    """Compares presence and sizes by a few system calls; reads a file only when it is newer than the commit.
+    """Compare existence and sizes with a few system calls, and read a file only if it is newer than the commit.
 
-    A newer file that turns out right (a copied data set has many) makes the commit's file as new as itself, so
-    that it is read once.
+    If the content of a newer file is correct (common in copied data sets), the commit's modification time is set to the
+    file's, so that the file is read only once.
     """
     if commit.files is None:
         return []
@@ -109,7 +109,7 @@ def quick_check(variant_dir: Path, commit: Commit) -> list[Problem]:
     except OSError as error:
         return [Problem(commit.shard_id, None, Code.UNREADABLE, str(error))]
     if not problems and newest_ns > committed_ns:
-        # On a read-only copy the files are read again each time.
+        # On a read-only copy, the files are read again each time.
         with suppress(OSError):
             os.utime(record, ns=(newest_ns, newest_ns))
     return problems
@@ -125,7 +125,7 @@ def _files(files: ShardFiles) -> tuple[_File, _File]:
 
 
 def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Problem | None, int]:
-    """Presence and size, and the time of the last change in ns."""
+    """Check existence and size, and return the modification time in ns."""
     try:
         state = (variant_dir / file.name).stat()
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def _check_state(variant_dir: Path, *, shard_id: int, file: _File) -> tuple[Prob
 
 
 def _check_index(variant_dir: Path, *, shard_id: int, files: ShardFiles) -> tuple[list[Problem], pa.Table | None]:
-    """Problems of both indexes, and our index where it is the committed one."""
+    """Return the problems of both indexes, and the Arrow index if it is the committed one."""
     index = _files(files)[1]
     path = variant_dir / index.name
     problem, _ = _check_state(variant_dir, shard_id=shard_id, file=index)
@@ -202,7 +202,7 @@ def _first_out_of_order(table: pa.Table) -> str | None:
 
 
 def _check_entries(path: Path, *, shard_id: int, table: pa.Table) -> list[Problem]:
-    """Walks the tar's own headers and tells of the first that the index does not know."""
+    """Walk the headers of the tar and report the first one that is not in the index."""
     keys = table.column("key").to_pylist()
     names = (f"{key}.{extension}" for key in keys for extension in extensions_of(table))
     offsets, sizes = (member_columns(table, kind).ravel().tolist() for kind in ("offset", "size"))

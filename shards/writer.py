@@ -1,4 +1,4 @@
-"""Writing a shard: samples stream into a temporary tar, and three files appear at once when all is well."""
+"""Writing a shard: samples stream into a temporary tar, and tar and indexes are published together once complete."""
 
 import errno
 import hashlib
@@ -23,7 +23,7 @@ from shards.npy import data_offset
 from shards.scan import Scan, scan
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
-# Lower case, because WebDataset readers lower it.
+# Lower case, because WebDataset converts extensions to lower case.
 _EXTENSION = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,}")
 _WRITE_BUFFER_BYTES = 1 << 20
@@ -31,24 +31,24 @@ _WRITE_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One group of members in a tar, and its row in the index."""
+    """One sample: its members in the tar, and its row in the index."""
 
     key: str
     members: dict[str, bytes]  # extension -> payload, in member order
-    fields: dict[str, Any]  # the index columns of the data column
+    fields: dict[str, Any]  # column-specific index fields
 
 
 class ShardWriter:
-    """Writes one shard; a context manager that leaves nothing behind unless `publish` ends well.
+    """Writes one shard. A context manager that leaves no files behind unless `publish` succeeds.
 
     Memory holds one sample and the index, never the tar.
 
     Args:
-        variant_dir: the variant's folder. It is never made here: where it is missing, the data folder is not what the
-            caller takes it for.
-        shard_id: number of the shard.
+        variant_dir: the variant's folder. It is never created here: if it is missing, the data folder is not the
+            expected one.
+        shard_id: ID of the shard.
         extensions: members of every sample, in order.
-        fields: index columns of the data column (`shards.format.VIDEO_FIELDS` for `video`).
+        fields: column-specific index fields (`shards.format.VIDEO_FIELDS` for `video`).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Closing flushes, which fails once more when the disk is full; the file goes away in any case.
+            # Closing flushes, which fails again when the disk is full. The file is removed in any case.
             with suppress(OSError):
                 self._file.close()
         finally:
@@ -86,20 +86,20 @@ class ShardWriter:
 
     @property
     def num_samples(self) -> int:
-        """Samples added so far."""
+        """Number of samples added so far."""
         return len(self._keys)
 
     @property
     def payload_offset(self) -> int:
-        """Offset in the tar at which the next sample's first payload would begin."""
+        """Offset in the tar of the next sample's first payload."""
         return self._end + BLOCK_BYTES
 
     def add(self, sample: Sample) -> None:
-        """Appends a sample to the tar.
+        """Append a sample to the tar.
 
         Raises:
-            ValueError: the sample breaks a rule of the format; nothing was written.
-            OSError: the disk is full, or fails.
+            ValueError: the sample violates the format; nothing was written.
+            OSError: the disk is full, or an I/O error occurred.
         """
         self._check(sample)
         row: dict[str, Any] = {"key": sample.key, **sample.fields}
@@ -118,14 +118,14 @@ class ShardWriter:
             self._file.write(bytes(-len(payload) % BLOCK_BYTES))
 
     def publish(self, fingerprint: str) -> ShardFiles:
-        """Checks the tar by reading it again, then gives tar and indexes their names.
+        """Verify the tar by reading it again, then rename tar and indexes to their final names.
 
         Args:
-            fingerprint: of the shard's content, hex; its first 8 digits stand in the names.
+            fingerprint: fingerprint of the shard's content (hex); its first 8 digits are part of the names.
 
         Raises:
-            ValueError: the shard is empty, or `fingerprint` is no fingerprint.
-            OSError: the disk is full or fails, or the bytes read are not those written.
+            ValueError: the shard is empty, or `fingerprint` is invalid.
+            OSError: the disk is full, an I/O error occurred, or the bytes read differ from those written.
         """
         if not self._keys:
             raise ValueError(f"shard {self._shard_id} has no samples; an empty shard must not exist")
@@ -141,7 +141,7 @@ class ShardWriter:
             published(self._directory / name.index) as index_temporary,
             published(self._directory / name.energon_index) as energon_temporary,
         ):
-            # All three are whole and on the disk before the first takes its name, so that a full disk leaves none.
+            # All three files are complete and synced before the first rename, so that a full disk leaves none of them.
             _write_and_read_again(index_temporary, index)
             _write_and_read_again(energon_temporary, energon_index_bytes(table))
             for temporary in (self._temporary, index_temporary, energon_temporary):
@@ -185,7 +185,7 @@ class ShardWriter:
 
 
 def _header(name: str, *, size_bytes: int) -> bytes:
-    info = tarfile.TarInfo(name)  # mtime, uid and gid 0, no owner names, mode 0644, a regular file
+    info = tarfile.TarInfo(name)  # mtime, uid and gid 0, no owner names, mode 0644, regular file
     info.size = size_bytes
     return info.tobuf(format=tarfile.USTAR_FORMAT, encoding="ascii", errors="strict")
 

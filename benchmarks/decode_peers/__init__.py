@@ -1,1 +1,1 @@
-"""The ways to get clips out of chunks that `benchmarks.decode` compares: one program each, in a Python of its own."""
+"""The decoders compared by `benchmarks.decode`: one program each, which may use a separate Python environment."""

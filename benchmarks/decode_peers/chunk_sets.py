@@ -1,4 +1,4 @@
-"""The sets of chunks: the same pieces as a plain call of ffmpeg encodes them, and as `prep chunk` does."""
+"""The sets of chunks: the same pieces encoded by a plain ffmpeg call and by `prep chunk`."""
 
 import csv
 import subprocess
@@ -11,12 +11,12 @@ from benchmarks.measure import prep_command, run_measured
 
 X264_DEFAULT, OWN, CLOSED, FAST = "x264 default", "own", "closed GOP", "fast"
 SETS = (X264_DEFAULT, OWN, CLOSED, FAST)
-# Words of `prep chunk` for the sets that it makes.
+# Arguments of `prep chunk` for the sets that it encodes.
 RECIPES: dict[str, tuple[str, ...]] = {OWN: (), CLOSED: ("--gop", "closed"), FAST: ("--recipe", "fast")}
 
 
 def write_captions(path: Path, spans: Iterable[tuple[int, float, float]]) -> None:
-    """Writes captions for `prep manifest folder`: (piece, begin, length in seconds) each."""
+    """Write captions for `prep manifest folder` from (piece, begin, length in seconds)."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["video", "text", "begin_s", "end_s"])
@@ -25,10 +25,10 @@ def write_captions(path: Path, spans: Iterable[tuple[int, float, float]]) -> Non
 
 
 def make_set(name: str, *, pieces: Path, captions: Path, folder: Path, program: str) -> int:
-    """Encodes the pieces, one chunk each, and gives the bytes of all chunks.
+    """Encode the pieces to one chunk each, and return the total size of the chunks in bytes.
 
     Raises:
-        RuntimeError: `prep chunk` gave other chunks than one of 15 s for each piece.
+        RuntimeError: `prep chunk` did not produce one chunk of 15 s for each piece.
     """
     chunk_path(folder, name, 0).parent.mkdir()
     sources = sorted(pieces.iterdir())

@@ -1,9 +1,10 @@
-"""Where the time of a clip goes in clipmill: CPU microseconds of each step, the steps done one after another.
+"""Cost breakdown of reading a clip with clipmill: CPU microseconds of each step, run one after another.
 
     {"do": "costs", "set": "own", "kind": "..."}     {"the clip path": 5400.0, "libavcodec": 4900.0, ...}
 
-The clip path is timed as it is used, the steps beside it on the same clip, cropping and resizing between the steps of
-a decoder, as in the clip path; what they do not explain is its own. Figures are means over the clips.
+The clip path is timed as used in training, and the steps separately on the same clip, with cropping and resizing
+between the decoder's steps as in the clip path. The remainder is the overhead of the clip path. Figures are means over
+the clips.
 """
 
 import argparse
@@ -26,21 +27,21 @@ _Result = TypeVar("_Result")
 
 
 class Costs:
-    """The steps on one set of chunks, timed."""
+    """The timed steps for one set of chunks."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._reader, self._ready = PacketReader(folder, name, rgb=False), ReadyClips(folder, name)
         self._frames = FrameReader(folder, name)
 
     def of(self, clips: list[Clip]) -> dict[str, float]:
-        """Mean CPU microseconds a clip, by step."""
+        """Return the mean CPU microseconds per clip of each step."""
         for clip in clips:
             self._ready.make_ready(clip)
             self._reader.read(clip)
         spent_s = dict.fromkeys((WHOLE, DECODE, RESIZE, PLAN, READ, COMPARE, WRAP), 0.0)
         for clip in clips:
             self._time_steps(clip, spent_s)
-        # Reading is done together with the two that are timed by themselves as well.
+        # Reading is timed together with the two steps that are also timed separately.
         spent_s[READ] -= spent_s[PLAN] + spent_s[COMPARE]
         return {step: 1e6 * seconds / len(clips) for step, seconds in spent_s.items()}
 
@@ -70,7 +71,7 @@ class Costs:
 
 
 def main() -> None:
-    """Serves."""
+    """Answer requests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

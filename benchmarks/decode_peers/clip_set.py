@@ -1,8 +1,8 @@
-"""The clips that every way delivers: the same frames of the same chunks, cropped by the same rectangles.
+"""The clips that every variant reads: the same frames of the same chunks, with the same crop rectangles.
 
-A folder holds `clips.json` and, for each set of chunks, `<set>/000.mp4, 001.mp4, ...`: every set shows the same
-pictures, encoded in another way, so that one list of clips serves all. Sets that `prep chunk` made also have their
-data folder, `<set>.data`. Needs NumPy only, because the other ways' Python has no clipmill.
+A folder holds `clips.json` and, for each set of chunks, `<set>/000.mp4, 001.mp4, ...`: every set has the same frames in
+a different encoding, so that one list of clips applies to all. Sets encoded by `prep chunk` also have a data folder,
+`<set>.data`. Requires NumPy only, because clipmill is not installed in the peers' environment.
 """
 
 import json
@@ -15,16 +15,16 @@ import numpy as np
 SIZE_PX = 224
 FPS, CHUNK_FRAMES = 30, 450
 SHORT, MAE = "4 frames of 1-4 s", "16 frames, stride 4"
-MIN_AREA = 0.5  # of RandomResizedCrop
+MIN_AREA = 0.5  # minimum area of RandomResizedCrop
 _CLIPS_FILE = "clips.json"
 
 
 @dataclass(frozen=True)
 class Clip:
-    """One clip: frames of a chunk, ascending, and what is cut out of all of them, in pixels.
+    """One clip: ascending frame indices of a chunk, and their crop rectangle in pixels.
 
     Attributes:
-        seed: of the generator that drew the rectangle.
+        seed: seed of the generator that drew the rectangle.
     """
 
     chunk: int
@@ -36,35 +36,35 @@ class Clip:
     height: int
 
 
-Clips = dict[str, list[Clip]]  # by kind
+Clips = dict[str, list[Clip]]  # by kind of clip
 
 
 def draw_span(random: np.random.Generator) -> tuple[float, float]:
-    """Begin and length in seconds of 1 to 4 s anywhere in a chunk."""
+    """Draw a span of 1 to 4 s in a chunk: begin and length in seconds."""
     length_s = random.uniform(1, 4)
     return random.uniform(0, CHUNK_FRAMES / FPS - length_s), length_s
 
 
 def frames_of_short(random: np.random.Generator) -> tuple[int, ...]:
-    """Four frames, one from each quarter of a span."""
+    """Draw four frames, one from each quarter of a span."""
     begin_s, length_s = draw_span(random)
     return tuple(int((begin_s + (number + random.uniform()) * length_s / 4) * FPS) for number in range(4))
 
 
 def frames_of_mae(random: np.random.Generator) -> tuple[int, ...]:
-    """Sixteen frames, four apart, anywhere in a chunk."""
+    """Draw sixteen frames of a chunk with a stride of four."""
     begin = int(random.integers(CHUNK_FRAMES - 16 * 4))
     return tuple(range(begin, begin + 16 * 4, 4))
 
 
 def write_clips(folder: Path, clips: Clips) -> None:
-    """Writes clips.json."""
+    """Write clips.json."""
     content = {kind: [asdict(clip) for clip in of_kind] for kind, of_kind in clips.items()}
     (folder / _CLIPS_FILE).write_text(json.dumps(content))
 
 
 def read_clips(folder: Path) -> Clips:
-    """Reads clips.json."""
+    """Read clips.json."""
     content = json.loads((folder / _CLIPS_FILE).read_text())
     return {
         kind: [Clip(**{**clip, "frames": tuple(clip["frames"])}) for clip in of_kind]
@@ -73,17 +73,17 @@ def read_clips(folder: Path) -> Clips:
 
 
 def chunk_path(folder: Path, name: str, chunk: int) -> Path:
-    """The file of one chunk of a set."""
+    """Return the path of one chunk of a set."""
     return folder / name / f"{chunk:03d}.mp4"
 
 
 def data_folder(folder: Path, name: str) -> Path:
-    """Where `prep chunk` made a set."""
+    """Return the data folder in which `prep chunk` encoded a set."""
     return folder / f"{name}.data"
 
 
 def crop_rgb(frames: Sequence[np.ndarray], clip: Clip) -> np.ndarray:
-    """Cuts and resizes RGB frames [H, W, 3]: uint8 [T, SIZE_PX, SIZE_PX, 3]."""
+    """Crop and resize RGB frames [H, W, 3] to uint8 [T, SIZE_PX, SIZE_PX, 3]."""
     import cv2
 
     cropped = np.empty((len(frames), SIZE_PX, SIZE_PX, 3), np.uint8)

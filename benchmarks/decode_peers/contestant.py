@@ -1,11 +1,11 @@
-"""What every way has in common: a process that stays alive and answers requests (benchmarks.way_process).
+"""The server loop shared by all variants: a persistent process that answers requests (benchmarks.way_process).
 
     {"do": "check", "set": "own", "kind": "...", "num_chunks": 2}
-        all clips once, untimed, and those of a few chunks looked at: {"num_frames": 64, "num_wrong": 0}
+        reads all clips once, untimed, and checks those of a few chunks: {"num_frames": 64, "num_wrong": 0}
     {"do": "time", "set": "own", "kind": "...", "at_least_s": 0.5}
-        whole passes over the clips for so long: {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
+        repeats whole passes over the clips for at least this time: {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
 
-CPU seconds are those of the whole process: every thread that a library starts is in them.
+CPU seconds are those of the whole process, including threads started by libraries.
 """
 
 import argparse
@@ -22,41 +22,41 @@ from benchmarks.way_process import answer_requests
 
 
 class Reader(Protocol):
-    """One way to get clips, ready for one set of chunks."""
+    """Reads clips from one set of chunks with one decoder."""
 
     def read(self, clip: Clip) -> Any:
-        """The clip's frames, cropped and resized."""
+        """Read the clip's frames, cropped and resized."""
         ...
 
     def num_wrong(self, clip: Clip, found: Any, frames: ChunkFrames) -> int:
-        """How many of the frames that `read` gave are not those asked for, `frames` being all of the chunk."""
+        """Count the frames returned by `read` that are not the requested ones; `frames` are all frames of the chunk."""
         ...
 
 
 class RgbReader:
-    """A way that opens the chunk's file for each clip and hands over RGB."""
+    """A reader that opens the chunk's file for each clip and returns RGB."""
 
     def __init__(self, folder: Path, name: str, read_path: Callable[[str, Clip], np.ndarray]) -> None:
         self._folder, self._name, self._read_path = folder, name, read_path
 
     def read(self, clip: Clip) -> np.ndarray:
-        """As `Reader.read`: uint8 [T, SIZE_PX, SIZE_PX, 3]."""
+        """See `Reader.read`: uint8 [T, SIZE_PX, SIZE_PX, 3]."""
         return self._read_path(str(chunk_path(self._folder, self._name, clip.chunk)), clip)
 
     def num_wrong(self, clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
-        """As `Reader.num_wrong`."""
+        """See `Reader.num_wrong`."""
         return num_wrong_rgb(clip, found, frames)
 
 
 def serve(open_reader: Callable[[Path, str], Reader]) -> None:
-    """Answers requests about the folder of the command line; `open_reader` takes it and the name of a set."""
+    """Answer requests about the folder in the command line; `open_reader` takes the folder and the name of a set."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     answer_requests(_Contestant(parser.parse_known_args()[0].folder, open_reader).answer)
 
 
 def serve_files(read_path: Callable[[str, Clip], np.ndarray]) -> None:
-    """The same for a way that needs no more than a file and a clip."""
+    """Like `serve`, for a decoder that needs only a file and a clip."""
 
     def open_reader(folder: Path, name: str) -> Reader:
         return RgbReader(folder, name, read_path)

@@ -1,4 +1,4 @@
-"""decord: a VideoReader for each clip, its frames by `get_batch`, cropped by OpenCV."""
+"""decord: one VideoReader per clip, frames from `get_batch`, cropped with OpenCV."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from benchmarks.decode_peers.contestant import serve_files
 
 
 def read_path(path: str, clip: Clip) -> np.ndarray:
-    """As `Reader.read`."""
+    """See `Reader.read`."""
     import decord
 
     reader = decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1)

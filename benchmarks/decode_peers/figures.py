@@ -1,4 +1,4 @@
-"""What the rounds of `benchmarks.decode` gave, as tables and as the figures that have targets."""
+"""Results of `benchmarks.decode` as tables, and the figures that have targets."""
 
 import statistics
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ DECORD, PYAV, OPENCV = "decord", "PyAV", "OpenCV"
 TORCHCODEC = ("torchcodec, exact", "torchcodec, approximate")
 COSTS, LOADERS = "costs", ("loader, 1 thread", "loader, 2 threads", "loader, 2 processes")
 OTHERS = (DECORD, *TORCHCODEC, PYAV, OPENCV)
-Case = tuple[str, str, str]  # set of chunks, kind of clips, way
-Rates = dict[Case, list[float]]  # clips per CPU second, one a round
+Case = tuple[str, str, str]  # set of chunks, kind of clip, variant
+Rates = dict[Case, list[float]]  # clips per CPU second, one value per round
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the rounds gave.
+    """The measurements of all rounds.
 
     Attributes:
-        costs: of each (set, kind), one a round: CPU microseconds of each step.
-        loaders: of each loader way, one a turn: (clips a second of wall time, clips per CPU second).
-        wrong: frames that a case delivered in place of those asked for, and how many were looked at.
-        missing: why ways are not there.
+        costs: (set, kind) -> CPU microseconds of each step, one per round.
+        loaders: loader variant -> (clips per second of wall time, clips per CPU second), one per turn.
+        wrong: number of wrong frames that a case returned, and number of frames checked.
+        missing: why variants are unavailable.
     """
 
     rates: Rates
@@ -35,19 +35,19 @@ class Measured:
 
 
 def better_of(rates: Rates, cases: list[Case]) -> list[float]:
-    """The highest rate of each round among cases, those that are not there left out."""
+    """Return the highest rate of each round among the available cases."""
     return [max(of_round) for of_round in zip(*(rates[case] for case in cases if case in rates), strict=True)]
 
 
 def ratio(rates: list[float], base: list[float]) -> float | None:
-    """Median of the ratios within each round; None where one of both is not there."""
+    """Return the median of the ratios within each round; None if one of the two is unavailable."""
     if not rates or not base:
         return None
     return statistics.median(rate / other for rate, other in zip(rates, base, strict=True))
 
 
 def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | None]:
-    """The figures that have targets, by name."""
+    """Return the figures that have targets, by name."""
     rates, ours = measured.rates, measured.rates.get((OWN, SHORT, OURS), [])
     floor = rates.get((OWN, SHORT, FLOOR), [])
     torchcodec = better_of(rates, [(OWN, SHORT, way) for way in TORCHCODEC])
@@ -70,7 +70,7 @@ def ratios_of(measured: Measured, sizes: dict[str, int]) -> dict[str, float | No
 
 
 def rows_of(measured: Measured, cases: list[Case]) -> list[dict[str, object]]:
-    """One row of the table for each case, those that are not installed too."""
+    """Return one row of the table for each case, including unavailable ones."""
     rates = measured.rates
     rows: list[dict[str, object]] = []
     for name, kind, way in cases:
@@ -93,7 +93,7 @@ def rows_of(measured: Measured, cases: list[Case]) -> list[dict[str, object]]:
 
 
 def cost_rows(measured: Measured) -> list[dict[str, object]]:
-    """Where clipmill's time goes: medians of microseconds a clip, and the share outside libavcodec and the resize."""
+    """Return clipmill's cost breakdown: median µs per clip, and the share outside libavcodec and the resize."""
     rows: list[dict[str, object]] = []
     for (name, kind), rounds in measured.costs.items():
         median = {step: statistics.median(costs[step] for costs in rounds) for step in rounds[0]}
@@ -104,7 +104,7 @@ def cost_rows(measured: Measured) -> list[dict[str, object]]:
 
 
 def size_rows(sizes: dict[str, int], *, num_chunks: int) -> list[dict[str, object]]:
-    """Bytes of each set."""
+    """Return the size in bytes of each set."""
     return [
         {"chunks": name, "MB a chunk": size / 1e6 / num_chunks, "/ x264 default": size / sizes[X264_DEFAULT]}
         for name, size in sizes.items()
@@ -112,7 +112,7 @@ def size_rows(sizes: dict[str, int], *, num_chunks: int) -> list[dict[str, objec
 
 
 def loader_rows(measured: Measured) -> list[dict[str, object]]:
-    """The loader by its number of threads; ratios are medians of the ratios of wall time within each turn."""
+    """Return loader rows by number of threads; ratios are medians of the wall time ratios within each turn."""
     one, _, processes = ([wall for wall, _ in measured.loaders[name]] for name in LOADERS)
     return [
         {

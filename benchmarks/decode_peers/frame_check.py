@@ -1,8 +1,8 @@
-"""Whether a way delivers the frames that were asked for: its clips beside sequential decoding of the same chunk.
+"""Frame accuracy check: compares a variant's clips with sequential decoding of the same chunk.
 
-Conversions to RGB differ by a level or two between libraries, so pictures are compared by their mean absolute
-difference: a frame is right when it is within MAX_DIFFERENCE of the frame that was asked for, and no other frame of the
-chunk is closer by more than a hair (still pictures repeat). Planes of YUV, which nothing has converted, must be equal.
+Conversions to RGB differ by a level or two between libraries, so images are compared by their mean absolute difference:
+a frame is correct if it is within MAX_DIFFERENCE of the requested frame, and no other frame of the chunk is closer by
+more than a small tolerance (static scenes repeat frames). YUV planes, which are not converted, must be equal.
 """
 
 from functools import cached_property
@@ -13,13 +13,13 @@ import numpy as np
 
 from benchmarks.decode_peers.clip_set import Clip, crop_rgb
 
-MAX_DIFFERENCE = 3.0  # levels of 255
+MAX_DIFFERENCE = 3.0  # on a scale of 255
 _HAIR = 0.1
-_REDUCED = slice(None, None, 4)  # pixels compared, of each side
+_REDUCED = slice(None, None, 4)  # stride of the compared pixels in both dimensions
 
 
 class ChunkFrames:
-    """All frames of a chunk, in order, as PyAV decodes them from its beginning."""
+    """All frames of a chunk in order, decoded sequentially by PyAV."""
 
     def __init__(self, path: Path) -> None:
         import av
@@ -31,12 +31,12 @@ class ChunkFrames:
 
     @cached_property
     def rgb(self) -> list[np.ndarray]:
-        """The frames as RGB [H, W, 3]."""
+        """Return the frames as RGB [H, W, 3]."""
         return [frame.to_ndarray(format="rgb24") for frame in self.decoded]
 
 
 def num_wrong_luma(clip: Clip, found: dict[int, Any], frames: ChunkFrames) -> int:
-    """How many of a clip's decoded frames, by their index, do not have the luma of those asked for."""
+    """Count the decoded frames of a clip (frame index -> frame) whose luma differs from the requested frames."""
     return sum(
         number not in found or bytes(found[number].planes[0]) != bytes(frames.decoded[number].planes[0])
         for number in clip.frames
@@ -44,7 +44,7 @@ def num_wrong_luma(clip: Clip, found: dict[int, Any], frames: ChunkFrames) -> in
 
 
 def num_wrong_rgb(clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
-    """How many of a clip's frames [T, S, S, 3] are not those asked for."""
+    """Count the frames of a clip [T, S, S, 3] that are not the requested ones."""
     shown = np.stack([crop_rgb([picture], clip)[0, _REDUCED, _REDUCED] for picture in frames.rgb])
     small = found[:, _REDUCED, _REDUCED].astype(np.int16)
     differences = np.stack([np.abs(shown - picture).mean((1, 2, 3)) for picture in small])

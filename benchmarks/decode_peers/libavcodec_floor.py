@@ -1,6 +1,6 @@
-"""libavcodec and nothing else: packets lie ready in memory, are fed to a context, and the frames are thrown away.
+"""Bare libavcodec: packets preloaded in memory are fed to a codec context, and the frames are discarded.
 
-The packets are those that the clips need, the contexts are clipmill's: what is left out is everything around them.
+It uses the packets that the clips need and clipmill's contexts, without everything around them.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from train.data.decoding.reading import read_packets
 
 
 class ReadyClips:
-    """The packets of every clip that was asked for once, and a context a chunk's extradata."""
+    """Preloaded packets of each clip, and one codec context per extradata."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._chunks = chunks_of(folder, name)
@@ -22,7 +22,7 @@ class ReadyClips:
         self._ready: dict[Clip, tuple[Any, list[Any]]] = {}
 
     def make_ready(self, clip: Clip) -> None:
-        """Reads the clip's packets."""
+        """Read the clip's packets."""
         import av
 
         shard, row = self._chunks[clip.chunk]
@@ -40,7 +40,7 @@ class ReadyClips:
         self._ready[clip] = self._contexts[codec, extradata], packets
 
     def read(self, clip: Clip) -> dict[int, Any]:
-        """Decodes all frames of the clip's packets, by their index."""
+        """Decode all frames of the clip's packets, by frame index."""
         if clip not in self._ready:
             self.make_ready(clip)
         context, packets = self._ready[clip]
@@ -50,7 +50,7 @@ class ReadyClips:
         return {frame.pts: frame for frame in frames}
 
     def num_wrong(self, clip: Clip, found: dict[int, Any], frames: ChunkFrames) -> int:
-        """As `Reader.num_wrong`."""
+        """See `Reader.num_wrong`."""
         return num_wrong_luma(clip, found, frames)
 
 

@@ -1,8 +1,8 @@
-"""clipmill's loader as training uses it, with so many worker threads: clips a second of wall time, and of CPU time.
+"""clipmill's training loader with a given number of worker threads: clips per second of wall time and per CPU second.
 
     {"do": "load", "set": "own", "at_least_s": 2}      {"num_clips": ..., "cpu_s": ..., "wall_s": ...}
 
-The captions that it reads are the spans of the benchmark's short clips, its frames and rectangles are its own draws.
+The captions are the spans of the benchmark's short clips; the loader draws its own frames and rectangles.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SPLIT = "train"
 
 
 def endless_batches(data: Path, *, num_threads: int) -> Iterator[LoadedBatch]:
-    """Batches of four frames a clip, as planes of YUV."""
+    """Yield batches of clips with four frames, as YUV planes."""
     samples = VideoCaptions(
         data,
         split=SPLIT,
@@ -38,7 +38,7 @@ def endless_batches(data: Path, *, num_threads: int) -> Iterator[LoadedBatch]:
 
 
 def load(batches: Iterator[LoadedBatch], *, at_least_s: float) -> dict[str, Any]:
-    """Takes batches for so long, after those that were ready when it began."""
+    """Load batches for at least this time, after using up those prefetched before the start."""
     for _ in range(NUM_AHEAD // BATCH + 1):
         next(batches)
     num_clips = 0
@@ -50,7 +50,7 @@ def load(batches: Iterator[LoadedBatch], *, at_least_s: float) -> dict[str, Any]
 
 
 def main() -> None:
-    """Serves with the number of threads of the command line."""
+    """Answer requests, with the number of threads in the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, required=True)

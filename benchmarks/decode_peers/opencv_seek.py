@@ -1,4 +1,4 @@
-"""OpenCV's VideoCapture, set to each frame by its number."""
+"""OpenCV's VideoCapture, seeking to each frame by number."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from benchmarks.decode_peers.contestant import serve_files
 
 
 def read_path(path: str, clip: Clip) -> np.ndarray:
-    """As `Reader.read`."""
+    """See `Reader.read`."""
     import cv2
 
     capture = cv2.VideoCapture(path, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1])

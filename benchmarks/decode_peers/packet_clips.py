@@ -1,6 +1,6 @@
-"""clipmill: the packets that a clip needs are read from the shard and compared, decoded, cropped as planes of YUV.
+"""clipmill: reads a clip's packets from the shard, verifies and decodes them, and crops YUV planes.
 
-`--as rgb` makes RGB of the planes on the CPU, for those who want that from a loader; `--as frames` crops nothing.
+`--as rgb` converts the planes to RGB on the CPU; `--as frames` does not crop.
 """
 
 import argparse
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 
 
 class FrameReader:
-    """The decoded frames of a clip, by their index."""
+    """Decoded frames of a clip, by frame index."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.chunks = chunks_of(folder, name)
         self.decoder = ChunkDecoder()
 
     def read(self, clip: Clip) -> "dict[int, av.VideoFrame]":
-        """As `Reader.read`."""
+        """See `Reader.read`."""
         return self.decoder.decode(self.read_bytes(clip))
 
     def read_bytes(self, clip: Clip) -> ChunkBytes:
-        """The packets of a clip."""
+        """Read the packets of a clip."""
         shard, row = self.chunks[clip.chunk]
         return read_chunk(shard, row, clip.frames, rule="packets", key=str(clip.chunk))
 
     def num_wrong(self, clip: Clip, found: "dict[int, av.VideoFrame]", frames: ChunkFrames) -> int:
-        """As `Reader.num_wrong`."""
+        """See `Reader.num_wrong`."""
         return num_wrong_luma(clip, found, frames)
 
 
 class PacketReader:
-    """The clip path of training: uint8 [T, SIZE_PX * SIZE_PX * 3 / 2], or RGB [T, SIZE_PX, SIZE_PX, 3]."""
+    """The code path of training: uint8 [T, SIZE_PX * SIZE_PX * 3 / 2], or RGB [T, SIZE_PX, SIZE_PX, 3]."""
 
     def __init__(self, folder: Path, name: str, *, rgb: bool) -> None:
         self._frames = FrameReader(folder, name)
-        # The sampling is not used: the frames of a clip are given.
+        # The sampling is unused, because the frames of a clip are given.
         self._shape = ClipShape(sampling=Sampling(num_frames=1), size_px=SIZE_PX, min_crop_area=MIN_AREA, rgb=rgb)
 
     def read(self, clip: Clip) -> np.ndarray:
-        """As `Reader.read`."""
+        """See `Reader.read`."""
         rng, num_frames = np.random.default_rng(clip.seed), len(clip.frames)
         making = ClipBuilder(self._shape, num_frames=num_frames, rng=rng, key=str(clip.chunk))
         places = indices_of(clip.frames)
@@ -62,7 +62,7 @@ class PacketReader:
         return making.clip().video
 
     def num_wrong(self, clip: Clip, found: np.ndarray, frames: ChunkFrames) -> int:
-        """As `Reader.num_wrong`: of planes every byte must be that of the sequentially decoded frame."""
+        """See `Reader.num_wrong`; YUV planes must be identical to those of the sequentially decoded frame."""
         if self._shape.rgb:
             return num_wrong_rgb(clip, found, frames)
         asked = [as_yuv420(frames.decoded[number]) for number in clip.frames]
@@ -71,7 +71,7 @@ class PacketReader:
 
 
 def chunks_of(folder: Path, name: str) -> dict[int, tuple[CommittedShard, int]]:
-    """Shard and row of every chunk of a set."""
+    """Return shard and row of every chunk of a set."""
     chunks = {}
     for shard in Variant.open(data_folder(folder, name)).shards():
         for row, video_id in enumerate(shard.index["video_id"].to_pylist()):
@@ -80,12 +80,12 @@ def chunks_of(folder: Path, name: str) -> dict[int, tuple[CommittedShard, int]]:
 
 
 def rectangle_of(clip: Clip) -> Rectangle:
-    """What is cut out of the clip's frames."""
+    """Return the crop rectangle of the clip."""
     return Rectangle(clip.left, clip.top, clip.width, clip.height)
 
 
 def main() -> None:
-    """Serves what the command line asks for."""
+    """Answer requests, with the options of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--as", choices=["planes", "rgb", "frames"], default="planes", dest="form")
     form = parser.parse_known_args()[0].form

@@ -1,6 +1,6 @@
-"""What is encoded: pieces of 15 s at 30 frames a second and a short side of at most 288, without loss.
+"""Source material: lossless pieces of 15 s at 30 fps with a short side of at most 288 pixels.
 
-Every set of chunks is made from the same pieces, so that their pictures differ by their encoding alone.
+Every set of chunks is encoded from the same pieces, so that they differ in their encoding only.
 """
 
 import subprocess
@@ -18,17 +18,17 @@ _LOSSLESS = ["-c:v", "libx264", "-qp", "0", "-preset", "ultrafast"]
 
 
 def pieces_of(videos: Path | None, folder: Path, *, num_pieces: int, program: str) -> list[str]:
-    """Pieces cut out of a folder of videos, or made where there is none; gives their names."""
+    """Cut pieces from a folder of videos, or generate them if there is none; return their names."""
     if videos is None:
         return make_pieces(folder, num_pieces=num_pieces, program=program)
     return cut_pieces(videos, folder, num_pieces=num_pieces, program=program)
 
 
 def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> list[str]:
-    """Cuts pieces out of a folder of videos: as many from each as it can give, evenly spaced; gives their names.
+    """Cut evenly spaced pieces from a folder of videos, about equally many from each; return their names.
 
     Raises:
-        SystemExit: no video of the folder lasts 15 s.
+        SystemExit: no video of the folder is at least 15 s long.
     """
     room = {path: int(length_s(path) // PIECE_S) for path in sorted(videos.iterdir()) if path.is_file()}
     parts = shared_out(room, num_pieces)
@@ -44,7 +44,7 @@ def cut_pieces(videos: Path, folder: Path, *, num_pieces: int, program: str) -> 
 
 
 def shared_out(room: dict[Path, int], num_pieces: int) -> dict[Path, int]:
-    """How many pieces each video gives: one in turn until there are enough or nothing is left."""
+    """Distribute the pieces over the videos round-robin, until there are enough or no video has any left."""
     parts = dict.fromkeys(room, 0)
     while sum(parts.values()) < min(num_pieces, sum(room.values())):
         for path in parts:
@@ -54,7 +54,7 @@ def shared_out(room: dict[Path, int], num_pieces: int) -> dict[Path, int]:
 
 
 def length_s(path: Path) -> float:
-    """Length by the container's header; 0 for what is no video."""
+    """Return the duration in the container's header; 0 if the file is not a video."""
     import av
 
     try:
@@ -65,7 +65,7 @@ def length_s(path: Path) -> float:
 
 
 def make_pieces(folder: Path, *, num_pieces: int, program: str) -> list[str]:
-    """Pieces made of nothing: a textured ground that pans, turns and swells, sharp things before it, sensor noise."""
+    """Generate pieces: a textured background that pans, rotates and zooms, sharp objects in front, and sensor noise."""
     for number in range(num_pieces):
         size = f"{_MADE_WIDTH}x{_MADE_HEIGHT}"
         raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(FPS), "-i", "pipe:"]
@@ -81,7 +81,7 @@ def make_pieces(folder: Path, *, num_pieces: int, program: str) -> list[str]:
 
 
 def made_pictures(random: np.random.Generator) -> Iterator[np.ndarray]:
-    """The pictures of one made piece: RGB uint8 [288, 512, 3]; always the same for the same generator."""
+    """Generate the frames of one piece, RGB uint8 [288, 512, 3]; deterministic for a given generator state."""
     import cv2
 
     ground = _texture(random)
@@ -101,12 +101,12 @@ def made_pictures(random: np.random.Generator) -> Iterator[np.ndarray]:
 
 
 def _texture(random: np.random.Generator) -> np.ndarray:
-    """Float32 RGB [1024, 1024, 3] whose spectrum falls as that of natural pictures; its borders meet."""
+    """Return a tileable float32 RGB texture [1024, 1024, 3] with the spectrum of natural images."""
     frequency = np.fft.rfftfreq(_TEXTURE_PX)[None, :]
     radius = np.hypot(np.fft.fftfreq(_TEXTURE_PX)[:, None], frequency)
     radius[0, 0] = 1
     shade = random.normal(size=(3, _TEXTURE_PX, _TEXTURE_PX))
-    # The three channels share most of their light.
+    # The three channels share most of their luminance.
     shade = 0.8 * shade[:1] + 0.2 * shade
     waves = np.fft.irfft2(np.fft.rfft2(shade) / radius**1.2, s=(_TEXTURE_PX, _TEXTURE_PX))
     levels = 127 + 45 * waves / waves.std()

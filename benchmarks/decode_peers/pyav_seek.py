@@ -1,4 +1,4 @@
-"""PyAV without a packet table: open, seek to the key frame before a frame, decode on until it comes."""
+"""PyAV without a packet table: open, seek to the preceding keyframe, and decode up to the requested frame."""
 
 from fractions import Fraction
 
@@ -9,7 +9,7 @@ from benchmarks.decode_peers.contestant import serve_files
 
 
 def read_path(path: str, clip: Clip) -> np.ndarray:
-    """As `Reader.read`; it goes on from the last frame where no key frame lies between."""
+    """See `Reader.read`. Decoding continues from the last frame if no keyframe lies between."""
     import av
 
     pictures = []

@@ -1,7 +1,7 @@
-"""torchcodec: a VideoDecoder for each clip, its frames by `get_frames_at`, cropped by OpenCV.
+"""torchcodec: one VideoDecoder per clip, frames from `get_frames_at`, cropped with OpenCV.
 
-It needs ffmpeg's shared libraries. PyAV's wheel carries them under names of its own; `links_to_libraries` gives them
-the names that torchcodec looks for, for LD_LIBRARY_PATH, so that nothing has to be installed in the system.
+It needs ffmpeg's shared libraries. PyAV's wheel contains them under different names; `links_to_libraries` creates links
+with the names that torchcodec expects, for LD_LIBRARY_PATH, so that no system installation is needed.
 """
 
 import argparse
@@ -17,10 +17,10 @@ _BUNDLED = re.compile(r"(?P<name>lib(?:av|sw)[a-z]+)-[0-9a-f]+\.so\.(?P<major>\d
 
 
 def links_to_libraries(python: Path, folder: Path) -> Path:
-    """Fills `folder` with links to the libraries of the PyAV of `python`; without PyAV it stays empty."""
+    """Fill `folder` with links to the libraries of the PyAV of `python`; without PyAV it stays empty."""
     folder.mkdir()
     for library in python.parent.parent.glob("lib/python*/site-packages/av.libs/*"):
-        (folder / library.name).symlink_to(library)  # they look for each other beside them
+        (folder / library.name).symlink_to(library)  # the libraries search for each other in their folder
         bundled = _BUNDLED.match(library.name)
         if bundled:
             (folder / f"{bundled['name']}.so.{bundled['major']}").symlink_to(library)
@@ -28,7 +28,7 @@ def links_to_libraries(python: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Serves with the seek mode of the command line."""
+    """Answer requests, with the seek mode in the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seek-mode", choices=["exact", "approximate"], required=True)
     seek_mode = parser.parse_known_args()[0].seek_mode

@@ -1,4 +1,4 @@
-"""What is measured on a machine with a GPU: the speed of the models (`speed`), the way from disk to them (`feeding`).
+"""Benchmarks for a machine with a GPU: the speed of the models (`speed`) and of the input pipeline (`feeding`).
 
-`parts` takes the measurements, and `tables` writes what came out as a page for each chip.
+`parts` runs the measurements, and `tables` writes the results as one page per GPU model.
 """

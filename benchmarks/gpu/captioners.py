@@ -1,4 +1,4 @@
-"""The captioners of two measurements, made once: ours and transformers', with the same weights."""
+"""The captioners shared by two measurements: clipmill's and transformers', with the same weights."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,12 +12,12 @@ from train.models.captioner import Captioner
 
 
 def shape_of(setup: Setup) -> Shape:
-    """TimeSformer-B and GPT-2; tiny ones in a dry run."""
+    """Return the shape of TimeSformer-B with GPT-2; tiny models in a dry run."""
     return SHAPES["tiny" if setup.is_dry_run else "base"]
 
 
 def opened_captioners(setup: Setup) -> tuple[Captioner, Any]:
-    """Ours and theirs, on the device; they stay there."""
+    """Create both captioners on the device, where they are kept."""
     return _opened(shape_of(setup), setup.device)
 
 

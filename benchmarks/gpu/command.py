@@ -1,4 +1,4 @@
-"""The command line of parts B and C, and what is checked before anything is measured."""
+"""The command line of parts B and C, and its checks before any measurement."""
 
 import argparse
 import logging
@@ -16,12 +16,12 @@ from manifests.errors import FailedWork, UserError, run_command
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the command line asks for.
+    """The options of the command line.
 
     Attributes:
-        json: where the figures go.
+        json: path of the results.
         data: the data folder.
-        minutes: for all measurements together.
+        minutes: time limit of all measurements together.
         is_dry_run: tiny sizes on a CPU.
     """
 
@@ -32,16 +32,16 @@ class Request:
 
     @property
     def device(self) -> torch.device:
-        """Where models run."""
+        """Device of the models."""
         return torch.device("cpu") if self.is_dry_run else torch.device("cuda", 0)
 
 
 def run_program(description: str | None, measure: Callable[[Request], bool], *, data_help: str) -> NoReturn:
-    """Runs `measure`, which returns whether all has succeeded, and leaves with the exit status of its outcome.
+    """Run `measure`, which returns True if everything succeeded, and exit with the corresponding status.
 
     Args:
         description: for --help.
-        data_help: what the data folder is for.
+        data_help: help text of the data folder option.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
@@ -64,10 +64,10 @@ def run_program(description: str | None, measure: Callable[[Request], bool], *, 
 
 
 def require_possible(request: Request) -> None:
-    """Checks what would otherwise fail in every measurement.
+    """Check requirements that all measurements share.
 
     Raises:
-        UserError: there is no time, no data, no GPU, or no place for the figures.
+        UserError: no time, no data, no GPU, or no writable path for the results.
     """
     if not request.minutes > 0:
         raise UserError(f"--minutes {request.minutes:g} is no time", hint="give more than 0; without it, it is 9")
@@ -78,7 +78,7 @@ def require_possible(request: Request) -> None:
         raise UserError(f"there is no folder {folder} for {request.json.name}", hint="make it first")
     if request.json.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{request.json} cannot be written", hint="name another file with --json")
-    # Looking for a GPU does not open it, so a process that measures later has it for itself.
+    # Detecting a GPU does not open it, so a measurement process has it to itself.
     if not request.is_dry_run and not torch.cuda.is_available():
         raise UserError(
             f"torch {torch.__version__} finds no GPU",

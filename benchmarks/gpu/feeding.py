@@ -1,10 +1,10 @@
-"""Whether the input pipeline keeps a fast GPU busy: the whole path from tars to weights, within some minutes.
+"""Throughput of the input pipeline on a fast GPU, from tars to training steps, measured in a few minutes.
 
     python -m benchmarks.gpu.feeding --json FILE --data DIR [--minutes 9] [--dry-run]
 
-The most important figures come first. How they come about is in benchmarks/gpu/README.md; `python -m
-benchmarks.gpu.tables` makes a page of FILE. --data is a data folder with captioned chunks, which are repeated to a few
-thousand clips. --dry-run runs the same program at tiny sizes on a CPU: its figures mean nothing.
+The most important figures come first. benchmarks/gpu/README.md describes the methods; `python -m
+benchmarks.gpu.tables` formats FILE as a page. --data is a data folder with captioned chunks, which are repeated to a
+few thousand clips. --dry-run runs the same program with tiny sizes on a CPU; its figures are meaningless.
 """
 
 import tempfile
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class _Feeding:
-    """The measurements, and the process that loads for some of them."""
+    """The measurements, and the loader process that some of them use."""
 
     def __init__(self) -> None:
         self.server: LoaderServer | None = None
 
     def start(self, scratch: Path) -> "LoaderServer":
-        """Forks that process: before CUDA is touched, and while this one has a single thread."""
+        """Fork the loader process: before CUDA is initialised, and while this process has a single thread."""
         from benchmarks.gpu.feeding_data import repeated_folder
         from benchmarks.gpu.feeding_server import LoaderServer
 
@@ -36,7 +36,7 @@ class _Feeding:
         return self.server
 
     def measurements(self) -> list[Measurement]:
-        """In order of importance. Their times are estimates: a GPU machine has not measured them yet."""
+        """Return the measurements in order of importance. Their durations are estimates, not measured on a GPU yet."""
         return [
             Measurement(name="Loader: threads and processes", measure=self._threads, estimated_s=110),
             Measurement(name="Waiting for data", measure=partial(_take, "steps", "measure_waits"), estimated_s=140),
@@ -65,7 +65,7 @@ class _Feeding:
 
 
 def _take(module: str, function: str, setup: Setup) -> Result:
-    """Takes a measurement whose file is imported now: what is not installed costs that one only."""
+    """Run a measurement whose module is imported now, so that a missing dependency affects only this one."""
     from importlib import import_module
 
     found: Result = getattr(import_module(f"benchmarks.gpu.feeding_{module}"), function)(setup)
@@ -73,7 +73,7 @@ def _take(module: str, function: str, setup: Setup) -> Result:
 
 
 def main() -> None:
-    """Measures what the command line asks for."""
+    """Run the measurements that the command line asks for."""
     run_program(__doc__, _measure, data_help="data folder to load from")
 
 

@@ -1,8 +1,8 @@
-"""Data folders to load from: the chunks that there are, many times over, under other keys.
+"""Data folders for the loader benchmarks: existing chunks, repeated many times under new keys.
 
-Every copy has videos, captions, an index and a commit of its own. Its tar is a copy of the file, not a link, so that as
-many pages are read as a set of that size has. All of it has just been written and lies in the page cache: what is
-measured is the way from the page cache to the model, not a disk.
+Every copy has its own videos, captions, index and commit. Its tar is a copy of the file, not a link, so that as many
+pages are read as for a data set of that size. All files have just been written and are in the page cache: this
+measures the path from the page cache to the model, not a disk.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ _NUM_CLIPS, _NUM_CLIPS_OF_DRY_RUN = 4000, 64
 
 
 def repeated_folder(scratch: Path) -> Path:
-    """Where the repeated chunks lie, once `require_repeated` has made them."""
+    """Return the folder of the repeated chunks, which `require_repeated` creates."""
     return scratch / "repeated"
 
 
 def require_repeated(setup: Setup) -> Path:
-    """The chunks of the data folder, repeated to a few thousand clips."""
+    """Repeat the chunks of the data folder to a few thousand clips."""
     folder = repeated_folder(setup.scratch)
     if not folder.exists():
         num_clips = _NUM_CLIPS_OF_DRY_RUN if setup.is_dry_run else _NUM_CLIPS
@@ -46,7 +46,7 @@ def require_repeated(setup: Setup) -> Path:
 
 
 def num_copies_for(data: Path, *, num_clips: int) -> int:
-    """Copies of a data folder that have so many captioned clips together, within a gigabyte."""
+    """Return the number of copies of a data folder for that many captioned clips, within a gigabyte."""
     captions = read_captions(data)
     tars = sum(shard.tar_path.stat().st_size for shard in Variant.open(data).shards())
     wanted = -(-num_clips // max(captions.num_rows, 1))
@@ -54,10 +54,10 @@ def num_copies_for(data: Path, *, num_clips: int) -> int:
 
 
 def repeat_chunks(data: Path, target: Path, *, num_copies: int, variant: str | None = None) -> Path:
-    """Writes the `video` column of `data`, `num_copies` times, all of one split; gives `target`.
+    """Write the `video` column of `data` to `target` `num_copies` times, as one split; return `target`.
 
     Args:
-        variant: which one of the column; the current one when left out.
+        variant: variant of the column; the current one by default.
 
     Raises:
         UserError: `data` has no chunks.
@@ -117,7 +117,7 @@ def _copied(folder: Path, shard: CommittedShard, *, shard_id: int, copy: int) ->
 
 
 def commit_shard(folder: Path, shard_id: int, files: ShardFiles) -> None:
-    """Writes the commit of a shard of `SPLIT`."""
+    """Write the commit of a shard of `SPLIT`."""
     commit = Commit(
         column=COLUMN, shard_id=shard_id, split=SPLIT, plan_fingerprint=_FINGERPRINT, files=files, failures=()
     )

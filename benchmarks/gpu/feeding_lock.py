@@ -1,13 +1,13 @@
-"""The share of time for which the interpreter lock is held, measured inside the process without root or a debugger.
+"""Fraction of time that the interpreter lock (GIL) is held, measured inside the process without root or a debugger.
 
 CPython keeps the state of the lock as an int in a structure of its runtime:
 
     unsigned long interval;  PyThreadState *last_holder;  int locked;        (CPython 3.11 to 3.13, Python/ceval_gil.c)
 
-The place is found by its neighbours: the switch interval, which can be set to a telling number, and the thread state of
-the thread that looks. NumPy then sums that one int a few hundred million times, in a loop that does not hold the lock
-itself: the sum over the number of reads is the share. It takes a core of its own while it runs. What a thread holds
-while the operating system has taken the processor away from it counts as held, so the machine must be quiet.
+Its address is found by the neighbouring fields: the switch interval, which is set to a distinctive value, and the
+thread state of the searching thread. NumPy then sums that one int a few hundred million times, in a loop that does not
+hold the lock itself: the sum divided by the number of reads is the fraction. This occupies one core. If the operating
+system preempts a thread that holds the lock, this time counts as held, so the machine must be idle otherwise.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 _TELLING_INTERVAL_US = 4321
 _MAX_BYTES = 1 << 21
 _READS = 200_000_000  # a fraction of a second
-_IS_HELD = 0.5  # of the time, by a thread that computes; on a machine that has other work, too
+_IS_HELD = 0.5  # minimum fraction for a thread that computes, even on a machine with other load
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class InterpreterLock:
     state: NDArray[np.int32]
 
     def held_share(self, num_reads: int) -> float:
-        """Of the time that so many reads take (about a nanosecond each); the caller does not hold it meanwhile."""
+        """Return the fraction over that many reads (about 1 ns each); the caller does not hold the lock meanwhile."""
         same = np.lib.stride_tricks.as_strided(self.state, shape=(num_reads,), strides=(0,))
         return int(np.add.reduce(same, dtype=np.int32)) / num_reads
 
     def held_share_for(self, seconds: float) -> float:
-        """As `held_share`, over about so many seconds."""
+        """Like `held_share`, over approximately this number of seconds."""
         begin_s, shares = time.perf_counter(), []
         while time.perf_counter() - begin_s < seconds:
             shares.append(self.held_share(_READS))
@@ -48,10 +48,10 @@ class InterpreterLock:
 
 
 def find_interpreter_lock() -> InterpreterLock:
-    """The lock of this process.
+    """Find the lock of this process.
 
     Raises:
-        LookupError: it is not where CPython 3.11 to 3.13 has it, or there is none (free-threaded builds).
+        LookupError: it is not laid out as in CPython 3.11 to 3.13, or does not exist (free-threaded builds).
     """
     is_enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     if not is_enabled():
@@ -87,9 +87,9 @@ def _follows_a_busy_thread(lock: InterpreterLock) -> bool:
 
 
 def _memory_from(begin: int) -> NDArray[np.uint64]:
-    """The words of this process's memory from an address on: as many as can be read, at most `_MAX_BYTES`.
+    """Read the words of this process's memory from an address on, up to the readable end and at most `_MAX_BYTES`.
 
-    They are read as a file is: what cannot be read is an error there, and ends a process that looks at it directly.
+    The memory is read as a file, which returns an error for unmapped pages; direct access would crash the process.
     """
     content = bytearray()
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:

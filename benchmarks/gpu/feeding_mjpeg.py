@@ -1,7 +1,7 @@
-"""MJPEG chunks for the experiment with nvJPEG: those of the data folder, or frames of its chunks encoded once more.
+"""MJPEG chunks for the nvJPEG experiment: those of the data folder, or re-encoded frames of its chunks.
 
-What is made has the packets, the index and the commit of a `video` column; its payload is the packets without an mp4
-around them, which is all that decoding by packets reads.
+Re-encoded chunks have the packets, the index and the commit of a `video` column. Their payload is the packets without
+an mp4 container, which is sufficient for decoding by packets.
 """
 
 import io
@@ -28,11 +28,11 @@ from shards.writer import Sample, ShardWriter
 CODEC = "mjpeg"
 _VARIANT = "made-mjpeg-0d0d0d0d"
 _FINGERPRINT = "0" * 64
-_QUALITY = 8  # of --recipe fast
+_QUALITY = 8  # as in --recipe fast
 
 
 def mjpeg_variant(data: Path) -> str | None:
-    """A variant of the data folder whose chunks are MJPEG."""
+    """Return a variant of the data folder whose chunks are MJPEG; None if there is none."""
     for name in list_variants(data, COLUMN):
         shards = Variant.open(data, variant=name).shards()
         if shards and shards[0].index["codec"][0].as_py() == CODEC:
@@ -41,7 +41,7 @@ def mjpeg_variant(data: Path) -> str | None:
 
 
 def make_mjpeg(data: Path, target: Path, *, num_chunks: int, max_frames: int) -> Path:
-    """Encodes chunks of `data` as MJPEG, in the quality of `--recipe fast`; gives `target`."""
+    """Encode chunks of `data` as MJPEG, with the quality of `--recipe fast`, and return `target`."""
     places = [(shard, row) for shard in Variant.open(data).shards() for row in range(shard.num_samples)]
     with ThreadPoolExecutor() as pool:
         chunks = list(pool.map(lambda place: _encoded(*place, max_frames=max_frames), places[:num_chunks]))

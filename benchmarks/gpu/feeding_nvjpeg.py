@@ -1,10 +1,10 @@
-"""An experiment: chunks of `--recipe fast` (MJPEG) decoded on the GPU by nvJPEG, beside the loader's own way.
+"""Experiment: chunks of `--recipe fast` (MJPEG) decoded on the GPU by nvJPEG, compared with the loader.
 
-    CPU     threads read, compare, decode, crop and resize planes; the batch is copied; the augmentation pass makes RGB
-    nvJPEG  threads read and compare packets; torchvision decodes them on the GPU; crop, resize and normalise there
+    CPU     threads read, verify, decode, crop and resize planes; the batch is copied; augmentation converts to RGB
+    nvJPEG  threads read and verify packets; torchvision decodes them on the GPU; crop, resize and normalisation follow
 
-Both begin with the same visits and end with the model's input on the device. nvJPEG hands over RGB of whole frames. In
-a dry run torchvision's decoder for CPUs stands in for it.
+Both start from the same visits and end with the model's input on the device. nvJPEG returns RGB of whole frames. In
+a dry run, torchvision's CPU decoder replaces it.
 """
 
 import os
@@ -38,19 +38,19 @@ from train.weights.conversion import CLIP_MEAN, CLIP_STD
 
 _GOAL = 2.0
 _NUM_FRAMES, _BATCHES_AHEAD, _SEED = 4, 2, 0
-_SHRINKS_MUCH = 2  # from there on the CPU's way resizes by area
+_SHRINKS_MUCH = 2  # scale factor from which the CPU variant resizes with area interpolation
 
 
 @dataclass(frozen=True)
 class _ReadClip:
-    """The packets of a clip, compared with their checksums, and what is cut out of each frame."""
+    """The verified packets of a clip, and the crop rectangle of its frames."""
 
     packets: list[torch.Tensor]
     rectangle: Rectangle
 
 
 def measure_nvjpeg(setup: Setup) -> Result:
-    """Clips a second of both ways, from the page cache to the model's input."""
+    """Measure the clips per second of both variants, from the page cache to the model's input."""
     data, origin = _mjpeg_folder(setup)
     threads = 2 if setup.is_dry_run else len(os.sched_getaffinity(0))
     size_px, batch = (32, 4) if setup.is_dry_run else (224, 128)
@@ -124,7 +124,7 @@ def _by_nvjpeg(
 
 
 def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[list[_ReadClip], None, None]:
-    """The packets of batches in training order; threads read ahead."""
+    """Yield the packets of batches in training order; threads read ahead."""
     order = SampleOrder(len(samples), loading.seed)
     ahead: deque[list[Future[_ReadClip]]] = deque()
 
@@ -151,10 +151,10 @@ def _read_batches(samples: ChunkClips, loading: LoaderSettings) -> Generator[lis
 
 
 def jpeg_size(packet: torch.Tensor) -> tuple[int, int]:
-    """Width and height in a JPEG's frame header (ITU-T T.81, B.2.2).
+    """Return width and height from a JPEG's frame header (ITU-T T.81, B.2.2).
 
     Raises:
-        ValueError: it has none of baseline coding.
+        ValueError: the packet has no frame header of baseline coding.
     """
     content, at = packet.numpy(), 2
     while at + 9 < len(content):
@@ -167,7 +167,7 @@ def jpeg_size(packet: torch.Tensor) -> tuple[int, int]:
 
 
 def _decoded(packets: list[torch.Tensor], *, device: torch.device) -> list[torch.Tensor]:
-    """RGB uint8 [3, H, W] of each packet."""
+    """Decode each packet to RGB uint8 [3, H, W]."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     found: list[torch.Tensor] = decode_jpeg(packets, mode=ImageReadMode.RGB, device=device)
@@ -175,7 +175,7 @@ def _decoded(packets: list[torch.Tensor], *, device: torch.device) -> list[torch
 
 
 def _cut(frames_TCHW: torch.Tensor, rectangle: Rectangle, *, size_px: int) -> torch.Tensor:
-    """The rectangle out of all frames, float32 [T, C, S, S] of 0 to 255."""
+    """Crop and resize all frames to float32 [T, C, S, S] in 0 to 255."""
     bottom, right = rectangle.top + rectangle.height, rectangle.left + rectangle.width
     cut = frames_TCHW[..., rectangle.top : bottom, rectangle.left : right].float()
     shrinks_much = max(rectangle.width, rectangle.height) >= _SHRINKS_MUCH * size_px
@@ -183,7 +183,7 @@ def _cut(frames_TCHW: torch.Tensor, rectangle: Rectangle, *, size_px: int) -> to
 
 
 def _difference(*ways: Generator[torch.Tensor, None, None]) -> float:
-    """Mean absolute difference of the first batch."""
+    """Return the mean absolute difference of the first batches."""
     found = []
     for way in ways:
         with closing(way):

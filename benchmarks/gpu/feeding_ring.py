@@ -1,10 +1,10 @@
-"""Worker processes as a contestant of the loader's threads: they write clips into shared memory, one process reads.
+"""Worker processes as an alternative to the loader's threads: they write clips to shared memory, and one process reads.
 
-Blocks of `BLOCK` visits in training order go round: block b is of process b % N, which decodes it in one thread, writes
-its clips into its next place of a ring in memory that all share, and sends the small rest through a pipe. The reader
-takes the blocks in order, so batches are those of the loader's threads, byte for byte. A byte on a second pipe gives a
-place back. Each process has a lock of its own; what is added is a copy out of the shared memory, in place of the copy
-from each sample to its batch, and a message a block.
+Blocks of `BLOCK` visits in training order are assigned round-robin: process b % N decodes block b in one thread, writes
+its clips to the next slot of its ring buffer in shared memory, and sends the small remainder through a pipe. The reader
+takes the blocks in order, so batches are byte-identical to those of the loader's threads. A byte on a second pipe
+releases a slot. Each process has its own interpreter lock. The additional cost is a copy from shared memory, in place
+of the copy from each sample to its batch, and one message per block.
 """
 
 import mmap
@@ -26,23 +26,23 @@ from train.data.order import SampleOrder
 from train.data.outcomes import FailedSample
 
 BLOCK = 8
-_PLACES = 4  # blocks of a process that are decoded or waiting
+_PLACES = 4  # blocks per process that are being decoded or waiting
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass
 class _Worker:
     process: BaseProcess
-    clips: NDArray[np.uint8]  # [places, BLOCK, *clip]
-    messages: int  # descriptor
+    clips: NDArray[np.uint8]  # [slots, BLOCK, *clip]
+    messages: int  # file descriptor
     free: int
 
 
 class ProcessRing:
-    """Endless batches of a set by `num_processes`, which are forked here; a context manager that ends them.
+    """Endless batches of a data set from `num_processes` forked processes; a context manager that terminates them.
 
     Args:
-        clip_shape: of the uint8 array of a clip.
+        clip_shape: shape of a clip's uint8 array.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ProcessRing:
             os.close(worker.free)
 
     def batches(self) -> Iterator[Batch]:
-        """In training order from its beginning; what failed is left out."""
+        """Yield batches in training order from the beginning; failed samples are dropped."""
         waiting: list[Sample] = []
         taken: list[_Worker] = []
         for number, worker in enumerate(self._endless()):
@@ -78,7 +78,7 @@ class ProcessRing:
             taken.append(worker)
             if len(waiting) >= self._batch:
                 yield self._ring.collate(waiting[: self._batch])
-                # Clips that are left over are still in the ring: copied, so that all places can be given back.
+                # Remaining clips are still in the ring; they are copied so that all slots can be released.
                 waiting = [
                     cast(Sample, {**sample, "video": sample["video"].copy()}) for sample in waiting[self._batch :]
                 ]
@@ -127,7 +127,7 @@ def _fork(
 
 
 def _written(loaded: Sequence[Sample | FailedSample], clips: NDArray[np.uint8]) -> list[Any]:
-    """The samples without their clips, which are written into the ring."""
+    """Return the samples without their clips, which are written to the ring."""
     rest: list[Any] = []
     for at, sample in enumerate(loaded):
         if not isinstance(sample, FailedSample):

@@ -1,12 +1,12 @@
-"""A process that loads, so that the one that measures has no threads of its own in the way, and CUDA is never forked.
+"""A loader process, so that the measuring process has no competing threads, and CUDA is never forked.
 
-It is forked before CUDA is touched, keeps the sets of clips open, and answers requests through a pipe:
+It is forked before CUDA is initialised, keeps the data sets open, and answers requests through a pipe:
 
-    threads     the loader of training with so many worker threads
-    processes   so many processes, each with a loader of one thread and its own part of the samples: the ceiling
-    ring        so many worker processes, and this one to read from them (benchmarks.gpu.feeding_ring)
-    lock        the loader with so many threads, and the share of time that the interpreter lock is held
-    same        whether threads and the ring give the same batches
+    threads     the training loader with the given number of worker threads
+    processes   that many processes, each with a one-thread loader and its own part of the samples: the upper bound
+    ring        that many worker processes, and this process to read from them (benchmarks.gpu.feeding_ring)
+    lock        the loader with that many threads, and the fraction of time that the interpreter lock is held
+    same        whether threads and the ring return the same batches
 """
 
 import multiprocessing
@@ -37,7 +37,7 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What is loaded: the flags of `train dual-encoder`."""
+    """What to load: the flags of `train dual-encoder`."""
 
     num_frames: int
     sampling: str
@@ -47,25 +47,25 @@ class Shown:
 
 
 class LoaderServer:
-    """The other process; `ask` waits for its answer.
+    """The client of the loader process; `ask` waits for its answer.
 
     Args:
-        data: the folder that is loaded from; it may be made after the start.
+        data: the data folder, which may be created after the start.
     """
 
     def __init__(self, data: Path) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        # Not a daemon: those may have no children.
+        # Not a daemon: daemonic processes cannot have children.
         self._process = context.Process(target=_serve, args=(theirs, self._pipe, data))
         self._process.start()
         theirs.close()
 
     def ask(self, do: str, shown: Shown, **details: Any) -> Any:
-        """The answer to one request.
+        """Send one request and return the answer.
 
         Raises:
-            RuntimeError: it failed, or the process is gone.
+            RuntimeError: the request failed, or the process has exited.
         """
         self._pipe.send((do, shown, details))
         try:
@@ -77,7 +77,7 @@ class LoaderServer:
         return answer
 
     def close(self) -> None:
-        """Ends the process."""
+        """Terminate the process."""
         self._pipe.close()
         self._process.join(10)
         if self._process.is_alive():
@@ -85,8 +85,8 @@ class LoaderServer:
 
 
 def _serve(pipe: Connection, others: Connection, data: Path) -> None:
-    others.close()  # or the end of the one that measures would not be noticed
-    torch.set_num_threads(1)  # of the one that copies samples into batches
+    others.close()  # otherwise the exit of the measuring process would go unnoticed
+    torch.set_num_threads(1)  # for the thread that copies samples into batches
     loading = _Loading(data)
     while True:
         try:
@@ -110,7 +110,7 @@ class _Loading:
             return _timed(take, seconds=seconds)
 
     def processes(self, shown: Shown, *, number: int, seconds: float) -> dict[str, float]:
-        self._samples(shown)  # opened once, before the others are forked
+        self._samples(shown)  # opened once, before the other processes are forked
         context = multiprocessing.get_context("fork")
         together = context.Barrier(number)
         pairs = [context.Pipe(duplex=False) for _ in range(number)]
@@ -124,7 +124,7 @@ class _Loading:
         for process in processes:
             process.start()
         for _, theirs in pairs:
-            theirs.close()  # so that one that ends early is noticed
+            theirs.close()  # so that an early exit is noticed
         answers = [pipe.recv() for pipe, _ in pairs]
         for process in processes:
             process.join()
@@ -214,7 +214,7 @@ class _Loading:
 
 
 def _timed(take: Callable[[], int], *, seconds: float) -> dict[str, float]:
-    """Clips a second of wall time, and this process's CPU milliseconds a clip."""
+    """Return clips per second of wall time, and CPU milliseconds of this process per clip."""
     num_clips, cpu_begin_s, begin_s = 0, time.process_time(), time.perf_counter()
     while (wall_s := time.perf_counter() - begin_s) < seconds or not num_clips:
         num_clips += take()

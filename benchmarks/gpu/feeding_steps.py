@@ -1,7 +1,7 @@
-"""What a training step waits for data, and what the augmentation pass takes of it.
+"""Data waiting time of a training step, and the device time of augmentation.
 
-Waiting is read from the `metrics.jsonl` of real runs of `train`, as large as the GPU's memory lets them be. The
-augmentation pass is timed by CUDA events on a batch that is on the device already, beside the whole step on it.
+Waiting is read from the `metrics.jsonl` of real runs of `train`, with the largest batch that fits into GPU memory.
+Augmentation is timed with CUDA events on a batch that is already on the device, and so is the whole step.
 """
 
 import gc
@@ -51,7 +51,7 @@ class Trained:
     """One kind of training.
 
     Attributes:
-        batch_of_80_gib: samples that a GPU of that size has room for; others get their part of it.
+        batch_of_80_gib: batch size that fits into 80 GiB; scaled for other GPUs.
         train: the command.
     """
 
@@ -63,7 +63,7 @@ class Trained:
 
 
 def trainings(setup: Setup, *, data: Path) -> list[Trained]:
-    """ViT-B on four frames, VideoMAE's 16 x 4, and a TimeSformer with a captioner's decoder."""
+    """Return ViT-B on four frames, VideoMAE's 16 x 4, and a TimeSformer with a captioner's decoder."""
     of_all = _settings(setup, data=data)
     gpt2 = DecoderSettings(name="tiny", vocabulary=300) if setup.is_dry_run else DecoderSettings(vocabulary=300)
     frames = (4, 4, 4) if setup.is_dry_run else (4, 16, 8)
@@ -93,12 +93,12 @@ def trainings(setup: Setup, *, data: Path) -> list[Trained]:
 
 
 def batch_for(memory_bytes: int, *, of_80_gib: int) -> int:
-    """A batch in proportion to the memory, a multiple of 8."""
+    """Return a batch size in proportion to the memory, a multiple of 8."""
     return max(8, int(of_80_gib * memory_bytes / (80 * _GIB)) // 8 * 8)
 
 
 def wait_row(name: str, lines: Sequence[dict[str, Any]], *, batch: int, workers: int) -> dict[str, Any]:
-    """What the lines of metrics.jsonl say of waiting; the first steps, which compile and allocate, are left out."""
+    """Summarize the waiting times in metrics.jsonl, without the first steps, which compile and allocate."""
     steady = lines[min(_WARM_STEPS, len(lines) // 2) :]
     step_s, wait_s = (sum(line[key] for line in steady) for key in ("step_s", "data_wait_s"))
     return {
@@ -114,7 +114,7 @@ def wait_row(name: str, lines: Sequence[dict[str, Any]], *, batch: int, workers:
 
 
 def measure_waits(setup: Setup) -> Result:
-    """The share of a step that waits for data, in runs of the real loop."""
+    """Measure the fraction of a step that waits for data, in runs of the real training loop."""
     data = require_repeated(setup)
     rows: list[dict[str, Any]] = []
     notes = [f"the first {_WARM_STEPS} steps are left out; a step of metrics.jsonl holds no checkpoint"]
@@ -136,7 +136,7 @@ def measure_waits(setup: Setup) -> Result:
 
 
 def measure_augmentation(setup: Setup) -> Result:
-    """Device time of the augmentation pass and of a whole step that contains it."""
+    """Measure the device time of augmentation, and of a whole step that includes it."""
     data = require_repeated(setup)
     rows: list[dict[str, Any]] = []
     notes = [
@@ -151,7 +151,7 @@ def measure_augmentation(setup: Setup) -> Result:
     for training in trainings(setup, data=data):
         for name, augment in augments.items():
             if isinstance(training.settings, MaeSettings) and augment.erase:
-                continue  # not allowed there: what is erased would be a target
+                continue  # not allowed for this task: erased pixels would be targets
             what = f"{training.name}: {name}"
             try:
                 row = _augmentation_row(training, name, augment, setup)
@@ -186,18 +186,18 @@ def _settings(setup: Setup, *, data: Path) -> dict[str, Any]:
 
 
 def _train_what_fits(training: Trained, setup: Setup, *, out: Path) -> int:
-    """Trains with the largest batch that is tried and fits; gives that batch."""
+    """Train with the largest batch size that fits, and return it."""
     batch = _batch(training, setup)
     while True:
         try:
             training.train(replace(training.settings, batch=batch, out=out), resume=False)
         except UserError:
-            # Out of memory is told as a mistake in the settings, with a smaller batch as the hint.
+            # Out of memory is reported as a UserError that suggests a smaller batch.
             if setup.device.type != "cuda" or batch <= 8:
                 raise
         else:
             return batch
-        # Not above, where the error still holds the model.
+        # Not inside the except block, where the exception still references the model.
         batch = max(8, batch // 2)
         shutil.rmtree(out, ignore_errors=True)
         _clear(setup.device)
@@ -245,7 +245,7 @@ def _augmentation_row(training: Trained, name: str, augment: Augment, setup: Set
 
 
 def device_ms(work: Callable[[], object], *, device: torch.device, rounds: int) -> float:
-    """Median milliseconds of `work` on the device by CUDA events, after two rounds to warm up; wall time on a CPU."""
+    """Return median milliseconds of `work` by CUDA events, after two warm-up rounds; wall time on a CPU."""
     if device.type != "cuda":
         begin_s = time.perf_counter()
         work()
@@ -263,7 +263,7 @@ def device_ms(work: Callable[[], object], *, device: torch.device, rounds: int) 
 
 
 def _clear(device: torch.device) -> None:
-    """Gives memory back, so that the next model has room."""
+    """Release memory for the next model."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

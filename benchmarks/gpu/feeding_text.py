@@ -1,8 +1,8 @@
-"""Captions of many ranks' worth: what making tokens and packing them costs the host, and what a step waits for it.
+"""Captions of many ranks: host time to tokenise and pack them, and the waiting time in a step.
 
-A contrastive step of 8 ranks with 256 pairs each sees 2048 captions; each rank packs its own 256. Both are measured on
-one device, with captions of 4 to 24 words. `lengths ms` is the wait for the lengths while the device is busy with
-something that takes `busy ms`: whatever is left of it is what the host could not do meanwhile.
+A contrastive step of 8 ranks with 256 pairs each has 2048 captions; each rank packs its own 256. Both sizes are
+measured on one device, with captions of 4 to 24 words. `lengths ms` is the waiting time for the lengths while the
+device is busy for `busy ms`; the remainder of that time is available to the host.
 """
 
 import time
@@ -26,7 +26,7 @@ _BUSY_SIDE = 4096
 
 
 def measure_text(setup: Setup) -> Result:
-    """Milliseconds on the host and on the device for captions of one rank and of eight."""
+    """Measure host and device milliseconds for captions of one rank and of eight."""
     counts = (4, 16) if setup.is_dry_run else (256, 8 * 256)
     rounds = 1 if setup.is_dry_run else 10
     device = setup.device
@@ -82,7 +82,7 @@ def _texts(count: int) -> list[str]:
 
 
 def _host_ms(work: Callable[[], object], *, device: torch.device, rounds: int) -> float:
-    """Median milliseconds until `work` returns, the device idle."""
+    """Return median milliseconds until `work` returns, on an idle device."""
     found = []
     for _ in range(rounds + 1):
         if device.type == "cuda":
@@ -94,7 +94,7 @@ def _host_ms(work: Callable[[], object], *, device: torch.device, rounds: int) -
 
 
 def _wait_row(tokens_BL: torch.Tensor, *, rounds: int) -> dict[str, Any]:
-    """How long the host waits for lengths that it asks a busy device for."""
+    """Measure how long the host waits for lengths from a busy device."""
     square = torch.randn(_BUSY_SIDE, _BUSY_SIDE, device=tokens_BL.device)
     waits, busy = [], []
     for _ in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""The loader with 1 to 16 threads beside as many processes; and the interpreter lock, which is between the two."""
+"""The loader with 1 to 16 threads compared with as many processes, and the use of the interpreter lock."""
 
 import os
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from benchmarks.gpu.feeding_server import LoaderServer, Shown
 from benchmarks.gpu.parts import Result, Setup, Target
 
 _NUMBERS = (1, 2, 4, 8, 16)
-_ENOUGH = 0.9  # of what as many processes reach
+_ENOUGH = 0.9  # minimum fraction of the throughput of as many processes
 _FOUR = Shown(num_frames=4, sampling="uniform", size_px=224, batch=64)
 _SIXTEEN = Shown(num_frames=16, sampling="stride", size_px=224, batch=32)
 
 
 def contestants(cores: int, *, is_dry_run: bool) -> list[int]:
-    """Numbers of threads and processes that this machine can tell something of."""
+    """Return the numbers of threads and processes that are meaningful on this machine."""
     return [1, 2] if is_dry_run else [number for number in _NUMBERS if number <= max(cores, 2)]
 
 
 def shapes(*, is_dry_run: bool) -> dict[str, Shown]:
-    """What is loaded, by its name in the table."""
+    """Return the kinds of clips to load, by their name in the table."""
     found = {"4 frames": _FOUR, "16 frames, stride 4": _SIXTEEN}
     if is_dry_run:
         return {name: replace(shown, size_px=32, batch=4) for name, shown in found.items()}
@@ -30,7 +30,7 @@ def shapes(*, is_dry_run: bool) -> dict[str, Shown]:
 
 
 def measure_threads(setup: Setup, server: LoaderServer) -> Result:
-    """Clips a second of threads, processes and the ring of worker processes, in turns."""
+    """Measure clips per second of threads, processes and the ring of worker processes, in turns."""
     require_repeated(setup)
     numbers = contestants(_cores(), is_dry_run=setup.is_dry_run)
     num_rounds, seconds = (1, 0.02) if setup.is_dry_run else (3, 1.0)
@@ -62,7 +62,7 @@ def measure_threads(setup: Setup, server: LoaderServer) -> Result:
 
 
 def measure_lock(setup: Setup, server: LoaderServer) -> Result:
-    """The share of time that the interpreter lock is held, and what follows from it by arithmetic."""
+    """Measure the fraction of time that the interpreter lock is held, and derive the limit of throughput from it."""
     require_repeated(setup)
     cores = _cores()
     numbers = [number for number in (1, 4, 8, 15) if number < cores] or [1]
@@ -84,7 +84,7 @@ def measure_lock(setup: Setup, server: LoaderServer) -> Result:
 
 
 def lock_row(clips: str, number: int, *, held_share: float, clips_per_s: float) -> dict[str, Any]:
-    """A row of the lock's table; the limit is said of one thread, where nobody waits for the lock."""
+    """Return a row of the lock table; the limit is given for one thread, which never waits for the lock."""
     return {
         "clips": clips,
         "threads": number,
@@ -116,12 +116,12 @@ def _row(
 
 
 def ratio(own: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios within each round."""
+    """Return the median of the ratios within each round."""
     return median(one / other for one, other in zip(own, others, strict=True))
 
 
 def decision(name: str, most: int, *, threads: float, ring: float) -> str:
-    """What follows from what `most` threads, and the ring, reach of as many independent processes."""
+    """State what follows from the throughput of `most` threads, and of the ring, relative to processes."""
     if threads >= _ENOUGH:
         return f"{name}: {most} threads reach {threads:.2f} of {most} processes, at least {_ENOUGH}: threads suffice"
     better = "worker processes are worth building" if ring > threads else "this ring would not help"

@@ -1,4 +1,4 @@
-"""Runs the measurements of one part within a number of minutes; each result is on disk before the next one begins.
+"""Runs the measurements of one part within a time limit; each result is on disk before the next one starts.
 
 The JSON file of a part:
 
@@ -6,10 +6,10 @@ The JSON file of a part:
      "measurements": [{"name", "seconds", "rows": [{column: value}], "notes": [text],
                        "targets": [{"what", "figure", "goal", "is_at_most"}],
                        "error": text or null, "skipped": text or null}],
-     "running": name of the measurement that has begun, or null}
+     "running": name of the measurement in progress, or null}
 
-A measurement that fails is recorded with its traceback and the next one begins: one exception must not cost the rest of
-the half hour for which a GPU may be at hand. `benchmarks.gpu.supervised` does the same for a process that ends.
+If a measurement fails, its traceback is recorded and the next one starts: one exception must not waste the rest of
+limited GPU time. `benchmarks.gpu.supervised` does the same for a process that exits.
 """
 
 import gc
@@ -31,18 +31,18 @@ PACKAGES = ("torchvision", "transformers", "xformers", "open_clip_torch", "diffu
 
 
 class DeviceLost(Exception):
-    """An error after which this process can compute nothing more on its GPU; it is written down."""
+    """A recorded error after which this process can no longer use its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all measurements of a part share.
+    """Settings that all measurements of a part share.
 
     Attributes:
-        device: where models run; a CPU in a dry run only.
-        is_dry_run: tiny sizes and one round, to show that the program works; its figures mean nothing.
+        device: device of the models; a CPU in a dry run only.
+        is_dry_run: tiny sizes and one round, to test the program; the figures are meaningless.
         data: the data folder with chunks, latents and text embeddings.
-        scratch: a folder for files that are made on the way.
+        scratch: folder for temporary files.
     """
 
     device: torch.device
@@ -53,11 +53,11 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A figure beside what it should be.
+    """A figure and its target.
 
     Attributes:
-        figure: None where it could not be measured.
-        goal: the least that it should be, or the most.
+        figure: None if it could not be measured.
+        goal: the minimum or maximum.
     """
 
     what: str
@@ -68,10 +68,10 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The figures of one measurement: a table whose columns are the keys of the rows, and notes below it.
+    """The result of one measurement: a table whose columns are the keys of the rows, and notes below it.
 
     Attributes:
-        rows: one that could not be measured has an `error` of one line.
+        rows: one that could not be measured has a one-line `error`.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -81,10 +81,10 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One table to be measured.
+    """One table to measure.
 
     Attributes:
-        estimated_s: how long it takes on a GPU; it is skipped, and said so, where less time is left.
+        estimated_s: duration on a GPU; the measurement is skipped, with a remark, if less time is left.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Measurement:
 
 @dataclass(kw_only=True)
 class Record:
-    """What the file says of one measurement."""
+    """A measurement's record in the file."""
 
     name: str
     seconds: float = 0.0
@@ -114,13 +114,13 @@ def run_part(
     path: Path,
     taken: Sequence[Record] = (),
 ) -> bool:
-    """Takes the measurements in order and writes `path` anew after each.
+    """Run the measurements in order, and rewrite `path` after each.
 
     Args:
-        taken: what another process of the same run has written already; those are not taken again.
+        taken: records already written by another process of the same run, which are not repeated.
 
     Returns:
-        Whether all that were taken succeeded.
+        True if all measurements that were run succeeded.
 
     Raises:
         DeviceLost: an error has left the GPU unusable in this process.
@@ -153,7 +153,7 @@ def run_part(
 
 
 def skip_rest(records: list[Record], measurements: Sequence[Measurement], *, running: str | None) -> None:
-    """Adds records of those that have none: the one that was running, and those after it."""
+    """Add records of the measurements without one: the one that was running, and those after it."""
     taken = {record.name for record in records}
     for one in measurements:
         if one.name not in taken:
@@ -162,20 +162,20 @@ def skip_rest(records: list[Record], measurements: Sequence[Measurement], *, run
 
 
 def write(path: Path, content: dict[str, Any], records: Sequence[Record], *, running: str | None = None) -> None:
-    """Replaces the file."""
+    """Replace the file."""
     whole = {**content, "measurements": [asdict(one) for one in records], "running": running}
     with published(path) as temporary:
         temporary.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def say(part: str, record: Record) -> None:
-    """Tells on stderr how a measurement has ended."""
+    """Report the outcome of a measurement on stderr."""
     outcome = record.skipped or (record.error or "done").strip().splitlines()[-1]
     print(f"{part}: {record.name}: {outcome} ({record.seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException, *, most_chars: int = 300) -> str:
-    """An error's type and message in one line."""
+    """Format an error's type and message on one line."""
     text = " ".join(str(error).split())
     if len(text) > most_chars:
         text = f"{text[: most_chars - 4]} ..."
@@ -194,7 +194,7 @@ def _take(measurement: Measurement, record: Record, setup: Setup) -> None:
 
 
 def _device_error(setup: Setup) -> str | None:
-    """Gives back what the measurement held; why that failed, if so: after an illegal access everything fails."""
+    """Release the memory of a measurement; return the error if this fails, as after an illegal access."""
     if setup.device.type != "cuda":
         return None
     gc.collect()
@@ -222,7 +222,7 @@ def _environment(setup: Setup) -> dict[str, str]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions by distribution; `none` where it is not installed."""
+    """Return versions by distribution; `none` if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

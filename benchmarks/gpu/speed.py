@@ -1,10 +1,10 @@
-"""What the benchmarks promise for a GPU, each way beside its peer, within some minutes.
+"""GPU speed of models and encoders, each compared with its peers, in a few minutes.
 
     python -m benchmarks.gpu.speed --json FILE --data DIR [--minutes 9] [--dry-run]
 
-The most important figures come first. How they come about is in benchmarks/gpu/README.md; `python -m
-benchmarks.gpu.tables` makes a page of FILE. --data is a data folder with chunks and captions, which the count of waits
-trains on. --dry-run runs the same program at tiny sizes on a CPU: its figures mean nothing.
+The most important figures come first. benchmarks/gpu/README.md describes the methods; `python -m
+benchmarks.gpu.tables` formats FILE as a page. --data is a data folder with chunks and captions, used for training when
+synchronizations are counted. --dry-run runs the same program with tiny sizes on a CPU; its figures are meaningless.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from benchmarks.gpu.supervised import run_supervised
 
 
 def _measurement(name: str, module: str, function: str, *, estimated_s: float) -> Measurement:
-    """One whose file is imported when its turn comes: what is not installed costs that measurement only."""
+    """A measurement whose module is imported when it starts, so that a missing dependency affects only this one."""
 
     def measure(setup: Setup) -> Result:
         found: Result = getattr(import_module(f"benchmarks.gpu.{module}"), function)(setup)
@@ -26,7 +26,7 @@ def _measurement(name: str, module: str, function: str, *, estimated_s: float) -
     return Measurement(name=name, measure=measure, estimated_s=estimated_s)
 
 
-# Estimated from FLOPs and from how long imports and compiling take: not measured.
+# Estimated from FLOPs and the duration of imports and compilation, not measured.
 MEASUREMENTS = (
     _measurement("ViT-B/16, 4 frames, training step", "speed_vit", "measure_steps", estimated_s=60),
     _measurement("Attention by shape", "speed_attention", "measure_attention", estimated_s=70),
@@ -44,7 +44,7 @@ MEASUREMENTS = (
 
 
 def main() -> None:
-    """Measures what the command line asks for."""
+    """Run the measurements that the command line asks for."""
     run_program(__doc__, _measure, data_help="data folder to train on")
 
 

@@ -1,6 +1,6 @@
-"""Attention alone, at the shapes that the models have: which implementation is the fastest on this chip.
+"""Attention alone, with the shapes that occur in the models: which implementation is fastest on this GPU.
 
-Shape suffixes: B batch, M queries, N keys, H heads, K width of a head.
+Shape suffixes: B batch, M queries, N keys, H heads, K head dimension.
 """
 
 import re
@@ -26,7 +26,7 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# What the profiler lists beside kernels.
+# Entries that the profiler lists in addition to kernels.
 _NO_KERNELS = ("Activity Buffer", "Lazy Function", "Memcpy", "Memset")
 _MB = 1024**2
 _FORWARD_AND_BACKWARD = 3
@@ -34,11 +34,11 @@ _FORWARD_AND_BACKWARD = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One call of attention.
+    """One attention call.
 
     Attributes:
-        queries: tokens of a sequence; `keys` where they are others.
-        packed: sequences lie one behind the other in one row.
+        queries: sequence length; `keys` if it differs for the keys.
+        packed: sequences are concatenated in one row.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> int:
-        """Of both products; a causal one counts whole, as torch counts it."""
+        """FLOPs of both matrix products; causal attention is counted in full, as torch does."""
         return 4 * self.batch * self.heads * self.queries * (self.keys or self.queries) * self.width
 
 
@@ -71,7 +71,7 @@ SHAPES = (
 
 
 def measure_attention(setup: Setup) -> Result:
-    """A row for each shape and precision: forward and backward pass of every implementation."""
+    """Return a row for each shape and precision: forward and backward pass of every implementation."""
     rows = []
     failures: dict[str, list[str]] = {}
     for precision, dtype in PRECISIONS.items():
@@ -108,7 +108,7 @@ def measure_attention(setup: Setup) -> Result:
 
 
 def attentions(setup: Setup) -> dict[str, Callable[[], Attend]]:
-    """Every implementation that could work on a device, each opened when it is called."""
+    """Return every implementation that may work on a device, each opened on call."""
     kind = setup.device.type
     found: dict[str, Callable[[], Attend]] = {
         AUTO: lambda: open_attention("auto", device_type=kind).attend,
@@ -122,7 +122,7 @@ def attentions(setup: Setup) -> dict[str, Callable[[], Attend]]:
 
 
 def _forced(backend: SDPBackend) -> Attend:
-    """SDPA that may take one backend alone: where that cannot compute something, it raises a RuntimeError."""
+    """SDPA restricted to one backend; it raises a RuntimeError for unsupported inputs."""
 
     def attend(
         q_BMHK: torch.Tensor,
@@ -150,7 +150,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
     }
     taken = take_turns(openings, setup, num_steps=10)
     times = {name: one.median_s for name, one in taken.items() if one.median_s is not None}
-    # What people would choose between; the formula is there to compare.
+    # The practical choices; the plain formula is only for comparison.
     fastest = min((name for name in times if name != AUTO), key=lambda name: times[name], default=None)
     slowdown = None if fastest is None else faster_than(taken, fastest, AUTO)
     best = Taken() if fastest is None else taken[fastest]
@@ -170,7 +170,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
 
 
 class _Calls:
-    """Calls of attention on queries, keys and values that lie in one tensor, side by side, as a model's do."""
+    """Attention calls on queries, keys and values that are slices of one tensor, as in a model."""
 
     def __init__(self, shape: Shape, *, device: torch.device, dtype: torch.dtype) -> None:
         self._causal, self._device = shape.causal, device
@@ -193,7 +193,7 @@ class _Calls:
         torch.autograd.grad(self.forward(attend), (self._q, self._k, self._v), self._gradient)
 
     def what_ran(self, opens: Callable[[], Attend]) -> str:
-        """Names of the attention's operators, and of the longest kernel of a forward pass."""
+        """Return the names of the attention operators, and of the longest kernel of a forward pass."""
         attend, seen = opens(), _Operators()
         try:
             with seen:
@@ -220,7 +220,7 @@ class _Calls:
 
 
 class _Operators(TorchDispatchMode):
-    """Writes down which operators of attention are called."""
+    """Records which attention operators are called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What follows the towers: contrastive losses beside open_clip's, and decoding beside transformers' `generate`."""
+"""Stages after the towers: contrastive losses compared with open_clip's, and decoding with transformers' `generate`."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,12 +16,12 @@ from train.tasks.caption.settings import DecodingSettings, max_tokens_of
 
 _PAIRS, _WIDTH, _CAPTIONS = 2048, 512, 32
 _FASTCLIP = "fastclip-v3"
-# The similarities of all pairs, and a product for the gradient of each side.
+# The similarity matrix, and one product for the gradient of each side.
 _PRODUCTS = 3
 
 
 def measure_losses(setup: Setup) -> Result:
-    """From embeddings to their gradients."""
+    """Measure the time from embeddings to their gradients."""
     pairs, width = (32, 8) if setup.is_dry_run else (_PAIRS, _WIDTH)
     num_flops = _PRODUCTS * 2 * pairs * pairs * width
     openings: dict[str, Opening] = {
@@ -49,7 +49,7 @@ def measure_losses(setup: Setup) -> Result:
 
 
 def measure_decoding(setup: Setup) -> Result:
-    """Captions of clips that are encoded already, with as many tokens as may be."""
+    """Measure captioning of clips encoded in advance, with the maximum number of tokens."""
     shape = shape_of(setup)
     ours, theirs = opened_captioners(setup)
     num_captions = 2 if setup.is_dry_run else _CAPTIONS

@@ -1,4 +1,4 @@
-"""VideoMAE-B, TimeSformer-B and the text tower: forward and backward passes beside transformers' and open_clip's."""
+"""Forward and backward passes of VideoMAE-B, TimeSformer-B and the text tower, compared with other libraries."""
 
 from functools import partial
 
@@ -17,13 +17,13 @@ from benchmarks.text_tower import SETS, captions, check_equal, text_towers
 from benchmarks.text_tower import take as take_text
 from train.models.attention import open_attention
 
-_CLOSE = 1e-3  # of losses, in bfloat16
+_CLOSE = 1e-3  # tolerance of the losses in bfloat16
 _CLIPS, _TIMESFORMER_CLIPS, _CAPTIONS = 32, 16, 256
 PACKED, PADDED, OPEN_CLIP, SHORT = "packed", "padded", "open_clip", "12 tokens"
 
 
 def measure_videomae(setup: Setup) -> Result:
-    """VideoMAE's pre-training beside VideoMAEForPreTraining with SDPA: the same weights, clips and masks."""
+    """Compare VideoMAE pre-training with VideoMAEForPreTraining with SDPA: same weights, clips and masks."""
     device = setup.device
     image_px, batch = (32, 1) if setup.is_dry_run else (224, _CLIPS)
     ours = OurSteps(
@@ -55,7 +55,7 @@ def measure_videomae(setup: Setup) -> Result:
 
 
 def measure_timesformer(setup: Setup) -> Result:
-    """TimeSformer beside TimesformerModel: the same weights and clips."""
+    """Compare TimeSformer with TimesformerModel: same weights and clips."""
     shape: Shape = shape_of(setup)
     batch = 1 if setup.is_dry_run else _TIMESFORMER_CLIPS
     ours, theirs = opened_captioners(setup)
@@ -84,7 +84,7 @@ def measure_timesformer(setup: Setup) -> Result:
 
 
 def measure_text(setup: Setup) -> Result:
-    """The text tower on captions of different lengths: packed, padded, open_clip's."""
+    """Compare packed, padded and open_clip's text towers on captions of different lengths."""
     device = setup.device
     num_captions = 4 if setup.is_dry_run else _CAPTIONS
     attention = open_attention("auto", device_type=device.type)
@@ -115,7 +115,7 @@ def _text_way(tower: nn.Module, tokens: torch.Tensor) -> Way:
 
 
 def _forget_gradients(*models: nn.Module) -> None:
-    """So that they count for the way that makes them."""
+    """Clear the gradients, so that they are attributed to the variant that computes them."""
     for model in models:
         model.zero_grad(set_to_none=True)
 

@@ -1,7 +1,7 @@
-"""ViT-B/16 on clips of 4 frames: training steps by attention, checkpointed, compiled, beside open_clip's ViT-B-16.
+"""ViT-B/16 on clips of 4 frames: training steps by attention, checkpointed and compiled, and with open_clip.
 
-The steps are those of `benchmarks.vit_steps`: bf16 autocast, forward and backward pass, fused AdamW, clips that are on
-the GPU already.
+The steps are those of `benchmarks.vit_steps`: bf16 autocast, forward and backward pass, fused AdamW, with clips
+already on the GPU.
 """
 
 import math
@@ -21,7 +21,7 @@ from benchmarks.vit_steps import Way as TowerWay
 from train.models.attention import open_attention
 
 AUTO, CHECKPOINTED, OPEN_CLIP_CHECKPOINTED = "auto", "auto, checkpointed", "open_clip, checkpointed"
-_MEMORY_GB = 24.0  # of the GPUs of AVION's paper
+_MEMORY_GB = 24.0  # the GPUs in AVION's paper
 _CLIPS, _FEW_CLIPS, _ROOMY_GB = 32, 8, 64
 _OTHERS = {
     CHECKPOINTED: TowerWay(checkpoints=True),
@@ -31,7 +31,7 @@ _OTHERS = {
 
 
 def measure_steps(setup: Setup) -> Result:
-    """Every attention, and open_clip, at one batch."""
+    """Compare every attention, and open_clip, with the same batch size."""
     tower, num_clips = _tower(setup), _num_clips(setup)
     openings: dict[str, Opening] = {
         name: partial(_opened_with, opens, tower, num_clips) for name, opens in attentions(setup).items()
@@ -53,7 +53,7 @@ def measure_steps(setup: Setup) -> Result:
 
 
 def measure_compiled(setup: Setup) -> Result:
-    """Compiled or not."""
+    """Compare compiled and eager models."""
     tower, num_clips = _tower(setup), _num_clips(setup)
     ways = {
         "sdpa, compiled": TowerWay(compiles=True),
@@ -68,7 +68,7 @@ def measure_compiled(setup: Setup) -> Result:
 
 
 def measure_largest(setup: Setup) -> Result:
-    """The largest batch in 24 GB, and the throughput at three quarters of it, each way alone in memory."""
+    """Measure the largest batch in 24 GB, and the throughput at three quarters of it, one variant at a time."""
     tower = _tower(setup)
     ways = {NAIVE: TowerWay(attention="naive"), AUTO: TowerWay(), **_OTHERS}
     largest: dict[str, int] = {}

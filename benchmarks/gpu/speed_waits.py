@@ -1,7 +1,7 @@
-"""How often the host waits for the device in a step of each task, through the training loop that runs use.
+"""Number of host-device synchronizations per step of each task, counted in the real training loop.
 
-On a GPU torch warns of every operation that waits (`torch.cuda.set_sync_debug_mode`), and waiting for an event or a
-stream is counted beside it; on a CPU, where nothing waits, every number that is read out of a tensor is counted.
+On a GPU torch warns of every synchronizing operation (`torch.cuda.set_sync_debug_mode`), and waits for events and
+streams are counted in addition. On a CPU, which never synchronizes, reads of a number from a tensor are counted.
 """
 
 import sys
@@ -47,7 +47,7 @@ _TINY = {"model": "tiny", "num_frames": 2, "size_px": 32, "batch": 4, "workers":
 
 
 def measure_waits(setup: Setup) -> Result:
-    """A row for each task and precision."""
+    """Return a row for each task and precision."""
     num_steps = _DRY_STEPS if setup.is_dry_run else _STEPS
     precisions = ["fp32"] if setup.is_dry_run else ["bf16", "fp16"]
     rows: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def measure_waits(setup: Setup) -> Result:
 
 
 class Waits:
-    """Counts of waits by place, in the steps that count."""
+    """Number of waits by source line, in the counted steps."""
 
     def __init__(self) -> None:
         self.operations: Counter[str] = Counter()
@@ -90,18 +90,18 @@ class Waits:
         self._thread = threading.get_ident()
 
     def add(self, counts: "Counter[str]") -> None:
-        """One wait, of whoever calls in the thread that trains."""
+        """Count one wait, attributed to the caller in the training thread."""
         if self.is_counting and threading.get_ident() == self._thread:
             counts[_place()] += 1
 
     def a_step(self, num_steps: int) -> dict[str, float]:
-        """Numbers of a row."""
+        """Return the numbers of a row."""
         counted = num_steps - _WARM_STEPS
         operations, events = self.operations.total() / counted, self.events.total() / counted
         return {"waits a step": operations + events, "by operations": operations, "for events": events}
 
     def described(self, num_steps: int) -> str:
-        """The places, with how often a step."""
+        """List the source lines with their number of waits per step."""
         counted = num_steps - _WARM_STEPS
         found = (self.operations + self.events).most_common(_MOST_PLACES)
         return ", ".join(f"{place} x {count / counted:.2g}" for place, count in found) or "none"
@@ -109,7 +109,7 @@ class Waits:
 
 @contextmanager
 def counted(waits: Waits, device: torch.device) -> Iterator[None]:
-    """Counts the waits within."""
+    """Context manager that counts waits."""
     with ExitStack() as held:
         if device.type != "cuda":
             held.enter_context(_Reads(waits))
@@ -135,7 +135,7 @@ def counted(waits: Waits, device: torch.device) -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):
-    """Counts the numbers that are read out of tensors."""
+    """Counts the numbers that are read from tensors."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def _counting(wait: Callable[..., Any], waits: Waits) -> Callable[..., Any]:
 
 
 def _place() -> str:
-    """The innermost line of the project that is being run, this file left out."""
+    """Return the innermost source line of the project on the stack, except in this file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -178,7 +178,7 @@ def _tasks(setup: Setup) -> dict[str, tuple[Callable[..., Any], ClipSettings]]:
 
 
 def _label(data: Path) -> str:
-    """A label that the captions have; where they have none, the task's own error tells so."""
+    """Return a label column of the captions; if there is none, the task's own error explains it."""
     labels = [name for name in read_captions(data).column_names if name.startswith(LABEL_PREFIX)]
     return labels[0].removeprefix(LABEL_PREFIX) if labels else ClassifySettings.label
 
@@ -198,7 +198,7 @@ def _waits(make_task: Callable[..., Any], settings: ClipSettings, setup: Setup) 
 
             def after_step(step: Step) -> None:
                 after(step)
-                # From the end of one step to the end of the last, whatever of a step is done in the next.
+                # From the end of one step to the end of the last, so that work deferred to the next step is included.
                 waits.is_counting = _WARM_STEPS <= step.number < settings.steps
 
             objective.after_step = after_step  # type: ignore[method-assign]

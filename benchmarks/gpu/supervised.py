@@ -1,7 +1,7 @@
-"""Runs a part in a process of its own, and begins another for the rest when that one ends or does not go on.
+"""Runs a part in a separate process, and starts another for the rest if it exits or hangs.
 
-An illegal memory access leaves a process without its GPU, a kernel that was built for another torch may end it, and a
-compiler may hang. The measurement during which that happened is recorded as failed, and those after it are taken.
+After an illegal memory access a process can no longer use its GPU, a kernel built for another version of torch may
+crash it, and a compiler may hang. The measurement in progress is then recorded as failed, and the remaining ones run.
 """
 
 import json
@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.gpu.parts import DeviceLost, Measurement, Record, Setup, run_part, say, skip_rest, write
 
-# Of the process that measures: when the part's time is over, in seconds since the epoch.
+# Set for the measuring process: the end of the part's time, in seconds since the epoch.
 _ENDS = "CLIPMILL_PART_ENDS"
 _LOST_STATUS = 3
 _LOOKS_EVERY_S = 0.5
-_SLOWER = 3.0  # times as long as estimated, and a measurement is given up
+_SLOWER = 3.0  # a measurement is aborted after this multiple of its estimated time
 _LEAST_S = 90.0
-_GRACE_S = 10.0  # after the part's time is over; less than the kit gives a part (scripts/gpu_kit/parts.py)
+_GRACE_S = 10.0  # after the end of the part's time; shorter than the kit's own grace period (scripts/gpu_kit/parts.py)
 
 
 def run_supervised(
@@ -34,13 +34,13 @@ def run_supervised(
     minutes: float,
     path: Path,
 ) -> bool:
-    """`run_part`, by this program started once more with the same arguments; in this process where it is a dry run.
+    """Call `run_part` in a new process of this program with the same arguments; a dry run stays in this process.
 
     Args:
-        setup: called in the process that measures, so that no other one holds the GPU.
+        setup: called in the measuring process, so that no other process uses the GPU.
 
     Returns:
-        Whether all that were taken succeeded.
+        True if all measurements that were run succeeded.
     """
     if is_dry_run:
         return run_part(part, measurements, setup=setup(), minutes=minutes, path=path)
@@ -51,7 +51,7 @@ def run_supervised(
             return run_part(part, measurements, setup=setup(), minutes=minutes_left, path=path, taken=taken)
         except DeviceLost as lost:
             print(f"{part}: the GPU is lost for this process: {lost}", file=sys.stderr, flush=True)
-            os._exit(_LOST_STATUS)  # destructors would ask the GPU for something
+            os._exit(_LOST_STATUS)  # destructors would access the GPU
     path.unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, _end)
     return _supervise(part, measurements, path=path, ends_s=time.time() + 60 * minutes)
@@ -60,7 +60,7 @@ def run_supervised(
 def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, ends_s: float) -> bool:
     limits_s = {one.name: max(_LEAST_S, _SLOWER * one.estimated_s) for one in measurements}
     environment = {**os.environ, _ENDS: str(ends_s)}
-    # At most one process for each measurement, whatever ends them.
+    # At most one process per measurement, whatever terminates them.
     for _ in measurements:
         try:
             why, status = _watched(environment, path, limits_s=limits_s, ends_s=ends_s)
@@ -93,11 +93,11 @@ def _supervise(part: str, measurements: Sequence[Measurement], *, path: Path, en
 
 
 class _TimeIsOver(Exception):
-    """The part's time is over, and a measurement is not."""
+    """The part's time is over during a measurement."""
 
 
 def _cut(part: str, measurements: Sequence[Measurement], *, path: Path) -> bool:
-    """Writes down what was running and what has not begun; False where there is no file yet."""
+    """Record the measurement in progress and those not started; return False if there is no file yet."""
     content = _read(path)
     if not content:
         return False
@@ -113,10 +113,10 @@ def _cut(part: str, measurements: Sequence[Measurement], *, path: Path) -> bool:
 def _watched(
     environment: dict[str, str], path: Path, *, limits_s: dict[str, float], ends_s: float
 ) -> tuple[str | None, int]:
-    """Runs this program once more; why it ended before its work was done, if so, and its status.
+    """Run this program in a new process; return why it exited early (None if it did not) and its exit status.
 
     Raises:
-        _TimeIsOver: it was ended because the time was over.
+        _TimeIsOver: the process was terminated because the time was over.
     """
     process = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment, start_new_session=True)
     since_s, running = time.monotonic(), None

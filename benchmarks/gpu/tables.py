@@ -1,9 +1,9 @@
-"""Writes what was measured on one GPU as a page: the environment, targets beside figures, every table, every failure.
+"""Writes the results of one GPU as a page: the environment, targets and figures, all tables, and all failures.
 
     python -m benchmarks.gpu.tables OUT
 
-Reads correctness.xml, speed.json and feeding.json of OUT, whichever are there, and writes OUT/<chip>.md: nvidia-h200.md
-for one, and dry-run.md after a dry run.
+Reads correctness.xml, speed.json and feeding.json in OUT, as far as they exist, and writes OUT/<chip>.md, for example
+nvidia-h200.md; dry-run.md after a dry run.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _MOST_CHARS = 400
 
 
 def main() -> None:
-    """Writes the page and prints where it is."""
+    """Write the page and print its path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder with the results of the parts")
     arguments = parser.parse_args()
@@ -32,10 +32,10 @@ def main() -> None:
 
 
 def write_page(out: Path) -> Path:
-    """Writes the page of the results in `out`.
+    """Write the page of the results in `out`.
 
     Raises:
-        UserError: there are none, or a file is damaged.
+        UserError: there are no results, or a file is damaged.
     """
     parts = {name: _read(out / name) for name in (SPEED, FEEDING) if (out / name).is_file()}
     xml = out / CORRECTNESS
@@ -134,7 +134,7 @@ def _measurement_lines(measurement: Mapping[str, Any]) -> list[str]:
 
 
 def _correctness_lines(path: Path) -> list[str]:
-    """Counts, what failed and what was skipped by name, and what the tests recorded."""
+    """Return counts, failed and skipped tests by name, and the records of the tests."""
     if not path.is_file():
         return ["Not measured."]
     try:
@@ -167,7 +167,7 @@ def _test_name(case: ElementTree.Element) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table with the columns of all rows, those without a value in any row left out."""
+    """Format a Markdown table with the columns of all rows, except columns without any value."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
@@ -175,7 +175,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def cell(value: object) -> str:
-    """A value as a table has it: three digits or more of a number, nothing for None."""
+    """Format a table cell: at least three digits of a number, and an empty cell for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Ways to do the same work side by side: times in turns, peak memory, FLOPs. A way that fails costs its row alone."""
+"""Comparison of implementations of the same work: times in turns, peak memory and FLOPs."""
 
 import gc
 import statistics
@@ -20,12 +20,12 @@ _WARM_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way, ready to be taken.
+    """One implementation, ready to run.
 
     Attributes:
         step: one unit of the work.
-        model: whose forward passes with gradients are the FLOPs of a step, three times over (train.engine.throughput).
-        num_flops: those of a step, where no model's training is measured.
+        model: model whose forward FLOPs, times three, are the FLOPs of a step (train.engine.throughput).
+        num_flops: FLOPs of a step, if no model is trained.
     """
 
     step: Callable[[], object]
@@ -38,11 +38,11 @@ Opening = Callable[[], Way]
 
 @dataclass(kw_only=True)
 class Taken:
-    """What came out for one way.
+    """The measurements of one implementation.
 
     Attributes:
-        seconds: of a step, one a round.
-        peak_bytes: the most that it held, weights and optimizer among it; None on a CPU.
+        seconds: of a step, one value per round.
+        peak_bytes: peak memory, including weights and optimizer; None on a CPU.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -52,14 +52,14 @@ class Taken:
 
     @property
     def median_s(self) -> float | None:
-        """Of the rounds; None where the way failed."""
+        """Median over the rounds in seconds; None if it failed."""
         return statistics.median(self.seconds) if self.seconds and self.error is None else None
 
 
 def take_turns(
     openings: Mapping[str, Opening], setup: Setup, *, num_rounds: int = 5, num_steps: int = 5
 ) -> dict[str, Taken]:
-    """Opens all ways, which stay in memory side by side, then times each once a round, `num_steps` steps at a time."""
+    """Open all implementations, keep them in memory together, and time each once per round for `num_steps` steps."""
     if setup.is_dry_run:
         num_rounds = num_steps = 1
     taken = {name: Taken() for name in openings}
@@ -85,12 +85,12 @@ def rows_of(
     beside: Sequence[str],
     precision: str = "bf16",
 ) -> list[dict[str, Any]]:
-    """A row for each way.
+    """Return a row for each implementation.
 
     Args:
-        items: how many of `unit` a step has.
-        beside: ways whose speed the others' is divided by.
-        precision: of the products, for the share of the chip's peak.
+        items: number of `unit` per step.
+        beside: implementations that the others are compared with.
+        precision: precision of the matrix products, for the fraction of the GPU's peak.
     """
     rows = []
     for name, one in taken.items():
@@ -111,7 +111,7 @@ def rows_of(
 
 
 def faster_than(taken: Mapping[str, Taken], name: str, other: str) -> float | None:
-    """How many times as fast one way is as another, as the median over the rounds; None where one of them failed."""
+    """Return the median speed-up of one implementation over another; None if one of them failed."""
     if other not in taken or taken[name].median_s is None or taken[other].median_s is None:
         return None
     pairs = zip(taken[other].seconds, taken[name].seconds, strict=True)
@@ -121,7 +121,7 @@ def faster_than(taken: Mapping[str, Taken], name: str, other: str) -> float | No
 def flops_columns(
     num_flops: int | None, seconds: float | None, setup: Setup, *, precision: str
 ) -> dict[str, float | str | None]:
-    """TFLOP/s of a model and their share of what the chip is made for, where that is known."""
+    """Return the TFLOP/s of a model, and the fraction of the GPU's peak if known."""
     if not num_flops or not seconds:
         return {"TFLOP/s": None, "MFU": None}
     rate = num_flops / seconds
@@ -132,7 +132,7 @@ def flops_columns(
 
 
 def release() -> None:
-    """Gives back the GPU's memory that nothing uses any more."""
+    """Release unused GPU memory."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
@@ -147,7 +147,7 @@ def _surviving(taken: Taken, device: torch.device) -> Iterator[None]:
     if taken.error is not None:
         release()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # raises where the device is lost for the other ways too
+            torch.cuda.synchronize(device)  # raises if the device is lost for the other implementations too
 
 
 def _opened(opening: Opening, taken: Taken, setup: Setup) -> Way:
@@ -169,5 +169,5 @@ def _opened(opening: Opening, taken: Taken, setup: Setup) -> Way:
         torch.cuda.synchronize(setup.device)
         taken.peak_bytes = torch.cuda.max_memory_allocated(setup.device) - before
     if way.model is not None:
-        way.model.zero_grad(set_to_none=True)  # the next way may be of the same model
+        way.model.zero_grad(set_to_none=True)  # the next implementation may share the model
     return way

@@ -1,1 +1,1 @@
-"""The ways to load latents that `benchmarks.latents` compares: one program each, in a Python of its own."""
+"""The latent loaders compared by `benchmarks.latents`: one program each, possibly in its own Python environment."""

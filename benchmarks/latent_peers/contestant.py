@@ -1,12 +1,12 @@
-"""What every way has in common: a process that stays alive and answers requests, one JSON object a line each.
+"""The server loop shared by all loaders: a persistent process that answers requests, one JSON object per line.
 
-    {"do": "make"}                       make the set in this way's own format, unless it is there
-    {"do": "open", "batch": 32}          get ready: workers, buffers
+    {"do": "make"}                       create the data set in this loader's format, unless it exists
+    {"do": "open", "batch": 32}          start workers, allocate buffers
     {"do": "check"}                      one epoch, untimed: {"num_distinct": 5000, "digest": "..."}
-    {"do": "time", "at_least_s": 0.5}    whole epochs for so long: {"num_segments": ..., "seconds": ...}
-    {"do": "close"}                      end workers, give buffers back
+    {"do": "time", "at_least_s": 0.5}    whole epochs for at least this time: {"num_segments": ..., "seconds": ...}
+    {"do": "close"}                      stop workers, release buffers
 
-The time of an epoch runs from asking for its first batch, so it holds the making of its order, to the end of its last.
+An epoch is timed from the request for its first batch, so that shuffling is included, to the end of its last batch.
 """
 
 import argparse
@@ -22,30 +22,30 @@ Batches = Iterator[tuple[Any, Any]]
 
 
 class Way(Protocol):
-    """One way to load the set, ready for one batch size."""
+    """A loader of the data set, opened with one batch size."""
 
     def epoch(self, number: int) -> Batches:
-        """Every segment once, shuffled: (latents [b, 20, 4, 32, 32], text [b, 512]), good until the next batch."""
+        """Yield every segment once, shuffled: latents [b, 20, 4, 32, 32] and text [b, 512], valid until the next."""
         ...
 
     def close(self) -> None:
-        """Ends what runs beside it."""
+        """Stop background workers."""
         ...
 
 
 Make = Callable[[SegmentSet, Path], None]
-Open = Callable[[Path, SegmentSet, int], Way]  # (its own folder, the set, batch size)
+Open = Callable[[Path, SegmentSet, int], Way]  # (its own folder, the data set, batch size)
 
 
 class NothingToClose:
-    """Of a way that starts nothing."""
+    """Mixin for loaders that start no workers."""
 
     def close(self) -> None:
         """Does nothing."""
 
 
 def serve(make: Make, open_way: Open) -> None:
-    """Answers requests until there are no more; the program's arguments are the set's folder and this way's own."""
+    """Answer requests until the input ends; program arguments: the folders of the data set and of this loader."""
     parser = argparse.ArgumentParser()
     parser.add_argument("set_folder", type=Path)
     parser.add_argument("own_folder", type=Path)

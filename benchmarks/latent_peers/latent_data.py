@@ -1,10 +1,10 @@
-"""The set as clipmill's columns, as `prep latents` and `prep text` leave them, without encoding anything.
+"""The data set as clipmill's columns, in the form written by `prep latents` and `prep text`, without encoding.
 
-Chunks of 15 s hold 60 frames, so three segments each; what is left of a video is a shorter chunk at its end. Segments
-stay whole: 50 segments of a video are 16 chunks of 60 frames and one of 40. One caption a video, over its whole length.
+Chunks of 15 s hold 60 frames, so three segments each; the rest of a video is a shorter last chunk. Segments are not
+split: 50 segments of a video are 16 chunks of 60 frames and one of 40. Each video has one caption for its whole length.
 
-A set several times as large repeats the latents: each copy has videos, keys, indexes and commits of its own, but its
-tars are hard links to those of the first. To a loader they are other files; to the disk they cost nothing.
+A data set several times as large repeats the latents: each copy has its own videos, keys, indexes and commits, but its
+tars are hard links to those of the first copy. A loader sees different files, which take no additional disk space.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _LATENTS_VARIANT, _TEXT_VARIANT = "made-0a0a0a0a", "made-0b0b0b0b"
 
 
 def write_columns(data: Path, segments: SegmentSet, *, num_copies: int = 1) -> int:
-    """Writes manifest, latents and text of the set, `num_copies` times; gives the number of chunks."""
+    """Write manifest, latents and text of the data set `num_copies` times; return the number of chunks."""
     lengths = np.bincount(segments.video_of_segment)
     captions = _write_manifest(data, lengths=lengths, num_copies=num_copies)
     _write_text(data, segments, captions=captions, num_copies=num_copies)
@@ -80,7 +80,7 @@ def _video_id(video: int, *, copy: int) -> str:
 
 
 def _write_manifest(data: Path, *, lengths: np.ndarray, num_copies: int) -> pa.Table:
-    """The manifest of the set; gives its captions, one a video, in the videos' order."""
+    """Write the manifest of the data set; return its captions, one per video, in the order of the videos."""
     names = pa.array([_video_id(video, copy=copy) for copy in range(num_copies) for video in range(len(lengths))])
     texts = pa.array([f"what video {number} shows" for number in range(len(names))])
     splits, sources = (pa.array([word] * len(names)) for word in (SPLIT, "made"))
@@ -116,7 +116,7 @@ def _write_text(data: Path, segments: SegmentSet, *, captions: pa.Table, num_cop
 
 
 def _chunks(segments: SegmentSet, lengths: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(video, first segment, segment after the last) of every chunk."""
+    """Yield (video, first segment, segment after the last) of every chunk."""
     begin = 0
     for video, length in enumerate(lengths.tolist()):
         for first in range(begin, begin + length, _SEGMENTS_PER_CHUNK):
@@ -146,7 +146,7 @@ def _latents_sample(segments: SegmentSet, video: int, first: int, end: int) -> S
 
 
 def _linked(folder: Path, files: ShardFiles, *, shard_id: int, copy: int) -> ShardFiles:
-    """The shard again, its samples under other names."""
+    """Link a shard again, with its samples under other keys."""
     name = ShardName(shard_id, _FINGERPRINT)
     os.link(folder / files.tar, folder / name.tar)
     os.link(folder / files.energon_index, folder / name.energon_index)

@@ -1,6 +1,6 @@
-"""clipmill's LatentLoader on clipmill's columns, with its settings as they are by default.
+"""clipmill's LatentLoader on clipmill's columns, with its default settings.
 
-With `--first-visits` every epoch is like the first one of a process: all records are compared with their checksums.
+With `--first-visits` every epoch is like the first one of a process: the checksums of all records are verified.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from benchmarks.latent_peers.segment_set import SegmentSet
 
 
 class OurLoader(NothingToClose):
-    """Its batches go on without end, as in training: an epoch may end within one, whose rest begins the next."""
+    """Endless batches, as in training: an epoch may end within a batch, whose rest begins the next epoch."""
 
     def __init__(self, data: Path, batch: int) -> None:
         from train.data.latents.loader import LatentLoader
@@ -23,7 +23,7 @@ class OurLoader(NothingToClose):
         self._rest: tuple[Any, Any] | None = None
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`; the loader knows which epoch it is in."""
+        """See `Way.epoch`; the loader itself counts the epochs."""
         left = len(self._loader)
         while left:
             if self._rest is not None:
@@ -40,10 +40,10 @@ class OurLoader(NothingToClose):
 
 
 class FirstVisits(OurLoader):
-    """Begins each epoch anew, knowing nothing of the records: opening the columns again would be timed too."""
+    """Starts each epoch with all records unverified, without the cost of opening the columns again."""
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
+        """See `Way.epoch`."""
         from train.data.latents.filling import Checksums
 
         self._loader._checksums = Checksums(self._loader.samples)
@@ -52,12 +52,12 @@ class FirstVisits(OurLoader):
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Writes the columns."""
+    """Write the columns."""
     write_columns(folder, segments)
 
 
 def main() -> None:
-    """Serves the way that the command line names."""
+    """Answer requests for the loader named in the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--first-visits", action="store_true")
     kind = FirstVisits if parser.parse_known_args()[0].first_visits else OurLoader

@@ -1,4 +1,4 @@
-"""litdata's chunks, its shuffle and its data loader without worker processes."""
+"""litdata's chunks, shuffling and data loader, without worker processes."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks.latent_peers.segment_set import SegmentSet, open_segment_set
 
 
 class LitdataChunks(NothingToClose):
-    """A StreamingDataLoader; every pass over it is an epoch with an order of its own."""
+    """A StreamingDataLoader; every pass over it is an epoch with a new order."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         from litdata import StreamingDataLoader, StreamingDataset
@@ -18,13 +18,13 @@ class LitdataChunks(NothingToClose):
         self._loader = StreamingDataLoader(dataset, batch_size=batch, num_workers=0)
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
+        """See `Way.epoch`."""
         for batch in self._loader:
             yield batch["latents"], batch["text"]
 
 
 class Sample:
-    """Gives one segment; litdata calls it in a process of its own."""
+    """Returns one segment; litdata calls it in a separate process."""
 
     def __init__(self, set_folder: Path) -> None:
         self._set_folder = set_folder
@@ -39,7 +39,7 @@ class Sample:
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Writes the chunks, of the 64 MB that litdata has by default."""
+    """Write chunks of 64 MB, litdata's default."""
     from litdata import optimize
 
     set_folder = Path(segments.latents.filename).parent  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
 
 
 def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
-    """Opens the chunks."""
+    """Open the chunks."""
     return LitdataChunks(folder, batch)
 
 

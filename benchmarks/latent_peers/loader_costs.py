@@ -1,8 +1,8 @@
-"""What a LatentLoader costs beside its time: memory after an epoch, and jumps. A program that prints one JSON object.
+"""Memory of a LatentLoader after an epoch, and time of seeking to a position. Prints one JSON object.
 
     python -m benchmarks.latent_peers.loader_costs DATA
 
-A process of its own, because memory that was used before would count.
+It runs as a separate process, because memory used before would be counted.
 """
 
 import json
@@ -23,7 +23,7 @@ NUM_JUMPS = 1000
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind."""
+    """Return the anonymous (not file-backed) memory of this process in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
@@ -31,7 +31,7 @@ def anonymous_bytes() -> int:
 
 
 def measure(data: Path) -> dict[str, Any]:
-    """Anonymous memory before the loader is made, and after an epoch; then what jumps take."""
+    """Measure anonymous memory before the loader is created and after an epoch, and then the time of seeks."""
     import torch  # noqa: F401 - the memory of libraries is not the loader's
 
     from train.data.latents.loader import LatentLoader
@@ -60,7 +60,7 @@ def measure(data: Path) -> dict[str, Any]:
 
 
 def jumps_ms(jump: Callable[[int], object]) -> tuple[float, float]:
-    """Median and worst milliseconds of jumps to random positions below a billion."""
+    """Return median and maximum milliseconds of seeks to random positions below a billion."""
     costs = []
     for position in np.random.default_rng(0).integers(BILLION, size=NUM_JUMPS).tolist():
         begin_s = time.perf_counter()

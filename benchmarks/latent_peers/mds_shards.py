@@ -1,4 +1,4 @@
-"""mosaicml-streaming: MDS shards on the local disk, its shuffle, torch's data loader without worker processes."""
+"""mosaicml-streaming: local MDS shards, its shuffling, and torch's data loader without worker processes."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ COLUMNS = {
 
 
 class MdsShards(NothingToClose):
-    """A DataLoader over a StreamingDataset; every pass over it is an epoch with an order of its own."""
+    """A DataLoader over a StreamingDataset; every pass over it is an epoch with a new order."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         from streaming import StreamingDataset
@@ -22,13 +22,13 @@ class MdsShards(NothingToClose):
         self._loader = DataLoader(dataset, batch_size=batch, num_workers=0)
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
+        """See `Way.epoch`."""
         for batch in self._loader:
             yield batch["latents"], batch["text"]
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Writes the shards, of the 64 MB that the library has by default."""
+    """Write shards of 64 MB, the library's default."""
     from streaming import MDSWriter
 
     with MDSWriter(out=str(folder), columns=COLUMNS) as writer:
@@ -38,7 +38,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
 
 
 def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
-    """Opens the shards; what a killed process left in shared memory goes first."""
+    """Open the shards, after removing what a killed process left in shared memory."""
     from streaming.base.util import clean_stale_shared_memory
 
     clean_stale_shared_memory()

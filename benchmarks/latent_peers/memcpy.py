@@ -1,7 +1,7 @@
-"""The floor: the C library's memcpy of the same bytes into a ring of buffers, segment by segment in shuffled order.
+"""Lower bound: the C library's memcpy of the same bytes into a ring of buffers, by segment in shuffled order.
 
-The source is the mapped set, whose pages are all in memory; one thread. The ring has as many buffers as the
-LatentLoader's, so that no cache serves one way better than the other.
+The source is the memory-mapped data set, with all its pages in memory; one thread. The ring has as many buffers as the
+LatentLoader's, so that neither benefits more from CPU caches.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _TEXT_BYTES = 2 * TEXT_WIDTH
 
 
 class Memcpy(NothingToClose):
-    """One call a segment, and one for its text."""
+    """One call per segment, and one for its text."""
 
     def __init__(self, segments: SegmentSet, batch: int) -> None:
         self._segments, self._batch = segments, batch
@@ -25,7 +25,7 @@ class Memcpy(NothingToClose):
         self._text = np.empty((RING_BATCHES, batch, TEXT_WIDTH), np.float16)
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
+        """See `Way.epoch`."""
         memcpy = ctypes.CDLL(None).memcpy
         memcpy.argtypes, memcpy.restype = [ctypes.c_size_t] * 3, None
         ids = self._segments.shuffled(number)
@@ -45,16 +45,16 @@ class Memcpy(NothingToClose):
 
 
 def address_of(array: np.ndarray) -> int:
-    """Where its first byte lies."""
+    """Return the address of an array's first byte."""
     return array.__array_interface__["data"][0]
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Nothing: the set's own file is the source."""
+    """Do nothing: the data set's own file is the source."""
 
 
 def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
-    """Makes the ring."""
+    """Allocate the ring."""
     return Memcpy(segments, batch)
 
 

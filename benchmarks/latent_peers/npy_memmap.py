@@ -1,4 +1,4 @@
-"""A raw `.npy` file, mapped: each batch is gathered by a list of segments, as NumPy does it, into a new array."""
+"""A memory-mapped `.npy` file: NumPy gathers each batch into a new array by segment indices."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from benchmarks.latent_peers.segment_set import SegmentSet
 
 
 class NpyMemmap(NothingToClose):
-    """`latents[ids]`."""
+    """Batches by `latents[ids]`."""
 
     def __init__(self, segments: SegmentSet, batch: int) -> None:
         self._segments, self._batch = segments, batch
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
+        """See `Way.epoch`."""
         source, segments = np.asarray(self._segments.latents), self._segments
         ids = segments.shuffled(number)
         for begin in range(0, len(ids), self._batch):
@@ -24,11 +24,11 @@ class NpyMemmap(NothingToClose):
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Nothing: the set is such a file."""
+    """Do nothing: the data set already is such a file."""
 
 
 def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
-    """Maps the file."""
+    """Memory-map the file."""
     return NpyMemmap(segments, batch)
 
 

@@ -1,12 +1,12 @@
-"""Zarr with worker processes: the way of the loader that clipmill's latents began from, as its notes describe it.
+"""Zarr with worker processes: the loader that clipmill's latents are derived from, according to its notes.
 
 Arrays `base_frames` (one segment a chunk, Blosc with zstd), `clip_emb` and `segment_to_video`. Each worker process
-opens its own connection to the store, waits for batches of segment ids on the input queue, decodes them into blocks of
-shared memory that were made once, and sends back which block it filled on the output queue. Batches are prefetched;
-nothing is copied between processes; a block is free again when the next batch is asked for.
+opens its own connection to the store, waits for batches of segment IDs on the input queue, decodes them into
+preallocated blocks of shared memory, and returns the index of the block on the output queue. Batches are prefetched;
+nothing is copied between processes; a block is released when the next batch is requested.
 
-Where the notes leave a choice, the faster one was taken: one read a segment (asking Zarr for a list of segments is five
-times slower), text embeddings and map held in memory by the workers, batches in the order in which they are done.
+Where the notes leave a choice, the faster one is used: one read per segment (reading a list of segments from Zarr is
+five times slower), text embeddings and mapping held in memory by the workers, batches in order of completion.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _TEXT_BYTES = 2 * TEXT_WIDTH
 
 
 class Block(NamedTuple):
-    """A batch's place in shared memory."""
+    """A batch's buffers in shared memory."""
 
     memory: SharedMemory
     latents: np.ndarray
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 def block_in(memory: SharedMemory, batch: int) -> Block:
-    """Arrays over a block of shared memory."""
+    """Create arrays over a block of shared memory."""
     latents = np.ndarray((batch, *SEGMENT_SHAPE), np.float16, memory.buf)
     text = np.ndarray((batch, TEXT_WIDTH), np.float16, memory.buf, offset=batch * SEGMENT_BYTES)
     return Block(memory, latents, text)
@@ -52,7 +52,7 @@ class SeedZarr:
         num_blocks = PREFETCHED_A_WORKER * num_workers + 1
         self._blocks = [block_in(SharedMemory(create=True, size=block_bytes), batch) for _ in range(num_blocks)]
         for block in self._blocks:
-            block.latents[:] = 0  # the kernel gives pages when they are touched
+            block.latents[:] = 0  # the kernel allocates pages on first write
         self._input: Queue[Any] = context.Queue()
         self._output: Queue[Any] = context.Queue()
         names = [block.memory.name for block in self._blocks]
@@ -64,7 +64,7 @@ class SeedZarr:
             worker.start()
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
+        """See `Way.epoch`."""
         ids = self._segments.shuffled(number)
         batches = iter([ids[begin : begin + self._batch] for begin in range(0, len(ids), self._batch)])
         num_asked = 0
@@ -82,7 +82,7 @@ class SeedZarr:
                 num_asked += 1
 
     def close(self) -> None:
-        """Ends the workers and gives the blocks back."""
+        """Stop the workers and release the blocks."""
         for _ in self._workers:
             self._input.put(None)
         for worker in self._workers:
@@ -95,7 +95,7 @@ class SeedZarr:
 
 
 def work(store: Path, names: list[str], batch: int, asked: "Queue[Any]", done: "Queue[Any]") -> None:
-    """A worker process."""
+    """Run a worker process."""
     import zarr
 
     group = zarr.open_group(str(store), mode="r")
@@ -111,7 +111,7 @@ def work(store: Path, names: list[str], batch: int, asked: "Queue[Any]", done: "
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Writes the store; these settings give the size that the notes give (723 MiB for 5000 segments)."""
+    """Write the store, with settings that give the size in the notes (723 MiB for 5000 segments)."""
     import zarr
     from numcodecs import Blosc
 
@@ -127,7 +127,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
 
 
 def main() -> None:
-    """Serves with the number of workers of the command line."""
+    """Answer requests, with the number of workers in the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True)
     num_workers = parser.parse_known_args()[0].workers

@@ -1,8 +1,8 @@
-"""The set that every way loads: segments of latents, one text embedding a video, and which video a segment is of.
+"""The data set that every loader reads: latent segments, one text embedding per video, and each segment's video.
 
-It follows the set that the first loader of this kind was measured on: 5000 segments of 20 x 4 x 32 x 32 float16, 100
-videos, 512 numbers of text. It lies in a folder as three `.npy` files, from which each way makes its own format. Needs
-NumPy only, because the other ways' Python has no clipmill.
+It has the shape of the data set that the first loader of this kind was measured on: 5000 segments of 20 x 4 x 32 x 32
+float16, 100 videos, text embeddings of width 512. It is stored as three `.npy` files in a folder, from which each
+loader creates its own format. Requires NumPy only, because clipmill is not installed in the peers' environment.
 """
 
 import hashlib
@@ -18,15 +18,15 @@ SEGMENT_BYTES = 2 * 20 * 4 * 32 * 32
 TEXT_WIDTH = 512
 VALUES = ("normal", "ar1")
 _LATENTS_FILE, _TEXT_FILE, _VIDEOS_FILE = "latents.npy", "text.npy", "video_of_segment.npy"
-_AR1 = 0.9  # correlation of a value with the one at its place in the frame before
+_AR1 = 0.9  # correlation of a value with the one at the same position in the previous frame
 
 
 @dataclass(frozen=True)
 class SegmentSet:
-    """The set, mapped from its files.
+    """The data set, memory-mapped from its files.
 
     Attributes:
-        latents: float16 [segments, *SEGMENT_SHAPE]; segments of a video are adjacent, in their order.
+        latents: float16 [segments, *SEGMENT_SHAPE]; segments of a video are adjacent and in order.
         text: float16 [videos, TEXT_WIDTH], rows of unit length.
         video_of_segment: int64 [segments].
     """
@@ -39,15 +39,15 @@ class SegmentSet:
         return len(self.latents)
 
     def shuffled(self, epoch: int) -> np.ndarray:
-        """The segments in the order of an epoch, for ways that have no order of their own."""
+        """Return the order of an epoch, for loaders without their own shuffling."""
         return np.random.default_rng(epoch).permutation(len(self))
 
 
 def make_segment_set(folder: Path, *, num_segments: int, num_videos: int, values: str) -> None:
-    """Writes the set's files; videos have equal numbers of segments, give or take one.
+    """Write the files of the data set; numbers of segments per video differ by at most one.
 
     Args:
-        values: `normal`, or `ar1`: normal too, but each frame is like the one before it.
+        values: `normal`, or `ar1`: also normally distributed, but correlated between successive frames.
     """
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def make_segment_set(folder: Path, *, num_segments: int, num_videos: int, values
 
 
 def open_segment_set(folder: Path) -> SegmentSet:
-    """Maps the latents, reads the rest."""
+    """Memory-map the latents, and read the other arrays."""
     return SegmentSet(
         latents=np.load(folder / _LATENTS_FILE, mmap_mode="r"),
         text=np.load(folder / _TEXT_FILE),
@@ -76,9 +76,10 @@ def open_segment_set(folder: Path) -> SegmentSet:
 
 
 def digest(batches: Iterable[tuple[Any, Any]]) -> tuple[int, str]:
-    """How many different segments the batches hold, and a digest of their bytes, whatever their order.
+    """Return the number of distinct segments in the batches, and an order-independent digest of their bytes.
 
-    Each segment is hashed together with its text embedding, so that a wrong map from segments to videos shows.
+    Each segment is hashed together with its text embedding, so that a wrong mapping from segments to videos is
+    detected.
     """
     digests: set[int] = set()
     for latents, text in batches:

@@ -1,6 +1,6 @@
-"""The webdataset library on tars with one sample a segment, in the loading process itself.
+"""The webdataset library on tars with one sample per segment, in the loading process itself.
 
-Ten tars, shuffled as tars and through a buffer of 300 segments, as the library shuffles; its own decoding and batching.
+Ten tars, with the library's own shuffling (of tars, and in a buffer of 300 segments), decoding and batching.
 """
 
 from pathlib import Path
@@ -13,13 +13,13 @@ SHUFFLE_BUFFER = 300
 
 
 class TarWebdataset(NothingToClose):
-    """One pipeline an epoch."""
+    """One pipeline per epoch."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         self._tars, self._batch = sorted(str(path) for path in folder.iterdir()), batch
 
     def epoch(self, number: int) -> Batches:
-        """As `Way.epoch`."""
+        """See `Way.epoch`."""
         import webdataset
 
         dataset = webdataset.WebDataset(
@@ -29,7 +29,7 @@ class TarWebdataset(NothingToClose):
 
 
 def make(segments: SegmentSet, folder: Path) -> None:
-    """Writes the tars."""
+    """Write the tars."""
     import webdataset
 
     folder.mkdir()
@@ -43,7 +43,7 @@ def make(segments: SegmentSet, folder: Path) -> None:
 
 
 def open_way(folder: Path, segments: SegmentSet, batch: int) -> Way:
-    """Lists the tars."""
+    """List the tars."""
     import webdataset  # noqa: F401 - not within the first epoch
 
     return TarWebdataset(folder, batch)

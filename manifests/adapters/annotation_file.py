@@ -1,4 +1,4 @@
-"""Opening an annotation file: whatever the file, its folder or its disk does is an error that names the file."""
+"""Opening annotation files, with I/O errors that name the file."""
 
 import stat
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from manifests.errors import UserError
 
 @contextmanager
 def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO[Any]]:
-    """`path.open(mode, **options)`, with errors of opening and of reading as UserErrors.
+    """`path.open(mode, **options)` that raises UserError if opening or reading fails.
 
-    Only regular files are opened: a pipe can be read once, an adapter may have to read twice, and opening a named pipe
-    blocks until somebody writes to it.
+    Only regular files are accepted: an adapter may read a file twice, which a pipe does not allow, and opening a named
+    pipe blocks until another process writes to it.
 
     Raises:
         UserError: the file cannot be opened or read, or is a folder, a pipe, a socket or a device.
@@ -30,7 +30,7 @@ def open_annotations(path: Path, mode: str = "r", **options: Any) -> Iterator[IO
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a UserError that names `path`."""
+    """Context manager that converts an OSError into a UserError naming `path`."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def stat_kind(mode: int) -> str | None:
-    """What the file with this st_mode is, in words, when it is no regular file."""
+    """Describe the file type of this st_mode; None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}

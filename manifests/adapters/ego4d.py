@@ -1,18 +1,18 @@
 """Ego4D narrations (Grauman et al. 2022): the official narration.json, and the pickled lists of AVION and LaViLa.
 
-narration.json gives every narration one point in time. EgoVLP's rule (Lin et al. 2022, section 3) makes it an
-interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive
-narrations of video i and alpha is the mean of beta_i over all videos of the file. Gaps are taken within one
-annotator's pass. All videos of the file count, whether there is a file for them or not, so that a caption does
-not move when more of the data set is downloaded. A begin before 0 becomes 0.
+narration.json gives every narration a single timestamp. EgoVLP's rule (Lin et al. 2022, section 3) expands it to an
+interval: [t - beta_i / (2 alpha), t + beta_i / (2 alpha)], where beta_i is the mean gap between consecutive narrations
+of video i and alpha is the mean of beta_i over all videos of the file. Gaps are measured within one annotator's pass.
+All videos of the file are counted, whether they have been downloaded or not, so that captions do not shift when more of
+the data set is downloaded. Negative begin times become 0.
 
-As in EgoVLP, narrations with #unsure are left out (they are listed as rejected), and all other tags stay in the
-text (`#C C opens the door`). The published list says nothing of splits: its videos are all in train.
+As in EgoVLP, narrations tagged #unsure are rejected, and all other tags stay in the text (`#C C opens the door`). The
+file has no splits, so all its videos belong to train.
 
-A pickled list holds (video, begin second, end second, narration or list of narrations), with exact intervals; a list of
-LaViLa's narrator has the scores of its narrations behind, which are not kept. Split and source are those of its file
-name: `ego4d_train.rephraser.no_punkt_top3` is a source beside `ego4d_train`, and captions of both that have the same
-interval belong to one clip.
+A pickled list holds (video, begin in seconds, end in seconds, narration or list of narrations), with exact intervals.
+Lists of LaViLa's narrator append the scores of the narrations, which are ignored. Split and source come from the file
+name: `ego4d_train.rephraser.no_punkt_top3` and `ego4d_train` are two sources, and their captions with the same interval
+belong to the same clip.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,17 +35,17 @@ from manifests.quoting import quoted
 
 PASSES = ("narration_pass_1", "narration_pass_2")
 REDACTED_STATUS = "redacted"
-# Later than any video lasts, and small enough for sums over a file to stay finite.
+# Longer than any video, and small enough for sums over a file to stay finite.
 _MAX_TIME_S = 1e9
 
 
 def read_ego4d(
     directory: Path, *, annotations: Sequence[Path], dataset: str = "ego4d", skip: Path | None = None
 ) -> Reading:
-    """Reads Ego4D narrations from JSON and pickle files.
+    """Read Ego4D narrations from JSON and pickle files.
 
     Raises:
-        UserError: there are no videos, or an annotation file cannot be read.
+        UserError: no videos are found, or an annotation file cannot be read.
     """
     builder = ReadingBuilder(dataset)
     wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
@@ -62,7 +62,8 @@ def read_ego4d(
 
 
 def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
-    # The file is read twice: alpha is known at its end only, and half of it in memory would be the greater cost.
+    # The file is read twice, because alpha is known only at its end and keeping the narrations in memory would cost
+    # more.
     alpha_s = _mean_beta_s(path)
     seen: set[str] = set()
     for source_id, entry in _videos(path):
@@ -96,7 +97,7 @@ def _add_narrations(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path
 
 
 def _mean_beta_s(path: Path) -> float:
-    """alpha of a file."""
+    """Return alpha, the mean of beta over all videos of the file, in seconds."""
     beta_of_video: dict[str, float | None] = {}
     for source_id, entry in _videos(path):
         if source_id not in beta_of_video:
@@ -124,14 +125,14 @@ def _narrations_of(entry: dict[str, Any], name: str) -> list[Any]:
 
 
 def _times(rows: list[Any]) -> np.ndarray:
-    """Point in time of every narration, float64[N]; NaN where it has none that can be used."""
+    """Return the timestamp of every narration in seconds, float64[N]; NaN if missing or invalid."""
     times = [row.get("timestamp_sec") if isinstance(row, dict) else None for row in rows]
     numbers = [time if _is_time(time) and 0 <= time <= _MAX_TIME_S else np.nan for time in times]
     return np.array(numbers, np.float64)
 
 
 def _mean_gap_s(narrations: dict[str, list[Any]]) -> float | None:
-    """beta_i: mean gap between consecutive narrations over all passes of a video; None where it has none."""
+    """Return beta_i, the mean gap between consecutive narrations over all passes of a video; None if it has no gaps."""
     times = [_times(rows) for rows in narrations.values()]
     gaps = np.concatenate([np.diff(np.sort(times_s[np.isfinite(times_s)])) for times_s in times])
     return float(gaps.mean()) if gaps.any() else None
@@ -145,7 +146,7 @@ def _keep_usable(
     half_s: float | None,
     where: tuple[Path, str, str],
 ) -> list[int]:
-    """Places of the narrations of a pass that can be used; the others become rejected rows."""
+    """Return the indices of the usable narrations of a pass; the others become rejected rows."""
     path, source_id, name = where
     kept = []
     for row, (narration, time_s) in enumerate(zip(rows, times_s.tolist(), strict=True)):
@@ -173,7 +174,7 @@ def _fault(narration: Any, time_s: float, *, half_s: float | None) -> tuple[Reas
 
 
 def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Path) -> None:
-    # A file name that is no Unicode cannot be stored as a source.
+    # A file name that is not valid Unicode cannot be stored as a source.
     source = printable(path.stem)
     rows = load_plain_pickle(path)
     if not isinstance(rows, list | tuple):
@@ -200,5 +201,5 @@ def _add_pickled_list(builder: ReadingBuilder, wanted: WantedVideos, *, path: Pa
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number that a float can hold; it may be infinite or negative."""
+    """Return True if `value` is a number representable as a float; it may be infinite or negative."""
     return type(value) is float or (type(value) is int and abs(value) <= _MAX_TIME_S)

@@ -1,8 +1,8 @@
 """EPIC-KITCHENS-100 (Damen et al. 2022): narrated actions with times, verb and noun classes.
 
 The annotation files are the published CSVs (EPIC_100_train.csv, EPIC_100_validation.csv, the retrieval ones).
-Times are read, frame columns never: those count frames of another extraction. The split is the one that a file's
-name speaks of. The videos are `<video_id>.<ending>` anywhere under the folder.
+Only time columns are used; frame columns refer to another frame extraction. The split is derived from the file name.
+The videos are `<video_id>.<extension>`, anywhere under the folder.
 """
 
 import re
@@ -29,10 +29,10 @@ _INTEGER_LIST = re.compile(r"\[\s*(?:\d{1,9}\s*(?:,\s*\d{1,9}\s*)*)?\]")
 def read_epic_kitchens(
     directory: Path, *, annotations: Sequence[Path], dataset: str = "epic-kitchens", skip: Path | None = None
 ) -> Reading:
-    """Reads EPIC-KITCHENS-100.
+    """Read EPIC-KITCHENS-100.
 
     Raises:
-        UserError: there are no videos, or an annotation file cannot be read or lacks a column.
+        UserError: no videos are found, or an annotation file cannot be read or lacks a column.
     """
     builder = ReadingBuilder(dataset, labels=LABELS)
     wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
@@ -45,10 +45,10 @@ def read_epic_kitchens(
 
 
 def seconds_of_timestamp(text: str) -> float:
-    """`01:02:03.45` as seconds.
+    """Convert a timestamp such as `01:02:03.45` to seconds.
 
     Raises:
-        ValueError: `text` is not of that form.
+        ValueError: `text` is not a valid timestamp.
     """
     match = _TIMESTAMP.fullmatch(text.strip())
     if match is None:

@@ -1,4 +1,4 @@
-"""Which id each file of a folder has: its relative path without the ending, as long as no other file claims that."""
+"""IDs of video files: the relative path without extension, or with it to tell files apart."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from manifests.adapters.video_files import VideoFile
 
 
 def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[str]:
-    """Source ids of `files`, in their order; no two are equal.
+    """Assign a unique source ID to each of `files`, in their order.
 
-    `a.mp4` is `a`. Of files that differ in their ending only, each has its ending in its id (`a.mkv`, `a.mp4`). A file
-    that has an id already keeps it: `a.mp4` stays `a` when `a.mkv` joins it, and `a.mkv` stays `a.mkv` when `a.mp4`
-    goes. So an id never passes from one file to another that is there too, and does not depend on the order of files.
+    The ID of `a.mp4` is `a`. If several files differ only in their extension, each ID includes it (`a.mkv`, `a.mp4`). A
+    file with a known ID keeps it: `a.mp4` stays `a` when `a.mkv` is added, and `a.mkv` stays `a.mkv` when `a.mp4` is
+    removed. An ID is therefore never transferred to another existing file, and does not depend on the order of files.
 
     Args:
-        known: source id -> file name, without folders, of the videos that the manifest has of this data set.
+        known: source ID -> file name, without folders, of this data set's videos in the manifest.
     """
     ids: list[str | None] = [_kept_id(file, known) if known else None for file in files]
     taken = {source_id for source_id in ids if source_id is not None}
@@ -27,7 +27,7 @@ def file_ids(files: Sequence[VideoFile], *, known: Mapping[str, str]) -> list[st
         if claims[source_id] > 1:
             source_id += suffix
         while source_id in taken:
-            source_id += suffix  # `a.mp4.mkv`, too, has the id `a.mp4`
+            source_id += suffix  # `a.mp4.mkv` also has the ID `a.mp4`
         taken.add(source_id)
         ids[row] = source_id
     return [source_id for source_id in ids if source_id is not None]

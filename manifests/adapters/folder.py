@@ -1,10 +1,10 @@
 """A folder of videos, with an optional table of captions (CSV with a header, or JSON lines).
 
-Every video file is a video; its id is the relative path without the extension, or with it where files differ in
-nothing else (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension;
-a name without extension that fits several files means the one that has it as its id) and `text`, and where wanted
-`begin_s`, `end_s` (without times a caption holds for the whole video: 0 to +inf), `source` and `split` (of the video).
-A video without a split is in the one that a folder above it is named after, else in train.
+Every video file is a video; its ID is the relative path without the extension, or with it if files differ only in their
+extension (`file_ids`). The table's columns are `video` (relative path, file name, or either without the extension; a
+name without extension that matches several files refers to the one with this ID) and `text`, and optionally `begin_s`,
+`end_s` (without times a caption applies to the whole video: 0 to +inf), `source` and `split` (of the video). The split
+of a video defaults to the one that a parent folder is named after, otherwise to train.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,14 +31,14 @@ def read_folder(
     skip: Path | None = None,
     known: Mapping[str, str] | None = None,
 ) -> Reading:
-    """Reads a folder of videos.
+    """Read a folder of videos.
 
     Args:
-        skip: a folder inside it to pass over (the data folder).
-        known: source id -> file name of the videos that the manifest has of this data set, which keep their ids.
+        skip: a subfolder to ignore (the data folder).
+        known: source ID -> file name of this data set's videos in the manifest, which keep their IDs.
 
     Raises:
-        UserError: there are no videos, or the table of captions cannot be read.
+        UserError: no videos are found, or the caption table cannot be read.
     """
     builder = ReadingBuilder(dataset)
     files = builder.find_videos(directory, skip=skip)
@@ -111,10 +111,10 @@ def _add_captions(
 
 
 def _find(name: str, *, lookup: VideoLookup, owners: Mapping[str, VideoFile]) -> VideoFile | None:
-    """The file that a row means by `name`, or None.
+    """Find the file that a row refers to by `name`; None if there is none.
 
     Raises:
-        Ambiguous: several files fit. Where they differ in their ending only, the one whose id is `name` is meant.
+        Ambiguous: several files match. If they differ only in their extension, `name` refers to the one with this ID.
     """
     try:
         return lookup.find(name)
@@ -135,7 +135,7 @@ def _rows(table: Path) -> Iterator[Row]:
 
 
 def _apply_split(builder: ReadingBuilder, video: int, value: object, *, given: dict[int, str]) -> str | None:
-    """Sets the split that a row gives to its video; says what is wrong with it, if anything."""
+    """Set the split that a row gives for its video; return a description of the error, or None."""
     if value is None or value == "":
         return None
     split = split_named(value) if isinstance(value, str) else None

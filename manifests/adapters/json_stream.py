@@ -1,7 +1,7 @@
-"""Reading a large JSON file one entry at a time.
+"""Incremental reading of large JSON files, one entry at a time.
 
-The standard library's decoder does the parsing, on a window of the file that always holds the entry it is at:
-as fast as reading the whole file, with the memory of its largest entry.
+The standard library's decoder parses a sliding window of the file that always contains the current entry. This is
+as fast as reading the whole file, and needs memory for the largest entry only.
 """
 
 import json
@@ -13,16 +13,16 @@ from manifests.adapters.annotation_file import open_annotations
 from manifests.errors import UserError
 
 _WINDOW_CHARS = 1 << 22
-# A decoder that stops this close to the window's end may only have met the end; further away it met a mistake.
+# An error this close to the end of the window may only be due to truncation; an error further away is a syntax error.
 _NEAR_END_CHARS = 64
 _decode = json.JSONDecoder().raw_decode
 
 
 def array_items(path: Path) -> Iterator[Any]:
-    """Items of a file that holds one JSON array.
+    """Iterate over the items of a file that contains one JSON array.
 
     Raises:
-        UserError: the file cannot be read, or is not a JSON array; the message has the line.
+        UserError: the file cannot be read, or is not a JSON array; the message includes the line number.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file)
@@ -33,12 +33,13 @@ def array_items(path: Path) -> Iterator[Any]:
 
 
 def object_items(path: Path, *, inside: str) -> Iterator[tuple[str, Any]]:
-    """Pairs (key, value) of a file that holds one JSON object; the value of `inside` is opened, not yielded whole.
+    """Iterate over the (key, value) pairs of a JSON object; the object under the key `inside` is iterated over as well.
 
-    A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", gives version, a, b.
+    A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", yields the keys version, a and
+    b.
 
     Raises:
-        UserError: the file cannot be read, or is not a JSON object; the message has the line.
+        UserError: the file cannot be read, or is not a JSON object; the message includes the line number.
     """
     with open_annotations(path, encoding="utf-8-sig") as file:
         window = _Window(path, file)
@@ -55,7 +56,7 @@ def object_items(path: Path, *, inside: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Window:
-    """The part of the file that is being parsed: `_text` from `_at` on is still to come."""
+    """The part of the file that is being parsed; `_text[_at:]` has not been consumed yet."""
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self._path, self._file = path, file
@@ -64,7 +65,7 @@ class _Window:
         self._opened = ""
 
     def peek(self) -> str:
-        """The next character that is no white space; empty at the end of the file."""
+        """Return the next character that is not white space, or an empty string at the end of the file."""
         while True:
             text, at, end = self._text, self._at, len(self._text)
             while at < end and text[at] in " \t\r\n":
@@ -74,14 +75,14 @@ class _Window:
                 return text[at : at + 1]
 
     def expect(self, character: str, *, what: str) -> None:
-        """Steps over an opening bracket or a colon."""
+        """Consume an opening bracket or a colon."""
         if self.peek() != character:
             raise self._error(f"expected {what}")
         self._at += 1
         self._opened = character
 
     def goes_on(self, closing: str) -> bool:
-        """Steps over the comma before the next entry; False, past the closing bracket, when there is none."""
+        """Consume the comma before the next entry, or the closing bracket; return False in the second case."""
         character = self.peek()
         first, self._opened = self._opened, ""
         if character == closing:
@@ -95,7 +96,7 @@ class _Window:
         return True
 
     def key(self) -> str:
-        """The key of an entry, with its colon."""
+        """Parse the key of an entry, and its colon."""
         key = self.value() if self.peek() == '"' else None
         if key is None:
             raise self._error("expected a key in quotes")
@@ -104,7 +105,7 @@ class _Window:
         return str(key)
 
     def value(self) -> Any:
-        """The next value."""
+        """Parse the next value."""
         self.peek()
         while True:
             try:
@@ -116,22 +117,22 @@ class _Window:
                     raise self._error(error.msg) from error
             except RecursionError as error:
                 raise self._error("nested too deeply") from error
-            # Of an integer with more digits than Python converts.
+            # Raised for an integer with more digits than Python converts.
             except ValueError as error:
                 raise self._error(str(error)) from error
             else:
-                # A number at the window's end may go on behind it.
+                # A number at the end of the window may continue after it.
                 if end < len(self._text) or not self._grow():
                     self._at = end
                     return value
 
     def expect_end(self) -> None:
-        """Raises UserError when anything but white space is left."""
+        """Raise UserError unless only white space is left."""
         if self.peek():
             raise self._error("expected the end of the file")
 
     def _grow(self) -> bool:
-        """Reads on; at least as much as is waiting, so that a long entry is not parsed too often."""
+        """Extend the window by at least its current size, so that a long entry is not parsed too often."""
         if self._at_file_end:
             return False
         try:

@@ -1,16 +1,17 @@
-"""Kinetics (Kay et al. 2017) and lists like it: one class a clip.
+"""Kinetics (Kay et al. 2017) and similar lists: one class per clip.
 
 A list is the published CSV with the columns label, youtube_id, time_start, time_end, split, whose videos are
-`<youtube_id>_<start as 6 digits>_<end as 6 digits>.<ending>` (trimmed: the label holds for the whole file) or
-`<youtube_id>.<ending>` (untrimmed: it holds from time_start to time_end). Or it has no header, and a line is one of
+`<youtube_id>_<start as 6 digits>_<end as 6 digits>.<extension>` (trimmed: the label applies to the whole file) or
+`<youtube_id>.<extension>` (untrimmed: it applies from time_start to time_end). A list without a header has lines such
+as
 
     path label               or `path,label`: VideoMAE's lists
-    path num_frames label    AVION's lists; the number of frames is passed over, as it counts those of another copy
+    path num_frames label    AVION's lists; num_frames is ignored, since it refers to another copy of the video
     path 0 -1                VideoMAE V2's lists for pre-training: a video without a label
 
-and the split is the one that the list's file name speaks of. A path may have spaces and commas, or stand in quotes: of
-the ways to read a line the first counts whose file there is. VideoMAE V2's `folder start total`, a folder of extracted
-frames, is refused. The class is the text of the caption too; it is what the list says, a name or a number, so that a
+and the split is derived from the file name of the list. A path may contain spaces and commas, or be quoted: the first
+interpretation of a line whose file exists is used. VideoMAE V2's `folder start total`, a folder of extracted frames, is
+rejected. The class is also the text of the caption. It is taken from the list unchanged, as a name or a number, so a
 data set should not mix lists of numbers with lists of names.
 """
 
@@ -39,7 +40,7 @@ _NO_LABEL = "-1"
 
 @dataclass(frozen=True)
 class _Line:
-    """One way to read a line of a plain list; `label` is None where it says that there is none."""
+    """One interpretation of a line of a plain list; `label` is None for a video without a label."""
 
     name: str
     label: str | None
@@ -49,10 +50,10 @@ class _Line:
 def read_kinetics(
     lists: Sequence[Path], *, videos: Path | None = None, dataset: str = "kinetics", skip: Path | None = None
 ) -> Reading:
-    """Reads lists of clips; the videos are under `videos`, or under the folder of the first list.
+    """Read lists of clips. The videos are searched for under `videos`, by default the folder of the first list.
 
     Raises:
-        UserError: there are no videos, or a list cannot be read.
+        UserError: no videos are found, or a list cannot be read.
     """
     builder = ReadingBuilder(dataset, labels=LABELS)
     lookup = VideoLookup(builder.find_videos(lists[0].parent if videos is None else videos, skip=skip))
@@ -95,7 +96,7 @@ def _add_row(builder: ReadingBuilder, wanted: WantedVideos, row: Row, *, lookup:
 
 
 def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLookup) -> tuple[str, bool]:
-    """Name of a clip's file, and whether the file is the clip alone."""
+    """Return the name of a clip's file, and whether the file is trimmed to the clip."""
     if not youtube_id.strip() or end_s == inf:
         return youtube_id, False
     if not (isfinite(begin_s) and isfinite(end_s)):
@@ -132,11 +133,11 @@ def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: Vi
 
 
 def _readings(line: str) -> list[_Line]:
-    """The ways to take a line apart into path and label, the likeliest first."""
+    """Return the ways to split a line into path and label, the most likely first."""
     found = []
     if line.startswith('"'):
         found.append(line[1:].partition('"')[::2])
-    # A label may have spaces where a comma stands before it, and seldom a comma.
+    # A label may contain spaces if a comma precedes it, and rarely contains a comma.
     found += [line.rpartition(separator)[::2] for separator in (",", " ", "\t") if separator in line]
     if (numbers := _NUMBERS_LAST.fullmatch(line)) is not None:
         found.append((numbers["name"], numbers["numbers"]))
@@ -146,7 +147,7 @@ def _readings(line: str) -> list[_Line]:
 
 
 def _read(name: str, label: str) -> _Line:
-    """A line of which `label` follows the path: a class, or two numbers."""
+    """Parse the text after the path of a line: a class, or two numbers."""
     numbers = _TWO_NUMBERS.fullmatch(label)
     if numbers is None:
         return _Line(name, label)
@@ -156,13 +157,13 @@ def _read(name: str, label: str) -> _Line:
     if label.startswith("-"):
         return _Line(name, None, f"its label is {label}: give a class, or -1 for none")
     if count < 2:
-        # No video has 0 frames or 1; a folder of extracted frames begins at one of them.
+        # No video has 0 or 1 frames, and these are the numbers that folders of extracted frames start at.
         return _Line(name, None, f"a folder of frames (`folder start total`: {count} {label}): give the video file")
     return _Line(name, label)
 
 
 def _likeliest(readings: list[_Line]) -> _Line:
-    """Of readings without a file, the one that names a video."""
+    """Return the interpretation that names a video file, given that none of the files exists."""
     named = (one for one in readings if PurePosixPath(one.name).suffix.lower() in VIDEO_SUFFIXES)
     return next(named, readings[0])
 

@@ -1,4 +1,4 @@
-"""Reading pickles that hold plain containers only; a pickle that asks for anything else is refused, not run."""
+"""Loading pickles of plain containers; a pickle that references other classes or functions is rejected, not run."""
 
 import pickle
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from manifests.adapters.annotation_file import open_annotations
 from manifests.errors import UserError
 
-# Old protocols spell an empty set as a call of its class.
+# Old pickle protocols encode an empty set as a call of its class.
 _PLAIN = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
@@ -17,10 +17,10 @@ _PLAIN = {
 
 
 def load_plain_pickle(path: Path) -> Any:
-    """The value in a pickle of lists, tuples, dicts, sets, strings, bytes, numbers, booleans and None.
+    """Load a pickle of lists, tuples, dicts, sets, strings, bytes, numbers, booleans and None.
 
     Raises:
-        UserError: the file cannot be read, is no pickle, or names a class or function.
+        UserError: the file cannot be read, is not a pickle, or references a class or function.
     """
     try:
         with open_annotations(path, "rb") as file:
@@ -35,7 +35,7 @@ def load_plain_pickle(path: Path) -> Any:
             f"{path} asks for more memory than there is",
             hint="it may be damaged: copy it again",
         ) from error
-    # What a damaged pickle raises is not limited to UnpicklingError (Python's documentation of pickle.load).
+    # A damaged pickle may raise exceptions other than UnpicklingError (see Python's documentation of pickle.load).
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -52,7 +52,7 @@ def load_plain_pickle(path: Path) -> Any:
 
 
 class _NotPlain(Exception):
-    """The pickle names something that is no plain container."""
+    """The pickle references something other than a plain container."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

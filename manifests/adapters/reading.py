@@ -1,4 +1,4 @@
-"""What an adapter hands over, and the builder that collects it without keeping a Python object a row."""
+"""The output of an adapter, and a builder that collects it without one Python object per row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ _VIDEO_FIELDS = pa.schema([VIDEOS.field(name) for name in ("video_id", "source_i
 
 @dataclass(frozen=True)
 class Reading:
-    """One data set, read.
+    """The videos and captions that an adapter read from one data set.
 
     Attributes:
-        videos: schema.VIDEOS without what depends on captions (num_captions, captions_sha256).
+        videos: schema.VIDEOS without the columns that depend on captions (num_captions, captions_sha256).
         captions: schema.CAPTIONS without caption_id, plus label_ columns; video_id's dictionary is videos.video_id.
         rejected: schema.REJECTED.
-        num_captions_lost: captions of videos that cannot be had.
-        num_rows_used: annotation file -> its rows that became captions, or videos without one; all files that were
-            given stand here.
+        num_captions_lost: number of captions of unavailable videos.
+        num_rows_used: annotation file -> number of its rows that became captions, or videos without captions; contains
+            all given files.
         example_file: name of one of the video files, relative to their folder.
     """
 
@@ -44,7 +44,7 @@ class Reading:
 
 
 class ReadingBuilder:
-    """Collects videos, captions and rejected rows of one data set; `build` makes the Reading."""
+    """Collects videos, captions and rejected rows of one data set; `build` returns the Reading."""
 
     def __init__(self, dataset: str, *, labels: Mapping[str, pa.DataType] | None = None) -> None:
         self._dataset = dataset
@@ -65,10 +65,10 @@ class ReadingBuilder:
         self._example_file: str | None = None
 
     def find_videos(self, directory: Path, *, skip: Path | None = None) -> list[VideoFile]:
-        """Entries under `directory` that are named like videos; a folder that cannot be looked into is rejected.
+        """Find entries under `directory` with a video extension; folders that cannot be listed are rejected.
 
         Raises:
-            UserError: as `scan_videos`.
+            UserError: see `scan_videos`.
         """
         scan = scan_videos(directory, skip=skip)
         for fault in scan.faults:
@@ -77,26 +77,26 @@ class ReadingBuilder:
         return scan.files
 
     def begin_annotations(self, file: Path) -> None:
-        """Notes that `file` is to bring captions, or videos."""
+        """Register `file` as an annotation file that should provide captions or videos."""
         self._num_rows_used.setdefault(file, 0)
 
     def use_row(self, file: Path) -> None:
-        """Counts a row of an annotation file that brings a video and no caption."""
+        """Count a row of an annotation file that provides a video without a caption."""
         self._num_rows_used[file] += 1
 
     def add_video(self, source_id: str, *, path: Path, split: str) -> int | None:
-        """Adds a video and returns its number; None, and a rejected row, when file or id cannot be used."""
+        """Add a video and return its index; return None and add a rejected row if its file or ID is unusable."""
         return self.add_checked_video(source_id, path=path, split=split) if self.check_file(source_id, path) else None
 
     def check_file(self, source_id: str, path: Path) -> bool:
-        """Whether `path` is a file with content; a rejected row says what it is instead. It is not opened."""
+        """Return True if `path` is a non-empty regular file, otherwise add a rejected row. The file is not opened."""
         reason, detail = _file_fault(path)
         if reason is not None:
             self.reject(reason, file=str(path), source_id=source_id, detail=detail)
         return reason is None
 
     def add_checked_video(self, source_id: str, *, path: Path, split: str) -> int | None:
-        """`add_video` of a file that was checked: its number, or None, and a rejected row, when its id is taken."""
+        """Like `add_video`, for a file that has been checked; None, with a rejected row, if its ID is taken."""
         video_id = safe_video_id(source_id)
         if video_id in self._video_ids:
             first = self._videos["path"][self._video_ids[video_id]]
@@ -110,15 +110,15 @@ class ReadingBuilder:
         return self._video_ids[video_id]
 
     def source_id_of(self, video: int) -> str:
-        """The data set's own id of the video with this number."""
+        """Return the data set's own ID of a video."""
         return self._videos["source_id"][video]
 
     def split_of(self, video: int) -> str:
-        """Split of the video with this number."""
+        """Return the split of a video."""
         return self._videos["split"][video]
 
     def set_split(self, video: int, split: str) -> None:
-        """Changes the split of the video with this number."""
+        """Change the split of a video."""
         self._videos["split"][video] = split
 
     def add_caption(
@@ -133,7 +133,7 @@ class ReadingBuilder:
         end_s: float = inf,
         labels: Mapping[str, Any] | None = None,
     ) -> None:
-        """Adds one caption, or a rejected row when its text or times cannot be used."""
+        """Add one caption, or a rejected row if its text or times are unusable."""
         reason, detail = _caption_fault(text, begin_s, end_s)
         if reason is None and source not in self._sources and not encodable(source):
             reason, detail = Reason.MALFORMED_ROW, f"its source is not Unicode: {quoted(source)}"
@@ -150,7 +150,7 @@ class ReadingBuilder:
     def add_captions(
         self, video: int, *, texts: pa.Array, source: str, file: Path, begin_s: np.ndarray, end_s: np.ndarray
     ) -> None:
-        """Adds many captions of one video that the caller has checked; texts string[N], times float64[N]."""
+        """Add many captions of one video, already validated by the caller; texts string[N], times float64[N]."""
         num_rows = len(texts)
         arrays = [
             pa.array(np.full(num_rows, video, np.int32)),
@@ -169,7 +169,7 @@ class ReadingBuilder:
     def reject(
         self, reason: Reason, *, file: str, row: int | None = None, source_id: str | None = None, detail: str
     ) -> None:
-        """Lists a row that cannot be used."""
+        """Add a rejected row."""
         self._rejected.append(
             dataset=self._dataset,
             file=printable(file),
@@ -188,12 +188,12 @@ class ReadingBuilder:
         reason: Reason = Reason.MISSING_FILE,
         why: str = "no video file for it",
     ) -> None:
-        """Counts captions of a video that cannot be had; the video becomes one rejected row."""
+        """Count captions of an unavailable video; the video becomes one rejected row."""
         key = (source_id, str(file), reason, why)
         self._lost[key] = self._lost.get(key, 0) + num_captions
 
     def build(self) -> Reading:
-        """The Reading of everything added so far."""
+        """Return a Reading of everything added so far."""
         for (source_id, file, reason, why), num_lost in self._lost.items():
             self.reject(reason, file=file, source_id=source_id, detail=f"{why}; captions lost: {num_lost}")
         self._gather_bulk()
@@ -233,7 +233,7 @@ class ReadingBuilder:
 
 
 class _Rows:
-    """Rows of one schema, turned into Arrow every ROWS_PER_CHUNK."""
+    """Rows of one schema, converted to Arrow every ROWS_PER_CHUNK rows."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
@@ -258,7 +258,7 @@ class _Rows:
 
 
 def encodable(text: str) -> bool:
-    """Whether `text` can be stored as UTF-8 (no lone surrogates, which file names and JSON may hold)."""
+    """Return True if `text` can be encoded as UTF-8 (file names and JSON may contain lone surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -267,12 +267,12 @@ def encodable(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """`text` with what cannot be stored as UTF-8 written as escapes."""
+    """Replace the characters of `text` that cannot be encoded as UTF-8 by escapes."""
     return text if encodable(text) else text.encode("utf-8", "backslashreplace").decode()
 
 
 def interval_fault(begin_s: float, end_s: float) -> str | None:
-    """What is wrong with a caption's times, or None. An end of +inf means the end of the video."""
+    """Describe what is wrong with a caption's times, or return None. An end of +inf means the end of the video."""
     if not isfinite(begin_s) or begin_s < 0:
         return f"begin_s is {begin_s}: must be a number of seconds, 0 or more"
     if not end_s > begin_s:
@@ -281,7 +281,7 @@ def interval_fault(begin_s: float, end_s: float) -> str | None:
 
 
 def _file_fault(path: Path) -> tuple[Reason | None, str]:
-    """Why a video file cannot be used, as far as that shows without opening it."""
+    """Return why a video file is unusable, as far as can be determined without opening it."""
     if not encodable(str(path)):
         return Reason.BAD_NAME, "its path is not UTF-8"
     try:

@@ -1,24 +1,24 @@
-"""Why a row of a data set cannot be used: the codes that stand in rejected.parquet and manifest.json."""
+"""Reasons for rejecting a row of a data set: the codes in rejected.parquet and manifest.json."""
 
 from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """One code a reason; the comment is what a user reads about it in the README."""
+    """One code per reason; the comments are the descriptions in the README."""
 
-    MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row a video, with the captions lost
-    AMBIGUOUS_VIDEO = "ambiguous_video"  # the name fits several files
-    DUPLICATE_ID = "duplicate_id"  # another video has this id already
-    BAD_NAME = "bad_name"  # the file's name is not Unicode
+    MISSING_FILE = "missing_file"  # annotated, but there is no such video; one row per video, with the lost captions
+    AMBIGUOUS_VIDEO = "ambiguous_video"  # the name matches several files
+    DUPLICATE_ID = "duplicate_id"  # another video already has this ID
+    BAD_NAME = "bad_name"  # the file name is not valid Unicode
     EMPTY_FILE = "empty_file"  # a video of zero bytes
-    NOT_A_FILE = "not_a_file"  # it is named like a video, and is a folder, a pipe, a socket or a device
-    UNREADABLE = "unreadable"  # looking at the file or folder failed: a broken link, a loop of links, no permission
+    NOT_A_FILE = "not_a_file"  # has the name of a video, but is a folder, a pipe, a socket or a device
+    UNREADABLE = "unreadable"  # the file or folder is inaccessible: a broken or circular link, or no permission
     EMPTY_ID = "empty_id"  # the row names no video
     EMPTY_CAPTION = "empty_caption"
     BAD_TIME = "bad_time"  # not a number, negative, or an end that is not after the begin
-    BAD_SPLIT = "bad_split"  # not train, val or test, or not the one that the video has already
+    BAD_SPLIT = "bad_split"  # not train, val or test, or different from the split the video already has
     BAD_LABEL = "bad_label"
-    NO_INTERVAL = "no_interval"  # a point in time that the interval rule cannot widen
-    UNSURE = "unsure"  # the annotator wrote that they are not sure
-    REDACTED = "redacted"  # the data set withholds it
-    MALFORMED_ROW = "malformed_row"  # not of the form that the data set documents
+    NO_INTERVAL = "no_interval"  # a timestamp that the interval rule cannot expand
+    UNSURE = "unsure"  # the annotator marked it as unsure
+    REDACTED = "redacted"  # withheld by the data set
+    MALFORMED_ROW = "malformed_row"  # not in the format documented by the data set

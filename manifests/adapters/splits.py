@@ -1,4 +1,4 @@
-"""The three splits and the names that data sets give them."""
+"""The three splits, and the names that data sets use for them."""
 
 import re
 
@@ -14,17 +14,17 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def split_named(name: str) -> str | None:
-    """The split that a data set calls `name` (`validation` is `val`), or None."""
+    """Return the split that a data set calls `name` (`validation` is `val`); None if unknown."""
     return _NAMES.get(name.strip().lower())
 
 
 def split_in_file_name(file_name: str) -> str:
-    """The split that a file name speaks of as a word of its own (`EPIC_100_validation.csv`), or train."""
+    """Return the split that occurs as a separate word in a file name (`EPIC_100_validation.csv`); train by default."""
     words = _WORD.findall(file_name.lower())
     return next((_NAMES[word] for word in words if word in _NAMES), TRAIN)
 
 
 def split_of_folders(relative_path: str) -> str:
-    """The split that the innermost of a path's folders is named after (`val/a/b.mp4`), or train."""
+    """Return the split that the innermost matching folder is named after (`val/a/b.mp4`); train by default."""
     folders = relative_path.split("/")[:-1]
     return next((_NAMES[folder.lower()] for folder in reversed(folders) if folder.lower() in _NAMES), TRAIN)

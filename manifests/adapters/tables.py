@@ -1,4 +1,4 @@
-"""Rows of CSV and JSON-lines files, each with its number; bad rows are yielded as faults, never skipped."""
+"""Numbered rows of CSV and JSON Lines files; malformed rows are yielded as faults, never skipped."""
 
 import csv
 import json
@@ -13,21 +13,21 @@ from manifests.adapters.annotation_file import open_annotations
 from manifests.errors import UserError
 from manifests.quoting import quoted
 
-# A line is read whole; a file without line ends, such as a sparse one of zeros, must not fill the memory.
+# Lines are read whole, so a file without line ends, such as a sparse file of zeros, must not exhaust the memory.
 _MAX_LINE_CHARS = 1 << 26
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table; `fault` says why it has no values."""
+    """A row of a table; `fault` describes why it has no values."""
 
-    number: int  # 0-based, without the header
+    number: int  # 0-based, excluding the header
     values: dict[str, Any]
     fault: str | None = None
 
 
 def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
-    """Rows of a CSV with a header.
+    """Iterate over the rows of a CSV file with a header.
 
     Raises:
         UserError: the file cannot be read as text, or lacks a required column.
@@ -52,7 +52,7 @@ def read_csv(path: Path, *, required: Sequence[str]) -> Iterator[Row]:
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
-    """Rows of a file with one JSON object a line.
+    """Iterate over the rows of a JSON Lines file.
 
     Raises:
         UserError: the file cannot be read as text.
@@ -63,7 +63,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
         except RecursionError:
             yield Row(number, {}, "not JSON: nested too deeply")
             continue
-        # Beside JSONDecodeError, a plain one where an integer has more digits than Python converts.
+        # Besides JSONDecodeError, an integer with more digits than Python converts raises a plain ValueError.
         except ValueError as error:
             yield Row(number, {}, f"not JSON: {error}")
             continue
@@ -74,10 +74,10 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Lines of a UTF-8 file, with or without a byte order mark.
+    """Iterate over the lines of a UTF-8 file, with or without a byte order mark.
 
     Raises:
-        UserError: the file cannot be read, or is not UTF-8; the message has the line.
+        UserError: the file cannot be read, or is not UTF-8; the message includes the line number.
     """
     line_number = 0
     try:
@@ -97,10 +97,10 @@ def text_lines(path: Path) -> Iterator[str]:
 
 
 def seconds(value: object, *, default: float) -> float:
-    """A cell as seconds, which may be infinite; an empty one is `default`.
+    """Convert a cell to seconds, possibly infinite; an empty cell gives `default`.
 
     Raises:
-        ValueError: it is not a number, or one that a float cannot hold.
+        ValueError: the value is not a number, or not representable as a float.
     """
     if value is None or value == "":
         return default

@@ -1,8 +1,8 @@
-"""VATEX (Wang et al. 2019): clips of 10 s, each with ten English captions that hold for the whole clip.
+"""VATEX (Wang et al. 2019): clips of 10 s, each with ten English captions for the whole clip.
 
 An annotation file is a list of {"videoID": "<id>_<begin>_<end>", "enCap": [...], "chCap": [...]}; the videos are
-files `<videoID>.<ending>`. The English captions are read, the Chinese ones are not. The split is the one that
-the annotation file's name speaks of.
+files `<videoID>.<extension>`. Only the English captions are read. The split is derived from the name of the annotation
+file.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ SOURCE = "human-en"
 def read_vatex(
     directory: Path, *, annotations: Sequence[Path], dataset: str = "vatex", skip: Path | None = None
 ) -> Reading:
-    """Reads VATEX.
+    """Read VATEX.
 
     Raises:
-        UserError: there are no videos, or an annotation file cannot be read.
+        UserError: no videos are found, or an annotation file cannot be read.
     """
     builder = ReadingBuilder(dataset)
     wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))

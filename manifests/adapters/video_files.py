@@ -1,6 +1,7 @@
-"""The video files under a folder, and finding them by the names that annotations use.
+"""Video files under a folder, and lookup by the names that annotations use.
 
-Looking at a folder reads names and kinds, never a file. What one entry or one subfolder throws is that entry's fault.
+Scanning reads names and file types, and opens no files. An error is attributed to the entry or subfolder that caused
+it.
 """
 
 import os
@@ -17,7 +18,7 @@ VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".m
 
 
 class Ambiguous(Exception):
-    """A name fits several files, `fitting`."""
+    """A name matches several files, listed in `fitting`."""
 
     def __init__(self, name: str, fitting: list["VideoFile"]) -> None:
         super().__init__(f"{name!r} fits {len(fitting)} files: {fitting[0].relative}, {fitting[1].relative}, ...")
@@ -26,20 +27,20 @@ class Ambiguous(Exception):
 
 @dataclass(frozen=True)
 class VideoFile:
-    """An entry of a folder that is named like a video; whether it is a file shows when it is looked at."""
+    """A folder entry with the extension of a video. It may turn out not to be a regular file."""
 
     path: Path  # absolute
-    relative: str  # to the folder that was scanned, with /
+    relative: str  # to the scanned folder, with / as separator
 
     @property
     def source_id(self) -> str:
-        """The relative path without its extension."""
+        """The relative path without extension."""
         return PurePosixPath(self.relative).with_suffix("").as_posix()
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A folder, or an entry of one, in which nothing can be looked for."""
+    """A folder or entry that cannot be accessed."""
 
     path: Path
     reason: Reason
@@ -48,19 +49,20 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scan:
-    """What lies under a folder, both sorted by relative path."""
+    """The result of scanning a folder; both lists are sorted by relative path."""
 
     files: list[VideoFile]
     faults: list[Fault]
 
 
 def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
-    """Entries under `directory` that are named like videos, and what could not be looked at.
+    """Find entries under `directory` with a video extension, and list what could not be accessed.
 
-    Hidden files and folders and the folder `skip` are passed over; links to folders are followed, each once.
+    Hidden files, hidden folders and the folder `skip` are ignored. Symbolic links to folders are followed; each folder
+    is visited once.
 
     Raises:
-        UserError: `directory` is missing, is no folder, cannot be read, or holds no entry that is named like a video.
+        UserError: `directory` is missing, is not a folder, cannot be read, or contains no entry with a video extension.
     """
     require_directory(directory)
     root = directory.resolve()
@@ -68,7 +70,8 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
     faults: list[Fault] = []
     named_like_videos: list[Path] = []
     seen = {None if skip is None else _identity(skip)}
-    # Links come last, so that a folder that is there and linked too goes by its own name whatever the disk's order.
+    # Links come last, so that a folder reachable directly and by a link is listed under its own name, whatever the
+    # directory order on disk.
     pending = [(False, root)]
     while pending:
         _, folder = heappop(pending)
@@ -110,7 +113,7 @@ def scan_videos(directory: Path, *, skip: Path | None = None) -> Scan:
 
 
 def require_directory(directory: Path) -> None:
-    """Raises UserError unless `directory` is a folder that can be looked at."""
+    """Raise UserError unless `directory` is an accessible folder."""
     hint = "give the folder that holds the video files"
     try:
         is_there, is_folder = directory.exists(), directory.is_dir()
@@ -123,10 +126,10 @@ def require_directory(directory: Path) -> None:
 
 
 class VideoLookup:
-    """Finds a file by its path, by file name, or by a relative path or name without the extension.
+    """Finds a file by path, file name, or relative path or name without extension.
 
-    A name that fits none exactly is compared once more in Unicode's composed form: macOS hands out decomposed names,
-    while annotations mostly have composed ones.
+    A name without an exact match is compared again in Unicode's composed form (NFC): macOS returns decomposed names,
+    while annotations mostly contain composed ones.
     """
 
     def __init__(self, files: list[VideoFile]) -> None:
@@ -140,10 +143,10 @@ class VideoLookup:
                     self._by_composed.setdefault(composed(key), []).append(file)
 
     def find(self, name: str) -> VideoFile | None:
-        """The file that `name` means, or None.
+        """Find the file that `name` refers to; None if there is none.
 
         Raises:
-            Ambiguous: several files fit and none of them has exactly this relative path.
+            Ambiguous: several files match, and none of them has exactly this relative path.
         """
         name = name.removeprefix("./")
         fitting = self._by_name.get(name) or self._by_composed.get(composed(name), [])
@@ -158,12 +161,12 @@ class VideoLookup:
 
 
 def composed(name: str) -> str:
-    """`name` in Unicode's composed form (NFC), in which names are compared."""
+    """Convert `name` to Unicode's composed form (NFC), in which names are compared."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def _entries(folder: Path, seen: set[tuple[int, int] | None]) -> list[os.DirEntry[str]]:
-    """Entries of `folder` that are not hidden; none where it is among `seen`, to which it is added."""
+    """List the entries of `folder` that are not hidden, and add it to `seen`; empty if it is already there."""
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     if identity in seen:
@@ -174,11 +177,11 @@ def _entries(folder: Path, seen: set[tuple[int, int] | None]) -> list[os.DirEntr
 
 
 def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
-    """Whether `entry` is a folder, or leads to one.
+    """Return True if `entry` is a folder or a link to one.
 
     Raises:
-        OSError: it cannot be told, and the name is not a video's: a link that leads nowhere may have led to a folder of
-            videos. What is named like a video is looked at again when somebody wants it.
+        OSError: the type is unknown and the name has no video extension: a broken link may have pointed to a folder of
+            videos. Entries with a video extension are checked again when they are used.
     """
     try:
         is_folder = entry.is_dir()
@@ -192,7 +195,7 @@ def _is_folder(entry: os.DirEntry[str], *, is_video: bool) -> bool:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """What tells a folder from all others, whatever path leads to it; None where there is none."""
+    """Return an identity of a folder that is independent of the path; None if the folder does not exist."""
     try:
         status = folder.stat()
     except OSError:

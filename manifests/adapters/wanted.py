@@ -1,4 +1,4 @@
-"""The videos that annotations speak of, found among the files; each is looked for once."""
+"""Lookup of annotated videos among the files; each video is looked up once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ class _Unavailable:
 
 
 class WantedVideos:
-    """Adds the videos that annotations speak of to a builder, under the ids that the annotations use."""
+    """Adds annotated videos to a builder, under the IDs used by the annotations."""
 
     def __init__(self, builder: ReadingBuilder, lookup: VideoLookup) -> None:
         self._builder = builder
@@ -25,14 +25,14 @@ class WantedVideos:
     def number(
         self, source_id: object, *, split: str, file: Path, row: int | None, num_captions: int = 1
     ) -> int | None:
-        """The builder's number of a video, for a row of annotations that brings `num_captions`.
+        """Return the builder's index of the video of an annotation row with `num_captions` captions.
 
-        None where the row cannot be used; it is counted or rejected then.
+        Returns None if the row is unusable; it has then been counted or rejected.
         """
         if not isinstance(source_id, str) or not source_id.strip():
             self._builder.reject(Reason.EMPTY_ID, file=str(file), row=row, detail="it names no video")
             return None
-        # One name in two Unicode forms is one video, whose id has the form that came first.
+        # The same name in two Unicode forms is one video; its ID has the form encountered first.
         name = composed(source_id)
         if name not in self._found:
             self._found[name] = self._find(source_id, split=split)

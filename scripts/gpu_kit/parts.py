@@ -1,4 +1,4 @@
-"""The parts: their commands, running each in a process of its own with a limit, and telling how it went."""
+"""The parts of the kit: their commands, running each in its own process with a time limit, and their outcome."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE_S = 20.0  # past its minutes, for a measurement that takes longer than was thought
-_INTERRUPTED_S = 10.0  # to write down what there is, after SIGINT
-_KILLED_S = 5.0  # for the operating system to end them
+GRACE_S = 20.0  # after its time limit, for a measurement that takes longer than estimated
+_INTERRUPTED_S = 10.0  # to write partial results after SIGINT
+_KILLED_S = 5.0  # for the operating system to terminate the processes
 _SHOW_EVERY_S = 30.0
 _MAX_LOG_BYTES = 8_000_000
-NO_TIME = "no time was left"  # the reason that tests/gpu gives, too
-_MAX_LINES = 12  # of failures and of what was skipped
+NO_TIME = "no time was left"  # the same reason as in tests/gpu
+_MAX_LINES = 12  # of failures and skipped tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,10 @@ class Part:
     """A part of the kit.
 
     Attributes:
-        letter: its name on the command line.
-        stem: of its result and of its log.
-        minutes: how long it may take where nothing else is asked for.
-        suffix: of its result.
+        letter: name on the command line.
+        stem: file stem of its result and log.
+        minutes: default time limit.
+        suffix: file extension of its result.
     """
 
     letter: str
@@ -38,7 +38,7 @@ class Part:
 
     @property
     def result(self) -> str:
-        """Name of the file with what came out."""
+        """File name of the result."""
         return f"{self.stem}{self.suffix}"
 
 
@@ -51,12 +51,12 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How a part went.
+    """The outcome of a part.
 
     Attributes:
         summary: one line.
-        details: what failed or was skipped, a line each.
-        seconds: that it took.
+        details: failures and skipped tests, one per line.
+        seconds: duration.
     """
 
     letter: str
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def command_of(part: Part, *, out: Path, data: Path, minutes: float, is_dry_run: bool) -> list[str]:
-    """The command of a part, whose time begins now; it runs in the root of the checkout."""
+    """Return the command of a part, whose time starts now; it runs in the root of the checkout."""
     result = str(out / part.result)
     if part.letter == "A":
         device = "cpu" if is_dry_run else "cuda"
@@ -90,19 +90,19 @@ def run_part(
     environment: Mapping[str, str],
     show: Callable[[str], None],
 ) -> Verdict:
-    """Runs a part and reads its result; ends all that it has started, also where an exception ends this.
+    """Run a part and read its result. All its processes are terminated, even if an exception is raised.
 
     Args:
-        out: where the result and the log are; those of an earlier run are removed first.
-        limit_s: after this it is interrupted, and killed if that does not end it.
-        show: takes lines about the progress.
+        out: folder for the result and the log; those of an earlier run are removed first.
+        limit_s: time limit, after which it is interrupted, and killed if it does not exit.
+        show: callback for progress lines.
     """
     log, result = out / f"{part.stem}.log", out / part.result
     result.unlink(missing_ok=True)
     began_s = time.monotonic()
     is_late = is_deaf = False
     with log.open("wb") as file:
-        # A session of its own: what it has started ends with it.
+        # A new session, so that all its processes can be terminated together.
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=dict(environment), start_new_session=True
         )
@@ -110,7 +110,7 @@ def run_part(
             is_late = not _wait(process, limit_s=limit_s, show=lambda: show(f"part {part.letter}: {_last_line(log)}"))
             last_line = _last_line(log)
         finally:
-            # Of a part that is late, and of one that is left because this program has been told to stop.
+            # For a part that exceeds its time, and for one that is abandoned because this program was told to stop.
             if process.poll() is None:
                 _signal(process, signal.SIGINT)
                 is_deaf = not _wait(process, limit_s=_INTERRUPTED_S, show=lambda: None)
@@ -118,7 +118,7 @@ def run_part(
             code = process.wait()
     _shorten(log)
     seconds = time.monotonic() - began_s
-    # The exit status of a part that was ended for want of time tells of that alone: no failure of what it has measured.
+    # A part stopped by its time limit exits with an error, which says nothing about what it has measured.
     verdict = _verdict(part, result, code=code, was_ended=is_late)
     summary, details = verdict.summary, verdict.details
     if is_late:
@@ -159,7 +159,7 @@ def _of_tests(path: Path) -> tuple[bool, str, tuple[str, ...]]:
     for case, node in skipped:
         reasons.setdefault(_first_line(node.get("message", "")), []).append(_name(case))
     for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        # What this machine cannot do is told by its reason; what there was no time for is missing, and has a name.
+        # Unsupported measurements are reported with their reason; those for which no time was left are listed by name.
         listed = f": {', '.join(_at_most(names))}" if NO_TIME in reason else ""
         lines.append(f"skipped: {_count(len(names), 'test')}: {reason}{listed}")
     summary = f"{_count(num_passed, 'test')} passed, {len(failed)} failed, {len(skipped)} skipped"
@@ -202,7 +202,7 @@ def _ending(code: int) -> str:
 
 
 def _wait(process: subprocess.Popen[bytes], *, limit_s: float, show: Callable[[], None]) -> bool:
-    """Whether the process has ended within the limit."""
+    """Return True if the process has exited within the limit."""
     ends_s = time.monotonic() + limit_s
     while (left_s := ends_s - time.monotonic()) > 0:
         try:
@@ -215,7 +215,7 @@ def _wait(process: subprocess.Popen[bytes], *, limit_s: float, show: Callable[[]
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills what is left, and waits until it has given back the GPU's memory, which the next part wants."""
+    """Kill the remaining processes, and wait until their GPU memory is free for the next part."""
     ends_s = time.monotonic() + _KILLED_S
     while _signal(process, signal.SIGKILL) and time.monotonic() < ends_s:
         process.poll()
@@ -223,7 +223,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:
-    """To the process and what it started, which can outlive it; whether any of them is left."""
+    """Send a signal to the process group, which may outlive its leader; return True if any process is left."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
@@ -242,7 +242,7 @@ def _tail(log: Path, *, num_lines: int = 8) -> tuple[str, ...]:
 
 
 def _shorten(log: Path) -> None:
-    """Keeps the beginning and the end of a log that has become too long to carry home."""
+    """Keep only the beginning and the end of a log that has become too long to copy."""
     size_bytes = log.stat().st_size
     if size_bytes > _MAX_LOG_BYTES:
         with log.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What the kit needs of Python packages: the ranges of pyproject.toml, and what is lost without each of them."""
+"""Python requirements of the kit: the version ranges of pyproject.toml, and the effect of each missing package."""
 
 import re
 import tomllib
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-EXTRAS = ("train", "columns")  # whose packages all parts use
-# Of the other extras: what part A and the peers of part B need.
+EXTRAS = ("train", "columns")  # used by all parts
+# From other extras: the packages that part A and the peers of part B need.
 FURTHER = ("pytest", "pytest-timeout")
-# Import names that do not follow from the name of the distribution.
+# Import names that differ from the distribution name.
 IMPORT_NAMES = {
     "open-clip-torch": "open_clip",
     "opencv-python-headless": "cv2",
     "pyyaml": "yaml",
 }
-# What fails where a package is missing or does not fit; without the rest, nothing runs.
+# What fails if a package is missing or incompatible; any package not listed here is required by everything.
 LOSSES = {
     "diffusers": "`prep latents` in part A, VAE encoding in part B",
     "open-clip-torch": "training from text and `prep text` in part A, the rows of open_clip in part B",
@@ -33,9 +33,9 @@ class Need:
     """A package that the parts use.
 
     Attributes:
-        name: of the distribution, normalised.
-        requirement: with the range of versions that pyproject.toml allows.
-        import_name: of its top module.
+        name: normalised distribution name.
+        requirement: with the version range of pyproject.toml.
+        import_name: top-level module.
         loss: what fails without it.
     """
 
@@ -46,12 +46,12 @@ class Need:
 
 
 def normal(name: str) -> str:
-    """A distribution's name as PEP 503 normalises it."""
+    """Normalise a distribution name according to PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needs_of(pyproject: Path) -> list[Need]:
-    """The packages that pyproject.toml asks for on behalf of the parts, by name."""
+    """Return the packages that the parts need according to pyproject.toml, by name."""
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = project["optional-dependencies"]
     asked = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]

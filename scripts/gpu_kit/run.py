@@ -1,8 +1,8 @@
-"""Runs the parts of the kit on the machine that it was carried to, and says what came out.
+"""Runs the parts of the kit on a GPU machine, and summarizes the results.
 
-Parts: A checks that what runs on a GPU is correct, B measures how fast it is, C how well it is fed; without --part, all
-of them. OUT gets their results, their logs and the tables. Exit codes: 0 if all that ran passed, 1 if something failed,
-2 if nothing can run here.
+Parts: A tests correctness on the GPU, B measures speed, C measures the input pipeline; all parts by default. Results,
+logs and tables are written to OUT. Exit codes: 0 if everything passed, 1 if something failed, 2 if nothing can run on
+this machine.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _NAME_ANOTHER = "name a folder for the results that can be written to"
 
 
 class Output:
-    """Prints lines, and keeps them in a file."""
+    """Prints lines, and also writes them to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,12 +38,12 @@ class Output:
         try:
             with self._path.open("a") as file:
                 print(line, file=file)
-        except OSError as error:  # a disk that is full: the lines are on the terminal at least
+        except OSError as error:  # a full disk: the lines have at least been printed
             print(f"{self._path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Runs what the command line asks for."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="run.sh", description=__doc__)
     parser.add_argument("--kit", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("out", type=_folder, metavar="OUT", help="folder of the results")
@@ -75,13 +75,13 @@ def _folder(text: str) -> Path:
 
 
 def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, is_dry_run: bool) -> None:
-    """Says what is there, runs the parts, writes the tables.
+    """Report packages and GPUs, run the parts, and write the tables.
 
     Args:
-        minutes: of each part; None: as long as the part says.
+        minutes: time limit of each part; None for its default.
 
     Raises:
-        UserError: `out` cannot be made, there is no GPU, or nothing can run without a package that is missing.
+        UserError: `out` cannot be created, there is no GPU, or a package that everything requires is missing.
         FailedWork: a part or the tables failed.
     """
     try:
@@ -91,7 +91,7 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
         raise UserError(f"{out} is not a folder", hint=_NAME_ANOTHER) from None
     except OSError as error:
         raise UserError(f"there can be no results in {out}: {error.strerror}", hint=_NAME_ANOTHER) from None
-    # Outside of OUT, which is carried home, and of the kit, which may be read-only.
+    # Outside of OUT, which is copied back, and of the kit, which may be read-only.
     with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
         commit = (kit / "checkout" / "COMMIT").read_text().strip()
@@ -102,7 +102,7 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
         environment = _environment(checkout, scratch=scratch)
         verdicts = []
         for part in parts:
-            # A copy for each part, so that none meets what another one has written.
+            # A separate copy for each part, so that no part sees files written by another.
             data = scratch / f"data-{part.letter}"
             shutil.copytree(kit / "data", data)
             part_minutes = minutes or part.minutes
@@ -160,10 +160,10 @@ def _say_what_is_here(packages: list[Package], devices: Devices, *, site: Path, 
 
 
 def _environment(checkout: Path, *, scratch: Path) -> dict[str, str]:
-    """For the processes of the parts: where packages are and files may go; none of the user's settings of pytest."""
+    """Return the environment of the parts: package and scratch paths, and none of the user's pytest settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # of run.sh; the copy of the checkout may have bytecode
-    # The first is the checkout of the kit itself, from run.sh.
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # set by run.sh; the copied checkout may have bytecode
+    # The first one is the kit's own checkout, from run.sh.
     paths = [str(checkout), str(scratch / SITE), *kept.pop("PYTHONPATH", "").split(os.pathsep)[1:]]
     return kept | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -1,4 +1,4 @@
-"""Being told to stop: by Ctrl-C (SIGINT), by Slurm or `timeout` (SIGTERM), by a terminal that is closed (SIGHUP)."""
+"""Stop requests: Ctrl-C (SIGINT), Slurm or `timeout` (SIGTERM), and a closed terminal (SIGHUP)."""
 
 import signal
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Turns the first of these signals into an exception, and ignores further ones while that cleans up.
+    """Convert the first of these signals into an exception, and ignore further ones during cleanup.
 
     Raises:
         KeyboardInterrupt: for SIGINT; Stopped for the others.
@@ -28,8 +28,8 @@ def stopping() -> Iterator[None]:
 
     before = {}
     for one in _SIGNALS:
-        # Under nohup a terminal that is closed is nothing. SIGINT is taken even where a script that started this in the
-        # background has had it ignored: the parts would inherit that, and could not be interrupted.
+        # Under nohup, SIGHUP stays ignored. SIGINT is handled even if a script that started this in the background
+        # ignores it: the parts would inherit that, and could not be interrupted.
         if one == signal.SIGINT or signal.getsignal(one) != signal.SIG_IGN:
             before[one] = signal.signal(one, stop)
     try:

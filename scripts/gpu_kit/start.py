@@ -1,6 +1,6 @@
-"""What run.sh starts: puts `packaging` of the kit on the path where this Python has none, then runs `run`.
+"""Entry point of run.sh: makes the kit's `packaging` importable if this Python has none, then starts `run`.
 
-Only the standard library is imported before that.
+Until then, only the standard library is imported.
 """
 
 import sys
@@ -14,18 +14,18 @@ KIT = Path(__file__).resolve().parents[3]
 
 
 def main() -> None:
-    """Runs the kit with the arguments of the command line."""
+    """Run the kit with the arguments of the command line."""
     run_command(_run)
 
 
 def _run() -> None:
     if find_spec("packaging") is None:
-        # Its wheel is importable as it is: a zip of pure Python. Ranges of versions are read before anything is
+        # The wheel, a zip of pure Python, is importable as it is. Version ranges are needed before anything is
         # unpacked.
         for wheel in KIT.glob("wheels/packaging-*.whl"):
             with opened(wheel) as archive:
                 for name in archive.namelist():
-                    archive.read(name)  # compares checksums
+                    archive.read(name)  # verifies checksums
             sys.path.append(str(wheel))
     from scripts.gpu_kit.run import main as run
 

@@ -1,6 +1,6 @@
-"""Which wheels go into the kit, and fetching them: what the parts need and a machine with CUDA usually lacks.
+"""Selecting and downloading the kit's wheels: packages that the parts need and that a CUDA machine usually lacks.
 
-The versions and hashes are those of requirements.lock, for Python 3.12 on Linux x86-64. What needs what is read from
+Versions and hashes are those of requirements.lock, for Python 3.12 on Linux x86-64. Dependencies are read from
 the packages of this environment, which `make setup` installs from the same lock.
 """
 
@@ -18,7 +18,7 @@ from manifests.errors import UserError
 from scripts.gpu_kit.requirements import needs_of, normal
 
 PYTHON = "3.12"
-# The variables of environment markers (PEP 508) on the machine that the kit is for.
+# Environment marker variables (PEP 508) of the target machine.
 TARGET = {
     "python_version": PYTHON,
     "python_full_version": f"{PYTHON}.0",
@@ -29,15 +29,15 @@ TARGET = {
     "platform_system": "Linux",
     "platform_machine": "x86_64",
 }
-# A machine with CUDA and a recent torch has these, and what they need. They must fit each other and its driver, so they
-# are never brought.
+# A CUDA machine with a recent torch has these and their dependencies. They must match each other and the driver, so
+# they are never included.
 PRESENT = (
     *("torch", "torchvision", "transformers", "pyarrow", "numpy", "opencv-python-headless", "safetensors"),
     *("tokenizers", "pytest"),
 )
-# open_clip imports timm only for towers of timm; without it there is room for more data.
+# open_clip imports timm only for timm towers; leaving it out allows for more data.
 LEFT_OUT = frozenset({"timm"})
-KIT_ITSELF = "packaging"  # reads ranges of versions before anything is unpacked
+KIT_ITSELF = "packaging"  # parses version ranges before anything is unpacked
 _GLIBC_MINORS = range(28, 4, -1)  # manylinux_2_28 and older: Ubuntu 20.04, RHEL 8 and newer
 _HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
 
@@ -52,7 +52,7 @@ class Pin:
 
 
 def read_lock(lock: Path, *, target: Mapping[str, str] = TARGET) -> dict[str, Pin]:
-    """The pins of a lock that apply to the target, by normalised name."""
+    """Return the pins of a lock that apply to the target, by normalised name."""
     lines = "\n".join(line for line in lock.read_text().splitlines() if not line.startswith("#"))
     pins = {}
     for entry in re.split(r"\n(?=\S)", lines.replace("\\\n", " ").strip()):
@@ -65,7 +65,7 @@ def read_lock(lock: Path, *, target: Mapping[str, str] = TARGET) -> dict[str, Pi
 
 
 def with_their_needs(roots: Iterable[str], *, target: Mapping[str, str] = TARGET) -> set[str]:
-    """Names of these packages and of all that they need on the target, extras of theirs left out."""
+    """Return the names of these packages and of their dependencies on the target, without optional extras."""
     found: set[str] = set()
     waiting = [normal(name) for name in roots]
     while waiting:
@@ -81,10 +81,10 @@ def with_their_needs(roots: Iterable[str], *, target: Mapping[str, str] = TARGET
 
 
 def choose(pyproject: Path, lock: Path) -> list[Pin]:
-    """The packages that the kit brings, by name.
+    """Choose the packages to include in the kit, by name.
 
     Raises:
-        UserError: the lock lacks one of them.
+        UserError: a package is missing from the lock.
     """
     wanted = with_their_needs(need.name for need in needs_of(pyproject))
     names = wanted - with_their_needs(PRESENT) - LEFT_OUT | {KIT_ITSELF}
@@ -95,7 +95,7 @@ def choose(pyproject: Path, lock: Path) -> list[Pin]:
 
 
 def fetch(pins: Iterable[Pin], folder: Path) -> None:
-    """Downloads the wheels of these packages for the target into `folder`; each must have a hash of the lock.
+    """Download the wheels of these packages for the target into `folder`, verifying the hashes of the lock.
 
     Raises:
         UserError: the package index does not answer, or has no such wheel.
@@ -117,7 +117,7 @@ def fetch(pins: Iterable[Pin], folder: Path) -> None:
 
 
 def download(arguments: Iterable[str], folder: Path) -> None:
-    """Runs `pip download` for wheels alone, without what they need."""
+    """Run `pip download` for wheels only, without dependencies."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -133,4 +133,4 @@ def _requires(name: str) -> list[str]:
     try:
         return importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
-        return []  # of another Python or platform than this one: it comes without what it needs
+        return []  # for another Python or platform: downloaded without dependencies

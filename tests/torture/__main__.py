@@ -1,4 +1,4 @@
-"""`python -m tests.torture`: see the README beside it."""
+"""Command line of the torture campaign: `python -m tests.torture`, described in the README of this folder."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.torture.campaign import Result, Subjects, run_campaign
 from tests.torture.workspace import Workspace
 
-# Modules of this folder; each has `cases(seed, workspace)`.
+# Modules of this folder; each provides `cases(seed, workspace)`.
 PARTS = {
     "points": ("points",),
     "damage": ("damage",),
@@ -23,7 +23,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Runs a campaign; exits with 1 when something failed."""
+    """Run a campaign; exit with 1 if any case failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description="A seeded campaign of faults.")
     parser.add_argument("--minutes", type=float, default=60.0, help="when no more cases are begun")
     parser.add_argument("--seed", type=int, default=1, help="decides which cases are drawn, and in which order")
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def parts_of(part: str | None, *, seed: int, workspace: Workspace) -> dict[str, Subjects]:
-    """The subjects of one part, or of all."""
+    """Return the subjects of one part, or of all parts."""
     chosen = {name: modules for name, modules in PARTS.items() if part in (None, name)}
     found: dict[str, Subjects] = {}
     for name, modules in chosen.items():
@@ -70,7 +70,7 @@ def parts_of(part: str | None, *, seed: int, workspace: Workspace) -> dict[str, 
 
 
 def report(result: Result, *, seed: int, commit: str) -> str:
-    """A table of counts in Markdown, and for each failure what it is and the command that repeats it."""
+    """Format a Markdown table of counts, and for each failure a description and the command that reproduces it."""
     lines = ["", f"commit {commit}, seed {seed}: {len(result.outcomes)} cases, {len(result.failed)} failed"]
     lines += [f"{result.num_left} cases were left when the time was up"] if result.num_left else []
     lines += ["", "| part | of | tried | held | failed | faults tried |", "|---|---|---|---|---|---|"]
@@ -88,7 +88,7 @@ def report(result: Result, *, seed: int, commit: str) -> str:
 
 
 def as_json(result: Result, *, seed: int, commit: str) -> dict[str, object]:
-    """The same, for programs."""
+    """Return the same report as a JSON object."""
     outcomes = [
         {"name": one.case.name, "fault": one.case.fault, "reason": one.reason, "seconds": round(one.seconds, 2)}
         for one in result.outcomes

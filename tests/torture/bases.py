@@ -1,7 +1,7 @@
-"""Data folders and runs that nothing disturbed, as small as they can be; made once in a workspace.
+"""Minimal data folders and training runs created without faults, once per workspace.
 
-A folder that is made holds `data`, and `run` where something was trained. Its videos lie in the folder `videos`, and
-its copies name them too.
+Each folder contains `data`, and `run` if a model was trained. The videos are in the folder `videos`; copies of a folder
+refer to the same videos.
 """
 
 import os
@@ -19,7 +19,7 @@ RAY = ("--engine", "ray", "--workers", 1)
 CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--short-side", 32)
 LATENTS = ("latents", "--vae", "tiny", "--size", 32, "--num-gpus", 0)
 TEXT = ("text", "--clip", "tiny", "--num-gpus", 0)
-# Without a text tower, whose table of tokens would be 90 MB in each checkpoint.
+# Without a text tower, whose token embedding would add 90 MB to each checkpoint.
 TRAIN = (
     *("dual-encoder", "--model", "tiny", "--num-frames", 2, "--size-px", 32, "--batch", 2, "--warmup-steps", 1),
     *(
@@ -42,7 +42,7 @@ _LATER_CAPTIONS = (*_CAPTIONS[:1], ("a", "another", 1, 2, "train"), ("c", "four"
 
 
 def prep(workspace: Workspace, folder: Path, *arguments: object, status: int = 0) -> Ran:
-    """Runs `prep ... --data FOLDER/data` undisturbed."""
+    """Run `prep ... --data FOLDER/data` without faults."""
     scratch = folder / "tmp"
     ran = workspace.commands.run("prep", [*arguments, "--data", folder / "data"], scratch=scratch)
     scratch.rmdir()
@@ -50,7 +50,7 @@ def prep(workspace: Workspace, folder: Path, *arguments: object, status: int = 0
 
 
 def videos(workspace: Workspace) -> Path:
-    """Videos a and b of 2 and 1 s with captions.csv, and `later`: a and c with other captions."""
+    """Create videos a and b of 2 and 1 s with captions.csv, and `later`: a and c with other captions."""
     return workspace.made("videos", _write_videos)
 
 
@@ -68,23 +68,23 @@ def _write_videos(folder: Path) -> None:
 
 
 def manifest_arguments(workspace: Workspace, *, which: str = "first") -> tuple[object, ...]:
-    """`prep manifest folder` of the first videos, or the later ones."""
+    """Return the arguments of `prep manifest folder` for the first or the later videos."""
     folder = videos(workspace)
     return ("manifest", "folder", folder / which, "--captions", folder / f"{which}.csv")
 
 
 def with_manifest(workspace: Workspace) -> Path:
-    """A data folder with a manifest and nothing else."""
+    """A data folder with a manifest only."""
     return workspace.made("manifest", lambda folder: _then(workspace, folder, *manifest_arguments(workspace)))
 
 
 def with_chunks(workspace: Workspace) -> Path:
-    """Chunks as well: six in two shards."""
+    """As `with_manifest`, with chunks: six in two shards."""
     return workspace.made("chunks", lambda folder: _then(workspace, folder, *CHUNK, *ENGINE, after=with_manifest))
 
 
 def with_columns(workspace: Workspace) -> Path:
-    """Latents and text as well."""
+    """As `with_chunks`, with latents and text."""
 
     def make(folder: Path) -> None:
         _then(workspace, folder, *LATENTS, *ENGINE, after=with_chunks)
@@ -94,7 +94,7 @@ def with_columns(workspace: Workspace) -> Path:
 
 
 def with_run(workspace: Workspace) -> Path:
-    """All columns, and a dual encoder that was trained on them in `run`."""
+    """All columns, and a dual encoder trained on them in `run`."""
 
     def make(folder: Path) -> None:
         copy(with_columns(workspace), folder)
@@ -113,7 +113,7 @@ def _then(workspace: Workspace, folder: Path, *arguments: object, after: object 
 
 
 def with_later_manifest(workspace: Workspace) -> Path:
-    """Chunks and columns of the first videos, and the manifest of the later ones."""
+    """Chunks and columns of the first videos, with the manifest of the later ones."""
 
     def make(folder: Path) -> None:
         _then(workspace, folder, *manifest_arguments(workspace, which="later"), after=with_columns)
@@ -122,7 +122,7 @@ def with_later_manifest(workspace: Workspace) -> Path:
 
 
 def with_garbage(workspace: Workspace) -> Path:
-    """Two variants of chunks and of latents, and what killed commands leave beside them."""
+    """Two variants of chunks and of latents, with the remains of killed commands."""
 
     def make(folder: Path) -> None:
         copy(with_columns(workspace), folder)
@@ -141,9 +141,9 @@ def with_garbage(workspace: Workspace) -> Path:
 
 
 def with_failure(workspace: Workspace) -> Path:
-    """Chunks of two videos, one of which could not be decoded then and is whole now: `prep retry` makes them.
+    """Chunks of two videos, one of which could not be decoded then and is intact now: `prep retry` encodes it.
 
-    The file has the size and the time that it had, as one on a disk that failed for a while.
+    The file keeps its size and modification time, as on a disk with a temporary failure.
     """
 
     def make(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs cases until all are done or the time is up, two at a time, and tells what came of them."""
+"""Runs cases, two at a time, until all are done or the time is up, and collects the outcomes."""
 
 import shutil
 import threading
@@ -14,13 +14,13 @@ from tests.torture.cases import Broken, Case, taken_in_turns
 from tests.torture.workspace import Workspace
 
 NUM_AT_ONCE = 2
-# Subject -> its cases, in the order in which they are to be tried; asked for when the subject's turn comes.
+# Subject -> its cases, in the order of execution. The cases are drawn only when the subject's turn comes.
 Subjects = dict[str, Callable[[], Iterator[Case]]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case; `reason` is None where all held."""
+    """The outcome of a case; `reason` is None if it passed."""
 
     case: Case
     reason: str | None
@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass
 class Result:
-    """What came of a campaign."""
+    """The outcomes of a campaign."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     num_left: int = 0
@@ -49,14 +49,14 @@ def run_campaign(
     max_cases: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Tries one case of each part and subject in turns.
+    """Run one case of each part and subject in turn.
 
     Args:
-        seconds: when no more cases are begun.
-        only: name of the case to try, or the beginning of the names of several.
-        keeps: leaves the folders of cases that failed.
-        max_cases: the most to try.
-        say: is told of each case.
+        seconds: time after which no more cases are started.
+        only: name of the case to run, or a common prefix of several names.
+        keeps: keep the folders of failed cases.
+        max_cases: maximum number of cases.
+        say: callback for the progress lines.
     """
     deadline_s = time.monotonic() + seconds
     result, lock = Result(), threading.Lock()
@@ -87,7 +87,7 @@ def run_campaign(
 
 
 def _listed(parts: dict[str, Subjects], *, only: str | None) -> tuple[list[list[list[Case]]], list[Outcome]]:
-    """The cases of each part and subject; what cannot even be undisturbed has failed."""
+    """List the cases of each part and subject. A subject that fails even without faults is returned as a failure."""
     broken: list[Outcome] = []
 
     def cases_of(part: str, subject: str, draw: Callable[[], Iterator[Case]]) -> list[Case]:
@@ -138,5 +138,5 @@ def _line(outcome: Outcome, number: int, of: int) -> str:
 
 
 def subjects_of(result: Result) -> Sequence[str]:
-    """The subjects that were tried, as part/subject."""
+    """List the subjects that were run, as part/subject."""
     return sorted({f"{outcome.case.part}/{outcome.case.subject}" for outcome in result.outcomes})

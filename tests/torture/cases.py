@@ -1,4 +1,4 @@
-"""A case: one thing that goes wrong, and what must hold nevertheless."""
+"""A case: one fault, and the invariants that must hold nevertheless."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 class Broken(Exception):
-    """What must hold does not; the message says what was found, and in which file or output."""
+    """An invariant is violated; the message says what was found, and in which file or output."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that goes wrong.
+    """One fault injection.
 
     Attributes:
-        name: `part/subject/...`: unique, the same whenever the case is drawn again, and readable.
-        fault: what goes wrong, in a word; a column of the table of counts.
-        run: tries it in an empty folder of its own; raises `Broken` when what must hold does not.
+        name: `part/subject/...`: unique, readable, and the same whenever the case is drawn again.
+        fault: kind of fault, in one word; a column of the table of counts.
+        run: runs the case in an empty folder; raises `Broken` if an invariant is violated.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Case:
 
 
 def drawn(things: list[T], *, seed: str, kinds: Sequence[Callable[[T], str]]) -> Iterator[T]:
-    """All of `things` in an order that `seed` decides, where rare kinds come as early as frequent ones.
+    """Yield all of `things` in a random order determined by `seed`, in which rare kinds come as early as frequent ones.
 
     Args:
-        kinds: of a thing: its kind, and within that its kind, and so on.
+        kinds: functions that return the kind of a thing, its kind within that kind, and so on.
     """
     yield from _in_turns(things, Random(seed), list(kinds))
 
@@ -57,7 +57,7 @@ def _in_turns(things: list[T], random: Random, kinds: list[Callable[[T], str]]) 
 
 
 def taken_in_turns(iterators: list[Iterator[T]]) -> Iterator[T]:
-    """One of each, again and again, until all are exhausted."""
+    """Iterate round-robin over several iterators until all are exhausted."""
     waiting = list(iterators)
     while waiting:
         still = []

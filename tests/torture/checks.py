@@ -1,4 +1,4 @@
-"""What must hold after a command, whatever went wrong: each check raises `Broken`."""
+"""Invariants after a command, whatever fault was injected; each check raises `Broken`."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ EXIT_CODES = frozenset({0, 1, 2, 130, 143})
 
 
 def ended_well(ran: Ran, *, status: int | Collection[int] = EXIT_CODES) -> Ran:
-    """No traceback, and an exit status that is among `status`: never a signal, unless it is given."""
+    """Check for no traceback, and for an exit status in `status`; signals are allowed only if given explicitly."""
     allowed = {status} if isinstance(status, int) else status
     if "Traceback (most recent call last)" in ran.output:
         raise Broken(f"a traceback: {ran.described()}")
@@ -22,12 +22,12 @@ def ended_well(ran: Ran, *, status: int | Collection[int] = EXIT_CODES) -> Ran:
 
 
 def same_files(found: Path, expected: Path) -> None:
-    """Two folders hold the same files with the same bytes; files of locks aside."""
+    """Check that two folders contain the same files with the same bytes, except lock files."""
     same_contents(contents(found), contents(expected))
 
 
 def same_contents(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Two mappings from a path to what stands for its bytes are equal."""
+    """Check that two mappings from paths to content digests are equal."""
     differences = [
         *(f"missing: {name}" for name in sorted(expected.keys() - found.keys())),
         *(f"too many: {name}" for name in sorted(found.keys() - expected.keys())),
@@ -38,7 +38,7 @@ def same_contents(found: Mapping[str, str], expected: Mapping[str, str]) -> None
 
 
 def no_litter(*folders: Path) -> None:
-    """No temporary file and no empty folder lies below these folders; each of them may be missing, or be empty."""
+    """Check for no temporary files and no empty folders below `folders`, which may be missing or empty themselves."""
     found = []
     for folder in folders:
         for path in sorted(folder.rglob("*")):
@@ -52,7 +52,7 @@ def no_litter(*folders: Path) -> None:
 
 
 def nothing_in(scratch: Path) -> None:
-    """A command's $TMPDIR is as empty as it was, but for torch's cache of compiled code."""
+    """Check that a command's $TMPDIR is empty, except for torch's compilation cache."""
     found = [str(path.relative_to(scratch)) for path in sorted(scratch.rglob("*"))]
     if found := [name for name in found if not name.startswith("torchinductor_")]:
         raise Broken(f"left in $TMPDIR: {_some(found)}")

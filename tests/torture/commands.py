@@ -1,4 +1,4 @@
-"""Runs `prep` and `train` as processes of their own, and waits for all that they started."""
+"""Runs `prep` and `train` as separate processes, and waits for all processes that they start."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _KEPT = ("PATH", "HOME", "LANG", "CLIPMILL_FFMPEG", "LD_LIBRARY_PATH")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended; `status` is negative for a signal."""
+    """The outcome of a command; `status` is negative for a signal."""
 
     command: str
     status: int
@@ -40,13 +40,13 @@ class Ran:
         return self.stdout + self.stderr
 
     def described(self) -> str:
-        """The command, its end and its last lines, for the message of a `Broken`."""
+        """Describe the command, its exit and its last output lines, for the message of a `Broken`."""
         tail = "\n".join(self.output.strip().splitlines()[-25:])
         return f"`{self.command}` ended with {self.status}:\n{tail}"
 
 
 class Commands:
-    """Starts commands; to be closed, which ends the process that it forks them from."""
+    """Starts commands. Call `close` to terminate the server process that they are forked from."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,14 +62,15 @@ class Commands:
         environment: Mapping[str, str] | None = None,
         is_fresh: bool = False,
     ) -> Ran:
-        """Runs `prep` or `train` to its end, and waits for the processes that it leaves.
+        """Run `prep` or `train` to completion, and wait for the processes that it leaves behind.
 
         Args:
-            scratch: its $TMPDIR; made when it is not there.
-            is_fresh: a new interpreter and workers as in real life, in place of a fork that has imported everything.
+            scratch: its $TMPDIR, created if missing.
+            is_fresh: use a new interpreter and new workers, as in production, instead of a fork with all modules
+                imported.
 
         Raises:
-            Broken: it did not end, or processes of its own outlived it.
+            Broken: the command did not exit, or some of its processes outlived it.
         """
         with self._lock:
             self._count += 1
@@ -83,7 +84,7 @@ class Commands:
         outputs = self._folder / f"{number}.out", self._folder / f"{number}.err"
         start = self._start_fresh if is_fresh else self._start_fork
         with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
-            surroundings["RAY_TMPDIR"] = short  # its sockets take a path of at most 107 bytes
+            surroundings["RAY_TMPDIR"] = short  # socket paths are limited to 107 bytes
             status, session = start(program, words, surroundings, outputs)
             texts = [path.read_text("utf-8", "replace") for path in outputs]
             for path in outputs:
@@ -135,7 +136,7 @@ class Commands:
                 return None, session
 
     def _connected(self) -> socket.socket:
-        """A connection to the process of the forks, which is started when it is asked for the first time."""
+        """Connect to the fork server, which is started on first use."""
         name = f"clipmill-torture-{os.getpid()}-{id(self)}"
         with self._lock:
             if self._forks is None:
@@ -160,7 +161,7 @@ class Commands:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """Ends the process that commands are forked from."""
+        """Terminate the fork server."""
         if self._forks is not None:
             self._forks.kill()
             self._forks.wait()
@@ -171,7 +172,7 @@ def _wait_for_all(session: int, mark: str, ran: Ran) -> None:
     while left := _processes(session, mark):
         daemons = [pid for pid, name in left.items() if _RAYS_OWN.search(name)]
         if len(daemons) == len(left) and ran.status == -signal.SIGKILL:
-            # Ray's own end when its driver was killed, each in a time of its own; they do not write here.
+            # Ray's processes exit some time after their driver was killed; they do not write here.
             for pid in daemons:
                 _kill(pid)
         elif time.monotonic() > deadline_s:
@@ -182,7 +183,7 @@ def _wait_for_all(session: int, mark: str, ran: Ran) -> None:
 
 
 def _processes(session: int, mark: str) -> dict[int, str]:
-    """Process id -> name of what belongs to a session, or has the mark in its environment; zombies left out."""
+    """Return process ID -> name of the processes of a session or with the mark in their environment, except zombies."""
     found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():

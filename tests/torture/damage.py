@@ -1,7 +1,7 @@
-"""Damage: files of every durable kind decay in a data folder, and in a training run's checkpoint.
+"""Damage: corrupted files of every durable kind in a data folder, and in a checkpoint.
 
-Damage is found by `prep verify --deep` and refused by whoever trains on it, or nothing that is read differs; the
-command that made a file makes it again with the same bytes.
+`prep verify --deep` must detect the damage and training must reject the data, or the data read must be unchanged. The
+command that created a file must restore it with the same bytes.
 """
 
 import shutil
@@ -31,7 +31,7 @@ from tests.torture.subjects import _resume, _run_contents, _stopped_run
 from tests.torture.workspace import Workspace, copy
 
 PART = "damage"
-_DRAWS = 8  # of each fault and kind
+_DRAWS = 8  # for each combination of fault and kind
 _TRAIN_ON_LATENTS = (*bases.TRAIN[:5], "--batch", 2, "--input", "latents", "--segment", "500ms", *bases.TRAIN[9:])
 _REPAIRS = ((*bases.CHUNK, *bases.ENGINE), (*bases.LATENTS, *bases.ENGINE), (*bases.TEXT, *bases.ENGINE))
 
@@ -41,9 +41,9 @@ class Kind:
     """One kind of durable file.
 
     Attributes:
-        pattern: of its files in the folder of a case.
-        partners: pattern of the files that it may be exchanged with.
-        trained: what is trained on it: chunks, latents, both or neither.
+        pattern: glob pattern of its files in the folder of a case.
+        partners: glob pattern of the files that it may be exchanged with.
+        trained: columns to train on: chunks, latents, both or neither.
     """
 
     pattern: str
@@ -73,7 +73,7 @@ _TRAININGS = {"chunks": bases.TRAIN, "latents": _TRAIN_ON_LATENTS}
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """The cases of each kind of file, in an order that `seed` decides."""
+    """Return the cases of each kind of file, in an order determined by `seed`."""
     found: dict[str, Callable[[], Iterator[Case]]] = {
         name: partial(_cases, seed, workspace, name, bases.with_columns, kind, partial(_in_data, kind=kind))
         for name, kind in KINDS.items()
@@ -130,7 +130,7 @@ def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) ->
     for command in _REPAIRS:
         ended_well(_prep(workspace, folder, *command), status=0)
     ended_well(_prep(workspace, folder, "verify", "--deep"), status=0)
-    # What says the same in other bytes, such as another white space, may stay.
+    # Changes without meaning, such as different white space, may remain.
     aside = set() if is_found else {str(Path(name).relative_to("data")) for name in (decay.path,)}
     found, expected = (
         {name: digest for name, digest in contents(part / "data").items() if name not in aside}
@@ -140,7 +140,7 @@ def _in_data(workspace: Workspace, decay: Decay, folder: Path, *, kind: Kind) ->
 
 
 def _names(ran: Ran, decay: Decay) -> None:
-    """The output names a damaged file, or its shard."""
+    """Check that the output names a damaged file or its shard."""
     paths = [decay.path, *([Path(decay.where)] if decay.fault == "exchange" else [])]
     names = {path.name for path in paths} | {path.name.split("-")[0].split(".")[0] for path in paths}
     if not any(name in ran.output for name in names):
@@ -150,7 +150,7 @@ def _names(ran: Ran, decay: Decay) -> None:
 
 
 def _trained_right(workspace: Workspace, folder: Path, what: str) -> None:
-    """A training run refuses, names what failed, or ends as one on sound data does."""
+    """Check that a training run rejects the data, reports the failures, or gives the same result as on intact data."""
     ran = _train(workspace, folder, what)
     if ran.status == 0 and not (folder / "run" / "failures.jsonl").read_bytes():
         if _run_contents(folder) != _run_contents(_sound_run(workspace, what)):
@@ -174,7 +174,7 @@ def _sound_run(workspace: Workspace, what: str) -> Path:
 
 
 def _meaning(data: Path) -> list[Any]:
-    """All that is read of a data folder's records and samples."""
+    """Return everything that is read from the records and samples of a data folder."""
     read: list[Any] = [table(data).to_pylist() for table in (read_videos, read_captions, read_rejected)]
     read += [read_layout(path).to_pylist() for path in sorted((data / "layout").iterdir())]
     for column in ("video", "latents", "text"):
@@ -190,14 +190,14 @@ def _prep(workspace: Workspace, folder: Path, *arguments: object) -> Ran:
 
 
 def _with_bank(workspace: Workspace) -> Path:
-    """The text column as a kill leaves it when all is encoded and no shard is made."""
+    """Create the text column as left by a kill after encoding and before any shard is written."""
 
     def make(folder: Path) -> None:
         copy(bases.with_columns(workspace), folder)
         variant = Variant.open(folder / "data", column="text")
         digests = [from_arrow(shard.index["text_digest"].combine_chunks().values) for shard in variant.shards()]
         width = int(variant.recipe["width"])
-        for part in digests:  # a block for each shard
+        for part in digests:  # one block per shard
             missing = np.unique(part).astype(DIGESTS)
             take_over(variant.directory, missing=missing, bank_dir=variant.directory / BANK_FOLDER, width=width)
         for path in variant.directory.iterdir():
@@ -227,7 +227,7 @@ def _resumed(workspace: Workspace, folder: Path) -> Ran:
 
 
 def _in_checkpoint(workspace: Workspace, decay: Decay, folder: Path) -> None:
-    """The run refuses to go on, and says why, or ends as an undisturbed one."""
+    """Check that the run refuses to resume and says why, or gives the same result as an undisturbed run."""
     expected = _run_contents(_resumed_run(workspace))
     ran = _resumed(workspace, folder)
     if ran.status == 0:

@@ -1,6 +1,6 @@
-"""Ways in which a file decays: flipped bits, overwritten and blank parts, a lost end, a lost file, an exchange.
+"""File corruption: flipped bits, overwritten and zeroed ranges, truncation, deletion, and exchange with another file.
 
-Each keeps the file's time of change, as a disk that loses bits does; a look at sizes and times sees the least of it.
+The modification time is preserved, as on a disk that loses bits; comparing sizes and times misses most of it.
 """
 
 import os
@@ -14,13 +14,13 @@ _BLANK_BYTES = 512
 
 @dataclass(frozen=True)
 class Decay:
-    """What happens to one file of a folder.
+    """The corruption of one file of a folder.
 
     Attributes:
-        fault: what it is, in a word.
+        fault: kind of corruption, in one word.
         path: the file, relative to the folder.
-        where: the bit, byte or size that it is about, or the other file.
-        do: does it in a folder.
+        where: the affected bit, byte or size, or the other file.
+        do: applies the corruption in a folder.
     """
 
     fault: str
@@ -34,10 +34,10 @@ class Decay:
 
 
 def draw_decay(random: Random, folder: Path, fault: str, *, paths: list[Path], partners: list[Path]) -> Decay | None:
-    """A decay of one of `paths` (relative to `folder`); None where this one cannot decay so.
+    """Draw a corruption of one of `paths` (relative to `folder`); None if this fault does not apply to the file.
 
     Args:
-        partners: what a file may be exchanged with.
+        partners: files that a file may be exchanged with.
     """
     path = random.choice(paths)
     content = (folder / path).read_bytes()
@@ -45,7 +45,7 @@ def draw_decay(random: Random, folder: Path, fault: str, *, paths: list[Path], p
         others = [other for other in partners if other != path and (folder / other).read_bytes() != content]
         if not others:
             return None
-        # Those of the same size are what only a checksum tells apart.
+        # Files of equal size can only be told apart by their checksum.
         same_size = [other for other in others if (folder / other).stat().st_size == len(content)]
         other = random.choice(same_size if same_size and random.random() < 0.5 else others)
         return Decay(fault, path, str(other), lambda target: _exchange(target / path, target / other))

@@ -1,7 +1,7 @@
-"""A process that has imported what the commands import, and forks itself for each command that is asked for.
+"""A fork server that has imported the modules of the commands, and forks for each requested command.
 
-`prep` and `train` spend seconds on importing torch and little on the data of a case. What runs is the command with its
-own process, environment, folder and output; its workers are forked too. Only imports are not repeated.
+`prep` and `train` spend seconds on importing torch and little time on the data of a case. A command still has its own
+process, environment, folder and output, and its workers are forked too. Only imports are not repeated.
 """
 
 import atexit
@@ -40,14 +40,14 @@ _IMPORTED = (
 
 
 def serve(address: str) -> None:
-    """Listens at an abstract Unix socket: a request is a connection and a line of JSON, the answers are lines.
+    """Listen at an abstract Unix socket; a request is a connection with one line of JSON, answered by lines.
 
-    The first line is the command's process id, the second its exit status, negative for a signal.
+    The first line is the command's process ID, the second its exit status, negative for a signal.
     """
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # what is shared with the forks stays shared
+    gc.freeze()  # keeps memory shared with the forks
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{address}")
     listening.listen()
@@ -87,7 +87,7 @@ def _answer(asking: dict[int, socket.socket]) -> None:
 
 
 def _become(request: dict[str, Any]) -> NoReturn:
-    """Turns this fork into the command, to its end."""
+    """Run the command in this fork, and exit."""
     code = 1
     try:
         os.setsid()

@@ -1,5 +1,7 @@
-"""Hostile annotation files of `prep manifest`: rows are taken or listed as rejected, or the file is refused by name;
-nothing in it is run, and memory has a limit.
+"""Hostile annotation files for `prep manifest`.
+
+Rows must be accepted or rejected with a reason, or the whole file must be rejected with an error that names it. No code
+in a file is executed, and memory is limited.
 """
 
 import json
@@ -22,7 +24,7 @@ _DEEP = 100_000
 
 
 class _Runs:
-    """A pickle of it asks for a command to be run."""
+    """Its pickle requests the execution of a command."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
@@ -32,7 +34,7 @@ class _Runs:
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """One case a file, in an order that `seed` decides."""
+    """Return one case per file, in an order determined by `seed`."""
     return {"annotations": partial(_annotations, seed, workspace)}
 
 

@@ -1,6 +1,6 @@
-"""Sources that mean harm, made from small videos whose pixels tell their frame numbers.
+"""Malicious source videos, derived from small videos whose pixels encode their frame numbers.
 
-Each takes the place of an honest file after `prep manifest`, as a source does that decays, or that somebody replaces.
+Each replaces a valid file after `prep manifest`, like a source that is corrupted or replaced later.
 """
 
 import os
@@ -15,7 +15,7 @@ from random import Random
 from prep.video.ffmpeg import find_ffmpeg
 from tests.torture.cases import drawn
 
-NUM_FRAMES, FPS = 40, 10  # of every honest video
+NUM_FRAMES, FPS = 40, 10  # of every valid video
 _COPY = ("-c", "copy")
 _MPEG2 = ("-c:v", "mpeg2video", "-q:v", "2", "-r", "25")
 CONTAINERS: dict[str, tuple[str, ...]] = {
@@ -39,13 +39,13 @@ SUFFIXES = ("mp4", "mov", "mkv", "webm", "avi", "mpg", "ts", "flv", "wmv")
 
 @dataclass(frozen=True)
 class HostileSource:
-    """One source.
+    """One malicious source.
 
     Attributes:
         name: `kind/what`, unique.
-        suffix: that it has as a file, without the dot.
-        put: makes it at a path; a second folder has what it may reach out for.
-        is_whole: no bit of its frames was changed: what is made of it shows them in their order, from the first.
+        suffix: its file extension, without the dot.
+        put: writes it to a path; the second argument is a folder with resources that it may try to access.
+        is_whole: its frames are intact, so chunks made from it must show them in order, from the first.
     """
 
     name: str
@@ -60,20 +60,20 @@ class HostileSource:
 
 @dataclass(frozen=True)
 class Outside:
-    """What no source may reach: a video under a lease, and a port that somebody listens at."""
+    """Resources that no source may access: a video under a lease, and a port with a listener."""
 
     video: Path
     port: int
 
 
 def write_containers(video: Path, folder: Path) -> None:
-    """`video` in each of CONTAINERS, and whole.mp4."""
+    """Write `video` in each of CONTAINERS, and as whole.mp4."""
     for name, options in CONTAINERS.items():
         subprocess.run([find_ffmpeg().path, "-v", "error", "-i", video, *options, folder / f"a.{name}"], check=True)
 
 
 def hostile_sources(seed: int, containers: Path) -> list[HostileSource]:
-    """All of them, in an order that `seed` decides."""
+    """Yield all sources, in an order determined by `seed`."""
     every = [*_damaged(seed, containers), *_scripts(), *_no_files(), *_claims(containers)]
     return list(drawn(every, seed=f"{seed}/hostile", kinds=[lambda one: one.kind]))
 
@@ -155,7 +155,7 @@ _DAMAGES: dict[str, tuple[_Change, bool]] = {
 
 
 def _scripts() -> Iterator[HostileSource]:
-    """Text that tells its reader to open something else: a local video, or an address."""
+    """Text that makes its reader open another resource: a local video or a URL."""
     texts = {
         "ffconcat": ("mp4", "ffconcat version 1.0\nfile '{video}'\n"),
         "ffconcat-http": ("mkv", "ffconcat version 1.0\nfile 'http://127.0.0.1:{port}/v.mp4'\n"),
@@ -188,7 +188,7 @@ def _scripts() -> Iterator[HostileSource]:
 def _no_files() -> Iterator[HostileSource]:
     def socket_at(target: Path, _: Outside) -> None:
         with socket.socket(socket.AF_UNIX) as made:
-            here = os.open(target.parent, os.O_RDONLY)  # its own path may be too long for a socket's address
+            here = os.open(target.parent, os.O_RDONLY)  # its own path may exceed the length limit of a socket address
             try:
                 made.bind(f"/proc/self/fd/{here}/{target.name}")
             finally:
@@ -225,11 +225,11 @@ def _sparse(target: Path, size_bytes: int) -> None:
 
 
 def _claims(containers: Path) -> Iterator[HostileSource]:
-    """Headers that claim what their files do not hold: sizes, durations, rates, and a place outside the file."""
+    """Headers that contradict the content: sizes, durations, rates, and offsets outside the file."""
     mp4, avi, gif = (containers / f"a.{name}" for name in ("mp4", "avi", "gif"))
     huge, large = b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"
     claims: dict[str, tuple[Path, bytes, int, bytes]] = {
-        # file, a word in it, where from there, and what
+        # file, a word in it, offset from the word, and new value
         "duration-of-header": (mp4, b"mvhd", 20, huge),
         "duration-of-track": (mp4, b"mdhd", 20, huge),
         "ticks-a-second": (mp4, b"mdhd", 16, b"\0\0\0\1"),

@@ -1,4 +1,4 @@
-"""Files of settings, weights and checkpoints that mean harm."""
+"""Malicious settings, weight and checkpoint files."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-Damage = Callable[[Path, Path], object]  # (the file or folder, a file that must not come to be)
+Damage = Callable[[Path, Path], object]  # (the file or folder, a file that must not be created)
 
 _ALIASES = "".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9) if n else '1'}]\n" for n in range(9))
 CONFIGS: dict[str, str | bytes] = {
@@ -53,7 +53,7 @@ CONFIGS: dict[str, str | bytes] = {
 
 
 class _Trap:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, sprung: Path) -> None:
         self._sprung = sprung
@@ -128,7 +128,7 @@ def _changed(key: str, value: object) -> Damage:
 
 
 def _in_each(content: Callable[[Path], bytes]) -> Damage:
-    """Every other file of the checkpoint holds something else."""
+    """Replace the content of every other file of the checkpoint."""
 
     def damage(checkpoint: Path, sprung: Path) -> None:
         for path in sorted(checkpoint.rglob("*")):

@@ -1,7 +1,8 @@
-"""Hostile sources of `prep`: each is processed exactly, or named; the others are made; nothing is read outside, nothing
-opened on the network, and memory has a limit.
+"""Hostile sources for `prep`.
 
-Sources are tried many at a time, in one data folder; each is a case of its own, which looks at what became of it.
+Each source must be processed exactly or reported by name, and the other sources must be processed. No other file is
+read, no network connection is opened, and memory is limited. Sources are processed in batches, in one data folder;
+each is a separate case that checks its own outcome.
 """
 
 import json
@@ -44,9 +45,9 @@ _OUTPUT_FPS = 30
 _CHUNK = ("chunk", "--len", "500ms", "--preset", "ultrafast", "--fps", _OUTPUT_FPS, "--keyint", 15)
 _ADDRESS = re.compile("0x[0-9a-f]{9}")
 _MOST_MEMORY_BYTES = 4 << 30
-_HONEST = {"honest-first": 300, "honest-last": 400}  # and the number of its first frame
-_OUTSIDE_FRAME = 900  # first frame of a video that nobody was given
-# Says so, once, when somebody else opens the file that it was given.
+_HONEST = {"honest-first": 300, "honest-last": 400}  # with the number of its first frame
+_OUTSIDE_FRAME = 900  # first frame of a video that is not part of the input
+# Prints once when another process opens the file in its argument.
 _WATCH = """
 import fcntl, os, signal, sys
 signal.signal(signal.SIGIO, lambda *_: (print("opened", flush=True), os._exit(0)))
@@ -58,7 +59,7 @@ while True: signal.pause()
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """The cases of each kind of input, in an order that `seed` decides."""
+    """Return the cases of each kind of input, in an order determined by `seed`."""
     return {"source": partial(_sources, seed, workspace), "name": partial(_names, workspace)}
 
 
@@ -86,7 +87,7 @@ def _id(number: int) -> str:
 
 
 def _tried(workspace: Workspace, name: str, batch: list[HostileSource]) -> Path:
-    """A folder where a batch was chunked beside honest videos; report.json says what was seen meanwhile."""
+    """Chunk a batch together with valid videos; report.json in the returned folder lists the observed accesses."""
 
     def make(folder: Path) -> None:
         videos, honest = folder / "videos", _containers(workspace) / "a.mp4"
@@ -126,7 +127,7 @@ def _write_video(path: Path, *, first: int) -> None:
 
 
 def _limited_ffmpeg(folder: Path) -> Path:
-    """The ffmpeg program with a limit on its address space: what needs more fails, and by name."""
+    """Write an ffmpeg wrapper with a limit on its address space, so that excessive use is a named failure."""
     path = folder / "ffmpeg"
     path.write_text(f'#!/bin/sh\nulimit -v {_MOST_MEMORY_BYTES >> 10}\nexec "{find_ffmpeg().path}" "$@"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -135,7 +136,7 @@ def _limited_ffmpeg(folder: Path) -> Path:
 
 @contextmanager
 def _listening() -> Iterator[socket.socket]:
-    """A port at which nobody may ask."""
+    """Listen at a port that must not receive connections."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -155,7 +156,7 @@ def _num_connections(listener: socket.socket) -> int:
 
 @contextmanager
 def _watched(path: Path) -> Iterator[Callable[[], bool]]:
-    """Whether somebody opens a file while this lasts; False as well where the file system has no leases."""
+    """Yield a function that tells whether the file has been opened; False on file systems without leases."""
     watcher = subprocess.Popen([sys.executable, "-c", _WATCH, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert watcher.stdout is not None
     is_watching = watcher.stdout.readline() == b"watching\n"
@@ -172,7 +173,7 @@ def _failures(data: Path) -> dict[str, dict[str, str]]:
 
 
 def _shown(data: Path) -> dict[str, list[int]]:
-    """The frame numbers that the chunks of each video show, in their order."""
+    """Return the frame numbers shown by the chunks of each video, in order."""
     chunks: dict[str, list[tuple[str, bytes]]] = {}
     for sample in Variant.open(data).iterate():
         video, _, start = sample["__key__"].rpartition("_")
@@ -184,15 +185,15 @@ def _shown(data: Path) -> dict[str, list[int]]:
 
 
 def _frame_numbers(content: bytes) -> list[int]:
-    """The numbers in all frames of a chunk, or -1 where one of them cannot be read."""
+    """Decode the numbers in all frames of a chunk; -1 if one of them is unreadable."""
     try:
         return frame_numbers(content)
-    except ValueError:  # of a source whose pixels were damaged
+    except ValueError:  # for a source with corrupted pixels
         return [-1] * len(read_chunk(content, fps=Fraction(_OUTPUT_FPS)).packet_frame)
 
 
 def _outcome_of(made: Callable[[], Path], number: int, source: HostileSource, folder: Path) -> None:
-    """The source has failed by name, or its frames were made."""
+    """Check that the source has failed with an error naming it, or that its frames were encoded."""
     report = json.loads((made() / "report.json").read_text())
     failure, shown = report["failures"].get(_id(number)), report["shown"].get(_id(number), [])
     if failure is not None:
@@ -214,7 +215,7 @@ def _outcome_of(made: Callable[[], Path], number: int, source: HostileSource, fo
     if any(one >= min(_HONEST.values()) for one in shown):
         raise Broken(f"frames of another video: {sorted(set(shown))}")
     if source.is_whole:
-        # Without an index, frames near the end that are shown before one that was cut off can be missing.
+        # Without an index, frames near the end that precede a truncated one in presentation order may be missing.
         unsure = _OUTPUT_FPS if source.suffix in ("ts", "mpg") and source.kind.startswith("cut") else 0
         _require_first_frames(shown[: len(shown) - unsure], first=0)
         if source.kind in ("mislabelled", "with-more") and len(shown) < (NUM_FRAMES - 1) * _OUTPUT_FPS // FPS:
@@ -222,14 +223,14 @@ def _outcome_of(made: Callable[[], Path], number: int, source: HostileSource, fo
 
 
 def _require_first_frames(shown: list[int], *, first: int) -> None:
-    """Each frame is shown for three output frames; rounding may give one more or less of them to its neighbour."""
+    """Each source frame corresponds to three output frames; rounding may move one of them to its neighbour."""
     for frame, number in enumerate(shown):
         if abs(number - first - frame * FPS / _OUTPUT_FPS) > 1:
             raise Broken(f"output frame {frame} shows frame {number - first}: {shown[: frame + 3]}")
 
 
 def _beside(made: Callable[[], Path], folder: Path) -> None:
-    """What became of everything that was no hostile source."""
+    """Check the outcome of everything except the hostile sources."""
     batch = made()
     report = json.loads((batch / "report.json").read_text())
     described = report["output"][-3000:]
@@ -257,7 +258,7 @@ def _names(workspace: Workspace) -> Iterator[Case]:
 
 
 def _named_videos(workspace: Workspace) -> Path:
-    """A folder where honest videos under all of NAMES were chunked, and one whose name is no UTF-8."""
+    """Chunk valid videos under all of NAMES, and one whose name is not valid UTF-8."""
 
     def make(folder: Path) -> None:
         videos = folder / "videos"

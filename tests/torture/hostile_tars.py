@@ -1,7 +1,7 @@
-"""Tars that mean harm, for `train` to read from front to back: what is in each, and what must become of it.
+"""Malicious tars for streaming in `train`, and the required outcome of each.
 
-Each has the sample `a` before and `z` behind the sample `bad`, and frames whose pixels carry their numbers. Outside lie
-a video and a text that must never be shown (the canaries), and a port that nobody may connect to.
+Each tar has the sample `a` before and `z` after the sample `bad`, with frames whose pixels encode their numbers.
+Outside the tar are a video and a text that must never be read (the canaries), and a port that must not be contacted.
 """
 
 import bz2
@@ -29,14 +29,14 @@ CANARY_NUMBER = 900
 CANARY_TEXT = "canary-4711"
 _EXTENSIONS = ("mp4", "mkv", "webm", "mov", "avi")
 
-# Of `bad`: shown exactly; a failure by name; either of them; shown, and nobody can know what. Of the tar: a failure
-# from there on, or it is read and `bad` is no sample of it.
+# Outcome of `bad`: shown exactly; reported by name; either of the two; shown with unpredictable content. Outcome of the
+# tar: a failure from there on, or the tar is read and does not contain the sample `bad`.
 Fate = Literal["shown", "named", "either", "changed", "broken", "absent"]
 
 
 @dataclass(frozen=True)
 class HostileTar:
-    """A tar, and what must become of it."""
+    """A tar and its required outcome."""
 
     name: str
     fault: str
@@ -46,31 +46,31 @@ class HostileTar:
 
 @dataclass(frozen=True)
 class Outside:
-    """What lies outside of the tar."""
+    """Resources outside the tar."""
 
-    canary: Path  # a video; beside it a text of the same name
+    canary: Path  # a video, with a text of the same name beside it
     port: int
 
 
 @cache
 def video(key: str) -> bytes:
-    """20 frames whose numbers begin with `FIRST_NUMBERS` of the key."""
+    """Encode 20 frames whose numbers start at `FIRST_NUMBERS` of the key."""
     return encode_chunk(FIRST_NUMBERS[key], NUM_FRAMES, size_px=SIZE_PX)
 
 
 def sample(key: str, content: bytes | None = None, *, extension: str = "mp4", text: bytes = b"x") -> bytes:
-    """The members of a sample."""
+    """Return the members of a sample."""
     content = video(key) if content is None else content
     return member(f"{key}.{extension}", content) + member(f"{key}.txt", text)
 
 
 def around(middle: bytes) -> bytes:
-    """A tar with the samples a and z, and something between them."""
+    """Return a tar with the samples a and z and the given bytes between them."""
     return sample("a") + middle + sample("z") + END
 
 
 def hostile_tars(seed: str) -> Iterator[HostileTar]:
-    """All of them; cuts, flips and names of members are drawn by `seed`."""
+    """Yield all tars; truncations, bit flips and member names are drawn with `seed`."""
     random = Random(seed)
     yield from _members(random)
     yield from _descriptions()
@@ -79,7 +79,7 @@ def hostile_tars(seed: str) -> Iterator[HostileTar]:
 
 
 def _members(random: Random) -> Iterator[HostileTar]:
-    """Members that are not what they are called."""
+    """Members whose content does not match their extension."""
     for kind in playlists(Path("/x"), 1):
         for extension in random.sample(_EXTENSIONS, 2):
 
@@ -109,7 +109,7 @@ def _members(random: Random) -> Iterator[HostileTar]:
         def mislabelled(_: Outside, format_name: str = format_name) -> bytes:
             return around(sample("bad", _remuxed(video("bad"), format_name)))
 
-        # libav's seeks in a stream of packets may land behind a frame, which is then a failure by name.
+        # libav may seek past a frame in a packet stream without container, which is then reported as a failure.
         fate: Fate = "either" if format_name == "mpegts" else "shown"
         yield HostileTar(f"mislabelled-{format_name}", "mislabelled", mislabelled, fate)
     for number in range(10):
@@ -119,7 +119,7 @@ def _members(random: Random) -> Iterator[HostileTar]:
             content = _remuxed(video("bad"), format_name)
             return around(sample("bad", content[: int(len(content) * part)]))
 
-        # Nothing in a stream of packets says how long it was; an mp4 that was cut has lost its index.
+        # A packet stream does not record its length; a truncated mp4 has lost its index.
         fate = "named" if format_name == "mp4" else "changed"
         yield HostileTar(f"cut-{number}", "cut member", cut, fate)
     for number in range(16):
@@ -135,7 +135,7 @@ def _members(random: Random) -> Iterator[HostileTar]:
 
 
 def _descriptions() -> Iterator[HostileTar]:
-    """Words about a sample that no program wrote."""
+    """Malformed sample metadata."""
     ours = {"span_fingerprint": "x", "begin_s": [0, 1], "end_s": [2, 1]}
     caption = {"caption_id": 1, "text": "x", "begin_s": 0.0, "end_s": 2.0}
     jsons: dict[str, tuple[object, Fate]] = {
@@ -177,7 +177,7 @@ def _descriptions() -> Iterator[HostileTar]:
 
 
 def _structures(random: Random) -> Iterator[HostileTar]:
-    """Tars whose headers claim what is not so."""
+    """Tars whose headers contradict their content."""
     whole = around(sample("bad"))
     links = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE}
     for name, kind in links.items():
@@ -236,7 +236,7 @@ def _structures(random: Random) -> Iterator[HostileTar]:
 
 
 def _header_place(tar: bytes, random: Random) -> int:
-    """A byte of a random header that its checksum covers."""
+    """Return the offset of a random header byte that is covered by the checksum."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as opened:
         offset = random.choice([info.offset for info in opened])
     return offset + random.choice([*range(100), *range(124, 136), 156])
@@ -259,13 +259,13 @@ def _compressed(random: Random) -> Iterator[HostileTar]:
 
 
 def _always(content: bytes) -> Callable[[Outside], bytes]:
-    """The content of a tar that names nothing outside of it."""
+    """The content of a tar that references nothing outside of itself."""
     return lambda _: content
 
 
 @cache
 def _remuxed(content: bytes, format_name: str) -> bytes:
-    """The same packets in another container."""
+    """Remux the packets into another container."""
     target = io.BytesIO()
     with av.open(io.BytesIO(content), "r") as source, av.open(target, "w", format=format_name) as container:
         stream = container.add_stream_from_template(source.streams.video[0])

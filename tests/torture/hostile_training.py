@@ -1,4 +1,4 @@
-"""Hostile input of `train`: streamed tars, YAML, weights and checkpoints. Each is used exactly, or refused by name."""
+"""Hostile input for `train`: streamed tars, YAML, weights and checkpoints. Each is used exactly or rejected."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ from tests.train.data.test_streams import SIZE_PX
 from tests.train.tiny_data import encode_chunk
 
 PART = "hostile"
-_TAR_MB = 3000  # of address space, threads' stacks included
+_TAR_MB = 3000  # of address space, including thread stacks
 _TAR_ADDED_MB = 400  # of memory
 _TRAIN_MB = 6000
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """The cases of each kind of input, in an order that `seed` decides."""
+    """Return the cases of each kind of input, in an order determined by `seed`."""
 
     def ordered(subject: str, found: list[Case]) -> Iterator[Case]:
         return drawn(found, seed=f"{seed}/{subject}", kinds=[lambda case: case.fault])
@@ -64,7 +64,7 @@ def _case(subject: str, name: str, fault: str, run: Callable[[Path], None]) -> C
 
 
 def _tar(workspace: Workspace, hostile: HostileTar, folder: Path) -> None:
-    """A hostile tar and a good one: what is shown is exact, what is not is named, and nothing comes from outside."""
+    """Read a hostile and a good tar: decoded frames are exact, failures are named, and nothing else is read."""
     canary = folder / "outside" / "canary.mp4"
     canary.parent.mkdir()
     canary.write_bytes(encode_chunk(CANARY_NUMBER, 20, size_px=SIZE_PX))
@@ -96,7 +96,7 @@ def _tar(workspace: Workspace, hostile: HostileTar, folder: Path) -> None:
 
 
 def _wrong(hostile: HostileTar, shown: dict[str, list[int]], failed: dict[str, str], tar: str) -> str:
-    """What is not as it must be, or nothing."""
+    """Describe the first violated requirement, or return an empty string."""
     for key, frames in shown.items():
         if key not in FIRST_NUMBERS:
             return f"{key} is shown, and is no sample"
@@ -169,7 +169,7 @@ def _checkpoint(workspace: Workspace, damage: Damage, folder: Path) -> None:
 
 
 def _require_short(ran: Ran) -> None:
-    """An error is a few lines, and shows nothing of files that it is not about."""
+    """Check that an error has only a few lines, and shows nothing of unrelated files."""
     if CANARY_TEXT in ran.output:
         raise Broken(f"a file from outside is shown: {ran.described()}")
     if len(ran.stderr) > 20_000:

@@ -1,7 +1,7 @@
-"""Every point: each write, fsync, rename, link, unlink, rmdir and mkdir of each command goes wrong in turn.
+"""Fault injection at every point: each write, fsync, rename, link, unlink, rmdir and mkdir of each command.
 
-The command is killed before and after it, or it fails with EIO or ENOSPC, or a write is cut short. Then the command
-runs again, undisturbed: what it leaves must be, byte for byte, what a run leaves that nothing disturbed.
+The command is killed before or after the operation, the operation fails with EIO or ENOSPC, or a write is truncated.
+Then the command runs again without faults: the result must be byte-identical to that of a run without any fault.
 """
 
 import re
@@ -20,12 +20,12 @@ from tests.torture.workspace import Workspace
 
 PART = "points"
 _NUM_WALKS, _WALK_STEPS = 20, 3
-# How often a sign of life is written depends on the time that the work takes.
+# The number of heartbeats depends on the duration of the work.
 _UNSTEADY = re.compile(r"/\.tmp-running/.*#(?!1$)")
 
 
 def cases(seed: int, workspace: Workspace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """The cases of each command, in an order that `seed` decides."""
+    """Return the cases of each command, in an order determined by `seed`."""
     return {subject.name: partial(_cases_of, subject, seed, workspace) for subject in SUBJECTS}
 
 
@@ -48,7 +48,7 @@ def _cases_of(subject: Subject, seed: int, workspace: Workspace) -> Iterator[Cas
 
 
 def _with_walks(cases: Iterator[Case], others: list[Case]) -> Iterator[Case]:
-    """Two of `cases`, one of the others, and so on."""
+    """Alternate two of `cases` with one of the others."""
     for other in others:
         yield from islice(cases, 2)
         yield other
@@ -56,7 +56,7 @@ def _with_walks(cases: Iterator[Case], others: list[Case]) -> Iterator[Case]:
 
 
 def _traced(subject: Subject, workspace: Workspace) -> tuple[Mapping[str, str], list[str]]:
-    """What an undisturbed run ends with, and what it does."""
+    """Trace a run without faults; return the contents that it ends with, and its log of operations."""
     trace: list[str] = []
 
     def make(folder: Path) -> None:
@@ -89,7 +89,8 @@ def _try(
         raise Broken(f"it did not come to this point: {ran.described()}")
     _check_end(ran, subject, point, fault, folder)
     if ran.status == subject.status and fault != "kill-worker":
-        # It says that all is well, so it must be; what it could not remove is the next run's to remove.
+        # The command reports success, so the result must be complete; files it could not remove are left to the next
+        # run.
         same_contents(_without_temporaries(subject.kept(folder)), undisturbed)
     _check_rerun(subject, workspace, undisturbed, folder)
 
@@ -97,11 +98,11 @@ def _try(
 def _walk(
     subject: Subject, workspace: Workspace, points: list[Point], seed: str, undisturbed: Mapping[str, str], folder: Path
 ) -> None:
-    """Several faults, each in the run that goes on after the one before; a run may have no such point any more."""
+    """Inject several faults, each in the run that continues after the previous one; a point may no longer occur."""
     random, done = Random(seed), []
     subject.begin(workspace, folder)
     for number in range(_WALK_STEPS):
-        # One of few operations on one of few files is as likely as a write in the middle of a large one.
+        # Weighted so that a rare operation on a rare file is as likely as one of the many writes to a large file.
         (point,) = islice(drawn(points, seed=str(random.random()), kinds=(lambda p: p.operation, _file_of)), 1)
         watched = (subject.watched_again if number else subject.watched)(workspace, folder)
         fault = random.choice(point.faults)
@@ -115,7 +116,7 @@ def _walk(
 
 
 def _check_rerun(subject: Subject, workspace: Workspace, undisturbed: Mapping[str, str], folder: Path) -> None:
-    """The command ends, undisturbed, with what it should have ended with in the first place."""
+    """Check that the command, run again without faults, produces the expected result."""
     watched = subject.watched_again(workspace, folder)
     ended_well(watched.undisturbed(workspace.commands), status=subject.status)
     same_contents(subject.kept(folder), undisturbed)
@@ -128,7 +129,7 @@ def _file_of(point: Point) -> str:
 
 
 def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Path) -> None:
-    """The exit status and the words are those of the fault."""
+    """Check that the exit status and the output match the fault."""
     own = {subject.status, 143} if subject.term else {subject.status}
     if fault in ("kill", "kill-after", "cut"):
         ended_well(ran, status=-9)
@@ -137,7 +138,7 @@ def _check_end(ran: Ran, subject: Subject, point: Point, fault: str, folder: Pat
     elif fault == "kill-worker":
         ended_well(ran, status={*own, 1})
     else:
-        # A file that is not on the disk is no success; other operations may be done without.
+        # A failed fsync must not be reported as success; other operations may be dispensable.
         ended_well(ran, status={1, 2} if point.operation == "fsync" else {*own, 1, 2})
         if ran.status not in own and str(folder) not in ran.output:
             raise Broken(f"no path in what it says: {ran.described()}")

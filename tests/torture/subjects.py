@@ -1,4 +1,4 @@
-"""The commands whose every point goes wrong in turn, and what must be equal in the end."""
+"""The commands for fault injection at every point, and the results that must be identical."""
 
 import hashlib
 import json
@@ -14,23 +14,23 @@ from tests.torture.checks import ended_well
 from tests.torture.watched import Watched
 from tests.torture.workspace import Workspace, copy
 
-# Of a step's line in metrics.jsonl: how fast it was.
+# Fields of a line in metrics.jsonl that measure speed.
 _TIMES = {"samples_per_s", "step_s", "data_wait_s", "data_wait_share", "tflops"}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A command to disturb.
+    """A command for fault injection.
 
     Attributes:
-        arguments: of the command, given the workspace and the folder of a case.
-        base: makes what the folder of a case begins with; nothing where it is None.
-        status: how it ends undisturbed.
-        term: point at which the command is sent SIGTERM as well, which it obeys.
-        is_fresh: it runs in new interpreters, and so do its workers; see `Commands.run`.
-        kept: what must be equal in the end: by name, what stands for its bytes.
-        again: arguments of the command after it was disturbed; the same where it is None.
-        max_cases: how many of its cases are drawn, where each takes long.
+        arguments: of the command, as a function of the workspace and the folder of a case.
+        base: creates the initial folder of a case; None for an empty folder.
+        status: exit status without faults.
+        term: point at which the command also receives SIGTERM, which it handles.
+        is_fresh: run the command and its workers in new interpreters; see `Commands.run`.
+        kept: results that must be identical: name -> digest.
+        again: arguments of the command after a fault; None for the same arguments.
+        max_cases: maximum number of cases, for commands that take long.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Subject:
     max_cases: int | None = None
 
     def watched(self, workspace: Workspace, folder: Path) -> Watched:
-        """The command in a folder, to be traced or disturbed."""
+        """Return the command in a folder, for tracing or fault injection."""
         arguments = self.arguments(workspace, folder)
         return Watched(self.program, arguments, folder, term=self.term, is_fresh=self.is_fresh)
 
     def begin(self, workspace: Workspace, folder: Path) -> None:
-        """Puts into the folder of a case what the command needs."""
+        """Copy the command's input to the folder of a case."""
         if self.base is not None:
             copy(self.base(workspace), folder)
 
     def watched_again(self, workspace: Workspace, folder: Path) -> Watched:
-        """The command that goes on after that."""
+        """Return the command to run after a fault."""
         arguments = (self.again or self.arguments)(workspace, folder)
         return Watched(self.program, arguments, folder, is_fresh=self.is_fresh)
 
@@ -77,26 +77,26 @@ def _resume(_: Workspace, folder: Path) -> Sequence[object]:
 
 
 def _train_again(workspace: Workspace, folder: Path) -> Sequence[object]:
-    """Goes on with the run, or begins it where it had not begun, by one command line."""
+    """Resume the run, or start it if it had not started, with one command line."""
     return (*_train(workspace, folder), "--resume", "auto")
 
 
 def _run_contents(folder: Path) -> dict[str, str]:
-    """What a run's files hold: without what tells of times, of the folder, and of the order of tensors in files."""
+    """Return the content of a run's files, without times, paths of the folder, and the order of tensors in files."""
     run = folder / "run"
     found: dict[str, Any] = {}
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = str(path.relative_to(run))
         content = path.read_bytes().replace(str(folder).encode(), b"FOLDER")
         if path.name in ("index.html", ".metadata") or path.suffix == ".distcp":
-            found[name] = "there"  # times; a random id that nobody reads; the tensors, which stand below
+            found[name] = "there"  # times; an unused random ID; the tensors, which are compared below
         elif path.name == "metrics.jsonl":
             lines = [json.loads(line) for line in content.splitlines()]
             found[name] = [{key: value for key, value in line.items() if key not in _TIMES} for line in lines]
         elif path.name == "checkpoint.json":
             found[name] = {k: v for k, v in json.loads(content).items() if k not in ("checksum", "files")}
         elif path.name == "run.json":
-            # What it says of the machine changes: memory that is free.
+            # Its description of the machine varies, for example in the free memory.
             found[name] = {k: v for k, v in json.loads(content).items() if k != "doctor"}
         elif path.name == "tensors.json":
             found |= {f"{name}/{tensor}": about for tensor, about in _tensors(path.parent, json.loads(content)).items()}
@@ -106,7 +106,7 @@ def _run_contents(folder: Path) -> dict[str, str]:
 
 
 def _tensors(checkpoint: Path, table: dict[str, Any]) -> dict[str, Any]:
-    """Of each tensor: its type, size, and the SHA-256 of each piece of it as it is stored."""
+    """For each tensor: dtype, shape, and the SHA-256 of each stored part."""
     files = {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
 
     def piece_of(piece: dict[str, Any]) -> tuple[Any, Any, str]:
@@ -117,7 +117,7 @@ def _tensors(checkpoint: Path, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stopped_run(workspace: Workspace) -> Path:
-    """A run that was told to stop at its third step, and saved it."""
+    """Create a run that was stopped at its third step and saved a checkpoint."""
 
     def make(folder: Path) -> None:
         copy(bases.with_columns(workspace), folder)

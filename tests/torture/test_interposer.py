@@ -1,4 +1,4 @@
-"""What the interposer sees of a process, and does to it."""
+"""Tests of the interposer: the operations it detects, and the faults it injects."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from tests.torture.commands import INTERPOSER
 from tests.torture.interposer import watch
 from tests.torture.watched import not_yet_on_the_disk
 
-# Every way in which the programs write; one of them in a child, which knows by itself that it is watched.
+# All kinds of writes in the programs; one of them in a child process, which must detect by itself that it is watched.
 PROGRAM = """
 import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
@@ -66,7 +66,7 @@ driver unlink:linked#1
 
 
 def run(folder: Path, program: str = PROGRAM, **settings: str) -> "subprocess.CompletedProcess[str]":
-    """The program in a watched folder."""
+    """Run the program in a watched folder."""
     for name in ("watched", "flags"):
         (folder / name).mkdir()
     environment = {

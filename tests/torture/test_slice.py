@@ -1,4 +1,4 @@
-"""A slice of the campaign: some cases of every part, in the minute that a test may take."""
+"""A sample of the campaign: a few cases of every part, in about a minute."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from tests.torture.subjects import SUBJECTS
 from tests.torture.workspace import Workspace
 
 SEED = 1
-# They import torch anew in each process, which takes longer than all else together.
+# They import torch in each new process, which takes longer than everything else together.
 TOO_LONG = {"text-fresh"}
-NUM_CASES = 48  # of which a third are of each part, so that each command has its turn
+NUM_CASES = 48  # a third from each part, so that each command is included
 
 
-@pytest.mark.timeout(1200)  # on a machine that others use; alone it takes a minute
+@pytest.mark.timeout(1200)  # on a shared machine; it takes a minute on an idle one
 def test_nothing_of_a_slice_is_lost_left_behind_or_served_wrong(tmp_path: Path) -> None:
     with Workspace(tmp_path) as workspace:
         parts = parts_of(None, seed=SEED, workspace=workspace)

@@ -1,4 +1,4 @@
-"""Runs a command under the interposer: which points it has, and what it does when one of them goes wrong."""
+"""Runs a command under the interposer: lists its points, and injects a fault at one of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from tests.torture.commands import Commands, Ran
 from tests.torture.interposer import watch
 
 SCRATCH = "TMPDIR/"
-# What else comes and goes in $TMPDIR is of libraries: tempfile tries whether it can write there, for one.
+# Other files in $TMPDIR belong to libraries: tempfile, for example, tests whether the folder is writable.
 _OWN_SCRATCH = f"{SCRATCH}scratch-clipmill-"
 _KILLS = ("kill", "kill-after")
-# What can go wrong at an operation. A write of half the bytes may end the process, or be told to the caller.
+# The possible faults of an operation. A short write may terminate the process, or be reported to the caller.
 _FAULTS = {
     "write": ("kill", "eio", "enospc", "cut", "short"),
     "fsync": ("kill", "eio", "enospc"),
@@ -21,10 +21,10 @@ _OTHER_FAULTS = (*_KILLS, "eio", "enospc")
 
 @dataclass(frozen=True)
 class Point:
-    """One operation of a command on one of its files: `operation:path#n`.
+    """One file operation of a command: `operation:path#n`.
 
     Attributes:
-        is_driver: the command's first process comes to it, and not only its workers.
+        is_driver: True if the command's first process reaches it, not only its workers.
     """
 
     name: str
@@ -36,28 +36,28 @@ class Point:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is tried here, by the names of `interposer.watch`."""
+        """Faults that can be injected here, by their names in `interposer.watch`."""
         faults = _FAULTS.get(self.operation, _OTHER_FAULTS)
         return faults if self.is_driver else (*faults, "kill-worker")
 
 
 def points_of(lines: Sequence[str]) -> list[Point]:
-    """The points of a trace in the order in which they came, each once."""
+    """Return the distinct points of a trace, in order of their first occurrence."""
     words = [line.partition(" < ")[0].partition(" ") for line in lines if _is_own(line)]
     of_driver = {name for role, _, name in words if role == "driver"}
     return [Point(name, name in of_driver) for name in dict.fromkeys(name for _, _, name in words)]
 
 
 def _is_own(line: str) -> bool:
-    """Whether a line of a trace is of a file of clipmill's."""
+    """Return True if a line of a trace concerns one of clipmill's files."""
     path = line.partition(" ")[2].partition(":")[2]
     return not path.startswith(SCRATCH) or path.startswith(_OWN_SCRATCH)
 
 
 def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
-    """The files of a trace that got their last names before the disk had their bytes.
+    """Return the files in a trace that received their final names before their bytes were synced to disk.
 
-    After a power failure such a name may stand for an empty file, or for half of one.
+    After a power failure, such a file may be empty or truncated.
     """
     unsynced: set[str] = set()
     early = []
@@ -70,7 +70,7 @@ def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
             unsynced.discard(name)
         elif operation in ("rename", "link"):
             late = {one for one in unsynced if one == source or one.startswith(f"{source}/")}
-            if late and not name.startswith(SCRATCH):  # what is lost with the power is as well as removed
+            if late and not name.startswith(SCRATCH):  # losing these in a power failure is harmless
                 early.append(f"{name} (written as {', '.join(sorted(late))})")
             unsynced -= late
     return early
@@ -78,10 +78,10 @@ def not_yet_on_the_disk(lines: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Watched:
-    """A command in a case's folder, of which `data`, `run` and the scratch space are watched.
+    """A command in a case's folder, with `data`, `run` and the scratch folder watched.
 
     Attributes:
-        term: point at which the command is sent SIGTERM, whatever else happens.
+        term: point at which the command receives SIGTERM, in addition to any fault.
         is_fresh: see `Commands.run`.
     """
 
@@ -96,7 +96,7 @@ class Watched:
         return self.folder / "tmp"
 
     def traced(self, commands: Commands) -> tuple[Ran, list[str]]:
-        """Runs it undisturbed; what it did, in lines of `interposer.watch`."""
+        """Run the command without faults; return its outcome and its operations, as lines of `interposer.watch`."""
         log = self.folder / "points.log"
         ran = self._run(commands, {watch.LOG: str(log)})
         lines = log.read_text().splitlines() if log.exists() else []
@@ -104,13 +104,13 @@ class Watched:
         return ran, lines
 
     def disturbed(self, commands: Commands, point: Point, fault: str) -> tuple[Ran, bool]:
-        """Runs it with a fault; how it ended, and whether it came to that point."""
+        """Run the command with a fault; return its outcome, and whether it reached the point."""
         (self.folder / "flags" / "fault").unlink(missing_ok=True)
         ran = self._run(commands, {watch.POINT: point.name, watch.FAULT: fault})
         return ran, (self.folder / "flags" / "fault").exists()
 
     def undisturbed(self, commands: Commands) -> Ran:
-        """Runs it as users do; how it ended."""
+        """Run the command as users do, and return its outcome."""
         return commands.run(self.program, self.arguments, scratch=self.scratch, is_fresh=self.is_fresh)
 
     def _run(self, commands: Commands, environment: dict[str, str]) -> Ran:

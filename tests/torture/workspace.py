@@ -1,4 +1,4 @@
-"""What the cases of one campaign share: the commands, and folders that are made once and copied for each case."""
+"""Resources shared by the cases of a campaign: the commands, and folders that are created once and copied per case."""
 
 import shutil
 import threading
@@ -9,7 +9,7 @@ from tests.torture.commands import Commands
 
 
 class Workspace:
-    """A folder for everything that a campaign makes; a context manager."""
+    """The folder for all files of a campaign; a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -18,16 +18,16 @@ class Workspace:
         self._making: dict[str, threading.Lock] = {}
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
-        """The folder `name`, which `make` fills the first time that it is asked for. Nobody may change it: see `copy`.
+        """Return the folder `name`, created by `make` on first use. It must not be modified: see `copy`.
 
-        Threads that ask for the same folder wait for each other; a `make` may ask for other folders.
+        Threads that request the same folder wait for each other; a `make` may request other folders.
         """
         with self._lock:
             making = self._making.setdefault(name, threading.Lock())
         path = self.folder / "made" / name
         with making:
             if not path.exists():
-                # Made in its last place, since tables name paths; a `make` that fails leaves nothing.
+                # Created at its final path, since tables contain paths; if `make` fails, nothing is left.
                 path.mkdir(parents=True)
                 try:
                     make(path)
@@ -37,7 +37,7 @@ class Workspace:
         return path
 
     def close(self) -> None:
-        """Ends what runs still; the folder stays."""
+        """Terminate running processes; the folder remains."""
         self.commands.close()
 
     def __enter__(self) -> "Workspace":
@@ -48,5 +48,5 @@ class Workspace:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Real copies of all files below `source`, with their times; a case may damage them."""
+    """Copy all files below `source`, with their times and without links, so that a case may modify them."""
     shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)

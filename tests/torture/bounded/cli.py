@@ -1,6 +1,6 @@
-"""What `Commands.run("tests.torture.bounded", [MB, WHAT, ...])` runs: `train`, or reading tars, within so much memory.
+"""Runs `train`, or reads tars, with a memory limit: `Commands.run("tests.torture.bounded", [MB, WHAT, ...])`.
 
-The limit is on what is added to the address space of the process, which has imported everything.
+The limit applies to the growth of the process's address space after all imports.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from prep.synthetic.frame_code import read_frame_number
 
 
 def main() -> None:
-    """Runs the command in its arguments: `MB train ...`, or `MB streamed PATTERN`."""
+    """Run the command in the arguments: `MB train ...`, or `MB streamed PATTERN`."""
     added_mb, what, *arguments = sys.argv[1:]
     limit = (_kilobytes("VmSize") + (int(added_mb) << 10)) << 10
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -30,11 +30,11 @@ def main() -> None:
 
 
 def _streamed(pattern: str) -> dict[str, object]:
-    """Reads tars as an evaluation does: the numbers of the frames that are shown, by key, and what failed, and why."""
+    """Read tars as an evaluation does; return the decoded frames' numbers by key, and the failures by key."""
     from tests.train.data.test_streams import SIZE_PX, open_stream
 
     before_kb = _kilobytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of this process from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory of this process
     shown: dict[str, list[int]] = {}
     failed: dict[str, str] = {}
     try:
@@ -50,7 +50,7 @@ def _streamed(pattern: str) -> dict[str, object]:
 
 
 def _number(picture: NDArray[np.uint8]) -> int:
-    """The number of a frame; -1 where it cannot be read."""
+    """Decode the frame number in a picture; -1 if it is unreadable."""
     try:
         return read_frame_number(picture)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The operations of a process on files, each of which passes through `watch.visit`.
+"""Wrappers around a process's file operations, each of which calls `watch.visit`.
 
-They are those of `os`, which pathlib, shutil and tempfile call as well, and the writes of files that `open` returns.
-Arrow's writer of Parquet files, which is C++, writes through such a file here. Other programs (ffmpeg) are not seen.
+They cover the functions of `os`, which pathlib, shutil and tempfile use as well, and writes to files returned by
+`open`. Arrow's Parquet writer (C++) is redirected to such a file. Other programs (ffmpeg) are not intercepted.
 """
 
 import builtins
@@ -27,12 +27,12 @@ _real_open = io.open
 
 
 def _where(target: Any, folder: int | None = None) -> str | None:
-    """The absolute path of a file that is given by its name or its descriptor."""
+    """Return the absolute path of a file given by name or descriptor."""
     try:
         if isinstance(target, int):
             return str(Path(f"/proc/self/fd/{target}").readlink())
         base = Path.cwd() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
-        return os.path.normpath(base / os.fsdecode(target))  # links stay links
+        return os.path.normpath(base / os.fsdecode(target))  # symbolic links are not resolved
     except (OSError, TypeError):
         return None
 
@@ -85,7 +85,7 @@ def _sendfile(out_fd: int, in_fd: int, offset: int | None, count: int) -> int:
         return cast(int, _real["sendfile"](out_fd, in_fd, offset, num_bytes))
 
     size = min(count, os.fstat(in_fd).st_size - (offset or 0))
-    where = _regular(out_fd) if size > 0 else None  # else it only asks whether there is more
+    where = _regular(out_fd) if size > 0 else None  # otherwise the call only asks whether more data is available
     return visit("write", where, lambda: send(count), act_in_part=lambda: send(max(1, size // 2)))
 
 
@@ -98,7 +98,7 @@ def _of_descriptor(operation: str, name: str) -> Callable[..., Any]:
 
 
 def _of_path(name: str) -> Callable[..., Any]:
-    """An operation that has something to do only where there is something, or, for mkdir, nothing."""
+    """Wrap an operation that requires an existing path, or, for mkdir, a missing one."""
 
     def call(path: Any, *arguments: Any, dir_fd: int | None = None) -> Any:
         where = _where(path, dir_fd)
@@ -124,7 +124,7 @@ def _exists(path: str | None) -> bool:
 
 
 def _regular(descriptor: int) -> str | None:
-    """The path of an open file; None of a pipe or a socket."""
+    """Return the path of an open file; None for a pipe or a socket."""
     try:
         return _where(descriptor) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     except OSError:
@@ -184,7 +184,7 @@ def _open(
 
 
 def install() -> None:
-    """Watches this process from here on."""
+    """Intercept the operations of this process from now on."""
     begin()
     watched: dict[str, Callable[..., Any]] = {
         "open": _open_descriptor,
@@ -204,7 +204,8 @@ def install() -> None:
     for name in ("truncate", "ftruncate"):
         watched[name] = _of_descriptor("truncate", name)
     for name, function in watched.items():
-        # shutil asks these sets whether it may work by descriptors, which it does not when they lack the function.
+        # shutil looks up these sets to decide whether it can use descriptors; without the wrapped functions it would
+        # not.
         for known in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
             if _real[name] in known:
                 known.add(function)

@@ -1,4 +1,4 @@
-"""Arrow's writer of Parquet files, brought to write through a file that Python opens, which is watched."""
+"""Makes Arrow's Parquet writer write through an intercepted Python file."""
 
 import importlib.abc
 import importlib.machinery
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Sink:
-    """What Arrow writes a Parquet file into: as its own C++ file, each write goes to the disk at once."""
+    """Unbuffered file object for Arrow's Parquet writer: like Arrow's own, it writes to disk at once."""
 
     def __init__(self, path: Any) -> None:
         self._file = open(path, "wb")  # noqa: PTH123, SIM115 - closed with the writer
@@ -43,7 +43,7 @@ class _Sink:
 
 
 def write_through(module: ModuleType) -> None:
-    """Lets `ParquetWriter` open its files here."""
+    """Make `ParquetWriter` open its files here."""
     real_init, real_close = module.ParquetWriter.__init__, module.ParquetWriter.close
 
     def init(self: Any, where: Any, *arguments: Any, **named: Any) -> None:
@@ -63,7 +63,7 @@ def write_through(module: ModuleType) -> None:
 
 
 class Later(importlib.abc.MetaPathFinder):
-    """Finds pyarrow.parquet.core as Python does, and has it watched once it is there."""
+    """Import hook that finds pyarrow.parquet.core as usual, and patches it after import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Every Python imports a module of this name at its start: so all processes of a command are watched."""
+"""Every Python interpreter imports a module of this name at startup, so all processes of a command are intercepted."""
 
 import os
 

@@ -1,22 +1,22 @@
-"""What a watched process counts, tells, and lets go wrong.
+"""Counting, logging and fault injection in a watched process.
 
-Environment variables say it, so that workers, and workers of workers, know as well:
+The configuration is passed in environment variables, which nested worker processes inherit:
 
-    CLIPMILL_TORTURE_WATCH   folders, as LABEL=PATH lines; operations elsewhere pass untouched
-    CLIPMILL_TORTURE_LOG     file to which each operation is appended: role, point, and of a new name the old one
-    CLIPMILL_TORTURE_POINT   where the fault happens, once
-    CLIPMILL_TORTURE_FAULT   what happens there:
-                             kill, kill-after  the command is killed (SIGKILL) before, after the operation
-                             kill-worker       likewise before it, only the process that is at it
+    CLIPMILL_TORTURE_WATCH   folders, as LABEL=PATH lines; operations elsewhere are not affected
+    CLIPMILL_TORTURE_LOG     file to which each operation is appended: role, point, and for a rename the old name
+    CLIPMILL_TORTURE_POINT   point at which the fault is injected, once
+    CLIPMILL_TORTURE_FAULT   kind of fault:
+                             kill, kill-after  the command is killed (SIGKILL) before or after the operation
+                             kill-worker       only the process at the point is killed, before the operation
                              eio, enospc       the operation fails with this error
                              cut               half of a write is written, and the command is killed
-                             short             half of a write is written, which the call says, as it may
-    CLIPMILL_TORTURE_TERM    point at which the process sends itself SIGTERM, and goes on
-    CLIPMILL_TORTURE_FLAGS   folder of the files that say that these have happened
-    CLIPMILL_TORTURE_DRIVER  process id of the command, which its first process sets
+                             short             half of a write is written, and the call returns that size
+    CLIPMILL_TORTURE_TERM    point at which the process sends itself SIGTERM, and continues
+    CLIPMILL_TORTURE_FLAGS   folder of marker files for faults that have been injected
+    CLIPMILL_TORTURE_DRIVER  process ID of the command, set by its first process
 
-A *point* is `operation:path#n`: the n-th time that one process does this to this path, relative to the watched folder,
-where whatever differs from run to run stands as `*`.
+A *point* is `operation:path#n`: the n-th time that a process applies this operation to this path, relative to the
+watched folder, with `*` for the parts that differ between runs.
 """
 
 import errno
@@ -38,7 +38,7 @@ WATCH, LOG, POINT, FAULT, TERM, FLAGS, DRIVER = (
     PREFIX + name for name in ("WATCH", "LOG", "POINT", "FAULT", "TERM", "FLAGS", "DRIVER")
 )
 ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
-# Temporary names of `manifests.publish`, fingerprints at the end of a name, and names by `tempfile`.
+# Temporary names of `manifests.publish`, fingerprints at the end of a name, and names drawn by `tempfile`.
 _RANDOM = (
     (re.compile(r"(?<=\.tmp-)[0-9a-f]{12}(?=-)"), "*"),
     (re.compile(r"(?<=-)[0-9a-f]{8}([0-9a-f]{8})?(?=[./]|$)"), "*"),
@@ -47,13 +47,13 @@ _RANDOM = (
     (re.compile(r"(?<=/)[0-9a-f]{12}(?=[./]|$)"), "*"),
     (re.compile(r"(?<=/tmp)[a-z0-9_]{8}(?=/|$)"), "*"),
 )
-_MIN_DRAWN = 8  # shorter ones stand in names by chance
-# The calls as they are: what keeps the books must not be watched itself.
+_MIN_DRAWN = 8  # shorter ones may occur in names by coincidence
+# The original functions, for the bookkeeping, which must not be intercepted itself.
 _open, _write = os.open, os.write
 
 
 class Watch:
-    """What is watched, and what was seen by this process."""
+    """The watched folders and faults, and the operations of this process so far."""
 
     def __init__(self) -> None:
         lines = os.environ[WATCH].splitlines()
@@ -67,12 +67,12 @@ class Watch:
         self.forget()
 
     def forget(self) -> None:
-        """A forked process begins to count anew."""
+        """Reset the counts in a forked process."""
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
     def name_of(self, path: str) -> str | None:
-        """What a path is called in every run; None where nobody watches."""
+        """Return the name of a path that is the same in every run; None if it is not watched."""
         found = next((one for one in self.folders if path == one[1] or path.startswith(f"{one[1]}/")), None)
         if found is None:
             return None
@@ -85,10 +85,10 @@ class Watch:
         return name
 
     def point(self, operation: str, path: str, *, source: str | None = None) -> str | None:
-        """The point that is met now; None where nobody watches.
+        """Count and return the current point; None if the path is not watched.
 
         Args:
-            source: what is renamed, or linked to, so that it is called `path`.
+            source: the file that is renamed or linked to `path`.
         """
         name = self.name_of(path)
         if name is None:
@@ -107,7 +107,7 @@ class Watch:
         os.close(log)
 
     def claims(self, name: str) -> bool:
-        """Whether this process is the first one to be here."""
+        """Return True if this process is the first one to claim the marker `name`."""
         try:
             os.close(_open(self.flags / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:
@@ -132,7 +132,7 @@ def visit(
     act_in_part: Callable[[], T] | None = None,
     source: str | None = None,
 ) -> T:
-    """Does what was asked for, unless this is the point of the fault."""
+    """Perform the operation, or inject the fault if this is its point."""
     watch = _watch
     point = watch.point(operation, path, source=source) if watch is not None and path is not None else None
     if watch is None or point is None:
@@ -143,7 +143,7 @@ def visit(
         return act()
     fault = watch.fault
     if fault in ERRORS:
-        # As the system call would: those that take a descriptor have no name to tell.
+        # As the system call would: errors of calls that take a descriptor have no file name.
         told = [name if name is None else os.fspath(name) for name in names]
         raise OSError(ERRORS[fault], os.strerror(ERRORS[fault]), *told)
     if fault == "kill-after":
@@ -159,7 +159,7 @@ def visit(
 
 
 def _remember_random_names(watch: Watch) -> None:
-    """Random parts of names that this process draws are known without a rule for how they look."""
+    """Record the random parts of names that this process draws, so that they are recognised whatever they look like."""
     real_hex = secrets.token_hex
 
     def token_hex(nbytes: int | None = None) -> str:
@@ -180,7 +180,7 @@ def _remember_random_names(watch: Watch) -> None:
 
 
 def begin() -> Watch:
-    """Begins to watch this process."""
+    """Start watching this process."""
     global _watch
     _watch = Watch()
     os.register_at_fork(after_in_child=_watch.forget)
@@ -189,5 +189,5 @@ def begin() -> Watch:
 
 
 def is_watched(path: str | None) -> bool:
-    """Whether what is done to `path` counts."""
+    """Return True if operations on `path` are counted."""
     return path is not None and _watch is not None and any(path.startswith(f"{f}/") for _, f in _watch.folders)
