@@ -138,3 +138,13 @@ def _exit_for(error: OSError) -> NoReturn:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def program_version() -> str:
+    """Return the version of clipmill; "unknown" for a checkout that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("clipmill")
+    except PackageNotFoundError:
+        return "unknown"

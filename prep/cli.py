@@ -5,7 +5,7 @@ import sys
 
 from cyclopts import App, CycloptsError
 
-from manifests.errors import Stopped, UserError, run_command
+from manifests.errors import Stopped, UserError, program_version, run_command
 from manifests.whole_numbers import refuse_fractions
 from prep.commands import advise, manifest, retry, upkeep
 from prep.registry import columns
@@ -17,6 +17,7 @@ def build_app() -> App:
         name="prep",
         help="Turn long videos into training shards, once; again only what a change changes.",
         help_epilogue="Begin with `prep manifest folder VIDEOS`, then `prep chunk --len 15s`.",
+        version=program_version,
         version_flags=["--version"],
         config=refuse_fractions,
         suppress_keyboard_interrupt=False,  # run_command prints the message for an interruption

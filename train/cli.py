@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from manifests.errors import UserError, run_command
+from manifests.errors import UserError, program_version, run_command
 from train.commands.training import SOURCES, name_files, parse, wants_help
 from train.registry import COMMANDS, task_names
 
@@ -17,6 +17,7 @@ _FIRST_SPEAKS_S = 5.0
 app = App(
     name="train",
     help="Train video-language models on the shards made by prep.",
+    version=program_version,
     exit_on_error=False,
     print_error=False,
     result_action="return_value",

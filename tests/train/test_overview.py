@@ -6,6 +6,7 @@ from urllib.parse import unquote
 import pytest
 
 from manifests.errors import UserError
+from manifests.publish import publish_json
 from tests.train.test_report import HOSTILE, Tags, hostile_run
 from train.report.results import write_overview, write_page
 
@@ -29,3 +30,33 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere") as caught:
         write_overview([tmp_path / "nowhere"], tmp_path / "index.html")
     assert caught.value.hint == "name a training command's --out"  # of any of them
+
+
+def test_only_a_page_is_replaced(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    out = tmp_path / "all.html"
+    write_overview([run.path], out)
+    write_overview([run.path], out)  # its own page, once more
+    notes = tmp_path / "README.md"
+    notes.write_text("precious")
+    for path, message in ((notes, "is not a page"), (tmp_path, "is not a page"), (tmp_path / "no" / "a", "no folder")):
+        with pytest.raises(UserError, match=message):
+            write_overview([run.path], path)
+    assert notes.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"evaluation": "juggling"}, "unknown here: juggling"),
+        ({}, "unknown here: None"),
+        ({"evaluation": "retrieval", "split": "val"}, "is damaged"),
+        ({"evaluation": "retrieval", "split": "val", "text_to_video": 3, "video_to_text": []}, "is damaged"),
+    ],
+)
+def test_a_result_that_no_page_can_show_is_named(tmp_path: Path, result: dict[str, object], message: str) -> None:
+    run = hostile_run(tmp_path)
+    publish_json(run.evaluation("odd"), result)
+    with pytest.raises(UserError, match=message) as caught:
+        write_page(run)
+    assert "odd.json" in str(caught.value) and "remove" in (caught.value.hint or "")

@@ -172,6 +172,25 @@ def test_an_unknown_preset_names_those_there_are() -> None:
     assert "tiny" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("dual-encoder --preset mae-latents", "preset 'mae-latents' is not one of train dual-encoder"),
+        ("mae --preset huge", "there is no preset 'huge'"),
+        ("bench --preset tiny-mae", "preset 'tiny-mae' is not one of train bench"),
+    ],
+)
+def test_a_preset_of_another_task_is_refused_with_those_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", *words.split()])
+    with pytest.raises(SystemExit) as left:
+        main()
+    error, hint = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and message in error
+    assert hint.startswith(f"hint: presets of train {words.split()[0]}: ") and "tiny" in hint
+
+
 def test_what_shapes_the_weights_may_not_change_on_resume() -> None:
     assert {field.name for task in (DualEncoderSettings, CaptionerSettings) for field in fields(task)} >= FREE_ON_RESUME
     old = DualEncoderSettings()

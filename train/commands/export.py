@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from train.commands.training import docstring
 from train.registry import DEFAULT, task_named, task_names
-from train.run.folder import open_run
+from train.run.folder import RunFolder, open_run
 from train.spec import ExportRequest
 
 
@@ -58,7 +58,7 @@ def export_run(
     from train.weights.exported import publish_folder
 
     run = open_run(run_path)
-    path = checkpoint or run.require_checkpoint()
+    path = run.require_checkpoint() if checkpoint is None else _checkpoint_of(run, checkpoint)
     task = str(run.require_facts().get("task", DEFAULT))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already", hint="use another --out")
@@ -84,3 +84,14 @@ def export_run(
     for remark in exported.remarks:
         say(remark)
     say(f"{path.name} of {run.path} as {form} in {out}")
+
+
+def _checkpoint_of(run: RunFolder, path: Path) -> Path:
+    """The named checkpoint, which has to be one of the run's: its settings describe no other weights."""
+    from train.run.checkpoint import all_checkpoints
+
+    known = all_checkpoints(run.checkpoints).values()
+    if path.resolve() not in {one.resolve() for one in known}:
+        names = ", ".join(sorted(str(one) for one in known)) or "it has none"
+        raise UserError(f"{path} is not a checkpoint of {run.path}", hint=f"checkpoints of the run: {names}")
+    return path

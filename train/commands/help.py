@@ -4,13 +4,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from cyclopts import Group
 
 from train.commands.training import HELP, HELP_ALL
 from train.config.fields import FIRST_RUN, Range
-from train.config.files import PRESETS_FOLDER, preset_path, read_values
+from train.config.files import presets_of
 from train.config.training import TrainingSettings
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _command_help(command: "App", name: str, *, everything: bool) -> Iterator[st
             rows[title] = [_row(one, is_short=is_short) for one in shown]
     kind = next((one.hint for one in command.assemble_argument_collection() if _is_of_training(one)), None)
     if kind is not None:
-        rows["Presets (--preset)"] = list(_presets_of(kind).items())
+        rows["Presets (--preset)"] = list(presets_of(kind).items())
     width = _width([label for group in rows.values() for label, _ in group], is_short=is_short)
     for title, group in rows.items():
         yield from ("", f"{title}:")
@@ -163,24 +163,3 @@ def _table(rows: Sequence[tuple[str, str]], *, width: int) -> Iterator[str]:
         lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
         yield f"  {label}" if len(label) > width else f"  {label:{width}}  {lines.pop(0)}".rstrip()
         yield from (" " * (width + 4) + line for line in lines)
-
-
-def _presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
-    """The presets of a command by name, and what each is for: the first line of its file.
-
-    A preset belongs to the commands that have all of its settings.
-    """
-    found = {}
-    for path in sorted(PRESETS_FOLDER.glob("*.yaml")):
-        name = path.stem.removesuffix(f"-{kind.command}")
-        if preset_path(name, kind.command) == path and _fits(read_values(path), kind):
-            found[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
-    return found
-
-
-def _fits(values: dict[object, Any], kind: type) -> bool:
-    types = get_type_hints(kind)
-    return all(
-        name in types and (not isinstance(value, dict) or _fits(value, types[str(name)]))
-        for name, value in values.items()
-    )

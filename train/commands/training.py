@@ -11,9 +11,9 @@ from manifests.errors import UserError, UserErrors
 from manifests.whole_numbers import refuse_fractions
 from train.config import fields as groups
 from train.config.fields import FIRST_RUN, FLAG, Checked, deferred_checks, flags_without_effect, mistakes, refuse
-from train.config.files import preset_path, read_values, yaml_source
+from train.config.files import preset_path, presets_of, read_values, yaml_source
 from train.config.training import TrainingSettings, flat
-from train.registry import task_named, task_names
+from train.registry import DEFAULT, task_named, task_names
 from train.run.folder import Resume, RunFolder
 
 if TYPE_CHECKING:
@@ -86,13 +86,28 @@ def add_files(app: "App", commands: tuple[str, ...], arguments: "ArgumentCollect
     for file in reversed(given("--config")):
         fill(Path(file))
     for preset in given("--preset"):
-        fill(preset_path(preset, commands[-1]))
+        fill(_preset_of(preset, commands[-1]))
     if resume:
         out = Path(given("--out")[0]) if given("--out") else TrainingSettings.out
         # Where there is no run, a new one begins, or opening it says so.
         if (saved := RunFolder(out).settings).is_file():
             RunFolder(out).require_task(commands[-1])
             fill(saved)
+
+
+def _preset_of(name: str, command: str) -> Path:
+    """The file of a preset, which has to be one of the command's."""
+    kind = task_named(command if command in task_names() else DEFAULT).settings
+    known = {one: preset_path(one, kind.command) for one in presets_of(kind)}
+    try:
+        path = preset_path(name, command)
+    except UserError as error:
+        raise UserError(str(error), hint=f"presets of train {command}: {', '.join(known)}") from error
+    if path not in known.values():
+        raise UserError(
+            f"preset {name!r} is not one of train {command}", hint=f"presets of train {command}: {', '.join(known)}"
+        )
+    return path
 
 
 SOURCES = (add_files, refuse_fractions)

@@ -8,7 +8,7 @@ loads back to an equal object.
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from manifests.errors import UserError
 from manifests.publish import publish_bytes
@@ -131,3 +131,24 @@ def preset_path(name: str, command: str = "") -> Path:
         if stem in known:
             return PRESETS_FOLDER / f"{stem}.yaml"
     raise UserError(f"there is no preset {name!r}", hint=f"presets: {', '.join(known)}")
+
+
+def presets_of(kind: type[TrainingSettings]) -> dict[str, str]:
+    """The presets of a command by name, and what each is for: the first line of its file.
+
+    A preset belongs to the commands that have all of its settings.
+    """
+    found = {}
+    for path in sorted(PRESETS_FOLDER.glob("*.yaml")):
+        name = path.stem.removesuffix(f"-{kind.command}")
+        if preset_path(name, kind.command) == path and _fits(read_values(path), kind):
+            found[name] = path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
+    return found
+
+
+def _fits(values: dict[object, Any], kind: type) -> bool:
+    types = get_type_hints(kind)
+    return all(
+        name in types and (not isinstance(value, dict) or _fits(value, types[str(name)]))
+        for name, value in values.items()
+    )

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import UserError
 from manifests.publish import publish_bytes
 from train.config.files import read_values
 from train.config.training import TrainingSettings, flat, plain_values
@@ -52,21 +53,34 @@ def _results(run: RunFolder, known: Sequence[EvaluationSpec], *, own_split: obje
     """Results of evaluations: those on the run's own data first, those on its training split last."""
     order = {one.result_name: number for number, one in enumerate(known)}
     results = []
-    for result in (read_object(path) for path in run.results()):
-        evaluation = known[order[result["evaluation"]]]
-        other = other_data(result)
-        section = evaluation.section if result.get(evaluation.pictures) else None
-        shown = {
-            "table": evaluation.table(result),
-            "other_data": other,
-            "section": section and load_template(section).render(result={**result, "other_data": other}),
-            "strips": evaluation.strips(result) if section and evaluation.strips else [],
-        }
-        results.append({**result, **shown})
+    for path in run.results():
+        result = read_object(path)
+        if result.get("evaluation") not in order:
+            raise UserError(
+                f"{path} is the result of an evaluation that is unknown here: {result.get('evaluation')}",
+                hint="register the task that it belongs to, or remove the file",
+            )
+        try:
+            results.append({**result, **_shown_result(result, known[order[result["evaluation"]]])})
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise UserError(f"{path} is damaged: {error!r}", hint="remove it, or run the evaluation again") from error
     return sorted(
         results,
         key=lambda result: (bool(result["other_data"]), order[result["evaluation"]], result["split"] == own_split),
     )
+
+
+def _shown_result(result: dict[str, Any], evaluation: EvaluationSpec) -> dict[str, Any]:
+    """What a page shows of a result besides its values."""
+    other = other_data(result)
+    section = evaluation.section if result.get(evaluation.pictures) else None
+    return {
+        "split": str(result["split"]),
+        "table": evaluation.table(result),
+        "other_data": other,
+        "section": section and load_template(section).render(result={**result, "other_data": other}),
+        "strips": evaluation.strips(result) if section and evaluation.strips else [],
+    }
 
 
 def _chosen(settings: dict[str, Any], task: str) -> dict[str, Any]:
@@ -147,6 +161,7 @@ def publish_page(template: str, path: Path, **values: Any) -> None:
 # `train overview`: several runs on one page, each with its metrics, its loss and a few pictures.
 
 
+_MARK, _MARK_WITHIN = "· clipmill</title>".encode(), 4096  # in the head of every page
 _NUM_STRIPS = 3
 
 
@@ -154,8 +169,12 @@ def write_overview(runs: Sequence[Path], out: Path) -> None:
     """Write an overview of runs that links to their pages.
 
     Raises:
-        UserError: one of them is not a run.
+        UserError: one of them is not a run, or `out` cannot be written or is a file of another kind.
     """
+    if not out.parent.is_dir():
+        raise UserError(f"there is no folder {out.parent} (--out)", hint="make it first, or use another --out")
+    if out.exists() and not (out.is_file() and _MARK in out.read_bytes()[:_MARK_WITHIN]):
+        raise UserError(f"{out} exists and is not a page of clipmill", hint="use another --out")
     cards = []
     for path in runs:
         run = open_run(path)

@@ -199,7 +199,7 @@ def test_mistakes_have_two_lines_and_leave_nothing_behind(
     for arguments, error in (
         ([tmp_path / "none", "--out", tmp_path / "a"], "there is no run in"),
         ([run, "--out", full], "exists already"),
-        ([run, "--out", tmp_path / "a", "--checkpoint", tmp_path / "step_000009"], "cannot be read"),
+        ([run, "--out", tmp_path / "a", "--checkpoint", tmp_path / "step_000009"], "is not a checkpoint of"),
         ([run, "--out", full / "precious" / "a"], "cannot write"),
     ):
         assert run_train("export", *arguments, "--format", "open_clip") == 2

@@ -45,15 +45,15 @@ class ClassifySettings(ClipSettings):
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""
     label: Annotated[str, CLASSES, FIRST_RUN] = "class"
-    """Label to classify. A label of the captions: class (Kinetics), action (EPIC-KITCHENS: verb, noun), or another."""
+    """Label column to classify: class (Kinetics), action (EPIC-KITCHENS: verb and noun), or another one."""
     dropout: Annotated[float, CLASSES, SHARE] = 0.0
     """Dropout probability before the classification head."""
     label_smoothing: Annotated[float, CLASSES, FIRST_RUN, SHARE] = 0.0
     """Label smoothing. Share of the target that is spread over all classes."""
     mixup: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
-    """Mixup alpha; 0: no mixup. Of the Beta distribution. With --cutmix, one of the two is drawn for each batch."""
+    """Alpha of mixup's Beta distribution; 0: no mixup. With --cutmix, one of the two is drawn for each batch."""
     cutmix: Annotated[float, CLASSES, FIRST_RUN, _ALPHA] = 0.0
-    """CutMix alpha; 0: no CutMix. Of the Beta distribution."""
+    """Alpha of CutMix's Beta distribution; 0: no CutMix."""
     evaluate: Annotated[ClassEvaluation, groups.EVALUATION] = field(default_factory=ClassEvaluation)
 
     def rules(self) -> Iterator[UserError]:

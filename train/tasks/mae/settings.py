@@ -88,7 +88,7 @@ class MaeSettings(ClipSettings):
     """What differs between samples of a chunk. clips: frames, crop and mask; masks: crop and mask only."""
 
     lr: LearningRate = 1.5e-4
-    """Peak learning rate. It is for batches of --optimizer.lr-batch, and reached after warmup."""
+    """Peak learning rate. It applies to a batch of --optimizer.lr-batch and is reached after warmup."""
     weight_decay: WeightDecay = 0.05
     optimizer: Annotated[MaeOptimizer, groups.OPTIMIZER] = field(default_factory=MaeOptimizer)
     towers: Annotated[MaeTowers, groups.TOWERS] = field(default_factory=MaeTowers)
