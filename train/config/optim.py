@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from manifests.errors import UserError
-from train.config.fields import SHARE, Checked, Range
+from train.config.fields import SHARE, Checked, GoesWith, Range
 
 OptimizerName = Literal["adamw", "lamb", "lion", "sgd"]
 
@@ -34,7 +34,7 @@ class OptimizerSettings(Checked):
     """Epsilon of adamw and lamb. Default: 1e-8 for adamw, 1e-6 for lamb."""
     momentum: Annotated[float | None, SHARE] = None
     """Momentum of sgd. Default: 0.9."""
-    lamb_alpha: Literal["all", "decayed"] = "all"
+    lamb_alpha: Annotated[Literal["all", "decayed"], GoesWith("name", ("lamb",))] = "all"
     """Parameters whose steps lamb scales: all (paper), or those with weight decay (FastCLIP's code)."""
     schedule: Literal["cosine", "linear", "fixed"] = "cosine"
     """Learning rate schedule after warmup, from --lr to --optimizer.end-lr. fixed: constant at --lr."""

@@ -78,7 +78,7 @@ class TrackSettings(Checked):
     """Write TensorBoard event files to the run folder."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Log to Weights & Biases. offline: to files in the run folder, for `wandb sync`."""
-    project: str = "clipmill"
+    project: Annotated[str, GoesWith("wandb", ("online", "offline"))] = "clipmill"
     """Weights & Biases project."""
 
 

@@ -10,7 +10,7 @@ from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import Augment
 from train.config.evaluation import EVERY, EvaluationSettings
-from train.config.fields import FIRST_RUN, SHARE, Range, caught, help_group
+from train.config.fields import FIRST_RUN, SHARE, GoesWith, Range, caught, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings
 
@@ -40,7 +40,7 @@ class ClassifySettings(ClipSettings):
 
     input: Annotated[Literal["pixels", "latents"], groups.CLIPS, FIRST_RUN] = "pixels"
     """Input of the model. pixels: decoded clips of captions; latents: segments of the column made by prep latents."""
-    segment: Annotated[str, groups.CLIPS] = "5s"
+    segment: Annotated[str, groups.CLIPS, GoesWith("input", ("latents",))] = "5s"
     """Length of a segment of latents. Its label is that of the caption which covers most of it."""
     repeats: Annotated[int, groups.CLIPS, Range(1, 1000)] = 1
     """Number of samples per clip (repeated augmentation), decoded once, each with its own frames and crop."""

@@ -10,7 +10,7 @@ from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import CaptionSettings
 from train.config.evaluation import NUMBERS, DualEncoderEvaluation
-from train.config.fields import FIRST_RUN, caught, help_group
+from train.config.fields import FIRST_RUN, GoesWith, caught, help_group
 from train.config.model import check_picture
 from train.config.training import ClipSettings, check_best
 from train.losses.settings import Loss
@@ -31,7 +31,7 @@ class DualEncoderSettings(ClipSettings):
     latents."""
     text_tower: Annotated[Literal["trained", "frozen"], groups.MODEL, FIRST_RUN] = "trained"
     """Text tower. frozen: the embeddings made by prep text take its place."""
-    segment: Annotated[str, groups.CLIPS] = "5s"
+    segment: Annotated[str, groups.CLIPS, GoesWith("input", ("latents",))] = "5s"
     """Length of a segment of latents."""
     captions: Annotated[CaptionSettings, groups.CAPTIONS] = field(default_factory=CaptionSettings)
     """Which caption of a clip a sample shows."""
