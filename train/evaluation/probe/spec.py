@@ -17,9 +17,9 @@ from train.spec import CurveGroup, EvaluationSpec
 class ProbeFlags(Checked):
     """Flags of `train eval probe`."""
 
-    label: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
+    label: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     """Label of the captions to predict. Repeat it for several labels."""
-    method: Annotated[tuple[Method, ...], Parameter(negative="", consume_multiple=True)] = METHODS
+    method: Annotated[tuple[Method, ...], Parameter(negative="")] = METHODS
     """Classifier. Default: both."""
     split: str = "val"
     """Split to evaluate on."""
