@@ -44,6 +44,10 @@ __all__ = ["train"]
             "clip",
         ),
         ("dual-encoder --evaluate.split test", "--evaluate.split is test", "--evaluate.every is 0", "every STEPS"),
+        ("mae --parallel.schedule gpipe", "schedule is gpipe", "--parallel.stages is 1", "stages 2 or more"),
+        ("mae --parallel.partition uniform", "partition is uniform", "--parallel.stages is 1", "stages 2 or more"),
+        ("caption --cache there", "--cache is there", "--shards data is on this machine", "a remote address"),
+        ("classify --label a --input latents --decode plain", "--decode is plain", "--input is latents", "pixels"),
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused_with_the_one_that_it_goes_with(
@@ -75,6 +79,8 @@ def test_what_has_an_effect_or_nobody_gave_is_let_pass(
         "dual-encoder --min-crop-area 0.3 --sampling stride --stride 8",
         # These look at the split in any case.
         "mae --evaluate.split test",
+        "mae --shards s3://bucket/data --cache there",
+        "caption --parallel.stages 2 --parallel.partition uniform",
         "classify --evaluate.split test",
     ):
         assert train(*words.split()) == 0, words

@@ -217,11 +217,13 @@ def flags_without_effect(settings: Checked, typed: Mapping[str, str]) -> Iterato
         other, beside = settings.flag(goes_with.name), getattr(settings, goes_with.name)
         if not goes_with.holds(beside):
             use = goes_with.use or " or ".join(map(str, goes_with.values))
-            yield UserError(
-                f"{flag} is {typed[flag]}, which has no effect: {other} is {beside}",
-                hint=f"leave it out, or use {other} {use}",
-            )
+            yield without_effect(flag, typed, f"{other} is {beside}", use=f"{other} {use}")
     yield from settings.without_effect(typed)
+
+
+def without_effect(flag: str, typed: Mapping[str, str], why: str, *, use: str) -> UserError:
+    """The error for a flag that was typed and has no effect."""
+    return UserError(f"{flag} is {typed[flag]}, which has no effect: {why}", hint=f"leave it out, or use {use}")
 
 
 @contextmanager

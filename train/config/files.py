@@ -7,6 +7,7 @@ loads back to an equal object.
 """
 
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -90,7 +91,7 @@ def read_values(path: Path) -> dict[object, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_bytes())
+        values = yaml.load(path.read_bytes(), Loader=_loader())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", hint="name a YAML file of settings") from error
     except (yaml.YAMLError, ValueError) as error:  # the second of a date or a number that is none
@@ -101,6 +102,24 @@ def read_values(path: Path) -> dict[object, Any]:
         raise UserError(f"{path} holds no settings", hint=_FLAGS_HINT)
     _require_small(values, path)
     return values
+
+
+@cache
+def _loader() -> type[Any]:
+    """yaml.SafeLoader, which would take the last of several equal keys, with an error for them."""
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if (name := key.value.replace("-", "_")) in seen:
+                        raise yaml.constructor.ConstructorError(problem=f"it has the key {key.value} twice")
+                    seen.add(name)
+            return super().construct_mapping(node, deep)
+
+    return UniqueKeys
 
 
 def _require_small(values: dict[object, Any], path: Path) -> None:

@@ -1,7 +1,7 @@
 """Settings of a training run: a frozen dataclass whose fields are the flags and the keys of the YAML files."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,7 +12,7 @@ from manifests.errors import UserError
 from train.config import fields as groups
 from train.config.data import Augment
 from train.config.evaluation import EvaluationSettings
-from train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught
+from train.config.fields import FIRST_RUN, Checked, GoesWith, Range, caught, without_effect
 from train.config.model import Init, Kind, ModelName, Towers, check_frames
 from train.config.optim import OptimizerSettings
 
@@ -52,6 +52,12 @@ class ParallelSettings(Checked):
                 f"--parallel.strategy fsdp and --parallel.stages {self.stages} do not go together",
                 hint="a stage has its own layers alone: use ddp, or zero1 for a part of the optimizer's state too",
             )
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yields the flags about stages of a model that is not cut into any."""
+        for flag in typed if self.stages == 1 else ():
+            if flag in (self.flag("schedule"), self.flag("partition")):
+                yield without_effect(flag, typed, "--parallel.stages is 1", use="--parallel.stages 2 or more")
 
 
 def check_rule(rule: str) -> None:
@@ -175,6 +181,13 @@ class TrainingSettings(Checked):
             yield UserError(
                 f"--optimizer.end-lr is {self.optimizer.end_lr}, more than --lr {self.lr}", hint="use a smaller one"
             )
+
+    def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
+        """Yields --cache with data that is read in place, and --decode with data that is not decoded."""
+        if "--cache" in typed and not is_remote(self.shards):
+            yield without_effect("--cache", typed, f"--shards {self.shards} is on this machine", use="a remote address")
+        if "--decode" in typed and getattr(self, "input", "pixels") == "latents":
+            yield without_effect("--decode", typed, "--input is latents", use="--input pixels")
 
 
 @Parameter(name="*")

@@ -236,7 +236,8 @@ class CaptionerSettings(ClipSettings):
         yield from caught(check_best, self.best, split=self.evaluate.split, names=NUMBERS)
 
     def without_effect(self, typed: Mapping[str, str]) -> Iterator[UserError]:
-        """What is about a new decoder or tokenizer has no effect beside one that exists."""
+        """Yields flags about a new decoder or tokenizer beside one that exists."""
+        yield from super().without_effect(typed)
         start = self.init.weights
         for name, others in _OF_WHAT_IS_NEW.items():
             beside = {self.decoder.flag(other): getattr(self.decoder, other) for other in others}
