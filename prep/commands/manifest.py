@@ -118,6 +118,71 @@ ADAPTERS = (
         """,
     ),
     Adapter(
+        "msrvtt",
+        "msrvtt:read_msrvtt",
+        "annotations",
+        """MSR-VTT: clips with about twenty captions each.
+
+        The official JSON files have splits of their own. CSVs of the split 1k-A replace them: the 1,000 pairs of
+        MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with the captions of MSRVTT_data.json.
+
+        Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_data.json MSRVTT_train.9k.csv MSRVTT_JSFUSION_test.csv
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, <video_id>.mp4.
+        """,
+    ),
+    Adapter(
+        "didemo",
+        "didemo:read_didemo",
+        "annotations",
+        """DiDeMo: described moments of videos.
+
+        A moment has the interval that most annotators marked. Lists of videos (test_list.txt) restrict their split.
+
+        Example: prep manifest didemo VIDEOS --annotations train_data.json val_data.json test_data.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, <video> of the annotations, or that name with .mp4 added or in place of its ending.
+        """,
+    ),
+    Adapter(
+        "activitynet",
+        "activitynet:read_activitynet",
+        "annotations",
+        """ActivityNet Captions: videos described by several sentences with times.
+
+        Captions of val_2.json are by other annotators, and have the source human-2.
+
+        Example: prep manifest activitynet VIDEOS --annotations train.json val_1.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, v_<id>.mp4 or <id>.mp4.
+        """,
+    ),
+    Adapter(
+        "something-something",
+        "something_something:read_something_something",
+        "annotations",
+        """Something-Something v2: captions, and one of 174 classes per clip.
+
+        The class is the template without brackets. test-answers.csv has the classes of test videos.
+
+        Example: prep manifest something-something VIDEOS --annotations train.json validation.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, <id>.webm.
+        """,
+    ),
+    Adapter(
         "kinetics",
         "kinetics:read_kinetics",
         "lists",
