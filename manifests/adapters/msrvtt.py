@@ -143,7 +143,7 @@ def _add_tables(
                     labels = {"label_category": categories.get(video_id)}
                     text = row.values["sentence"]
                     builder.add_caption(video, text=text, source=SOURCE, file=path, row=row.number, labels=labels)
-    for video_id in paired & listed.keys():
+    for video_id in [video_id for video_id in listed if video_id in paired]:
         path, number = listed.pop(video_id)
         detail = "a row of another CSV has its only caption"
         builder.reject(Reason.BAD_SPLIT, file=str(path), row=number, source_id=video_id, detail=detail)

@@ -123,15 +123,15 @@ ADAPTERS = (
         "annotations",
         """MSR-VTT: clips with about twenty captions each.
 
-        The official JSON files have splits of their own. CSVs of the split 1k-A replace them: the 1,000 pairs of
-        MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with the captions of MSRVTT_data.json.
+        The splits are those of the JSON files, unless CSVs are given. The split 1k-A has the 1,000 pairs of
+        MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with their captions in the JSON file.
 
         Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_data.json MSRVTT_train.9k.csv MSRVTT_JSFUSION_test.csv
 
         Parameters
         ----------
         directory
-            Folder of the videos, <video_id>.mp4.
+            Folder of the videos, video0.mp4, video1.mp4, ...
         """,
     ),
     Adapter(
@@ -140,14 +140,15 @@ ADAPTERS = (
         "annotations",
         """DiDeMo: described moments of videos.
 
-        A moment has the interval that most annotators marked. Lists of videos (test_list.txt) restrict their split.
+        The interval of a moment is the one that most annotators marked. A list of videos (test_list.txt) restricts its
+        split.
 
         Example: prep manifest didemo VIDEOS --annotations train_data.json val_data.json test_data.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, <video> of the annotations, or that name with .mp4 added or in place of its ending.
+            Folder of the videos, named as in the annotations, or with .mp4 added or in place of the extension.
         """,
     ),
     Adapter(
@@ -156,14 +157,14 @@ ADAPTERS = (
         "annotations",
         """ActivityNet Captions: videos described by several sentences with times.
 
-        Captions of val_2.json are by other annotators, and have the source human-2.
+        The second validation file (val_2.json) has captions of other annotators, with the source human-2.
 
         Example: prep manifest activitynet VIDEOS --annotations train.json val_1.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, v_<id>.mp4 or <id>.mp4.
+            Folder of the videos, v_ID.mp4 or ID.mp4.
         """,
     ),
     Adapter(
@@ -172,14 +173,14 @@ ADAPTERS = (
         "annotations",
         """Something-Something v2: captions, and one of 174 classes per clip.
 
-        The class is the template without brackets. test-answers.csv has the classes of test videos.
+        The class is the template without brackets; that of a test video comes from test-answers.csv.
 
         Example: prep manifest something-something VIDEOS --annotations train.json validation.json
 
         Parameters
         ----------
         directory
-            Folder of the videos, <id>.webm.
+            Folder of the videos, ID.webm.
         """,
     ),
     Adapter(
