@@ -6,9 +6,9 @@ and last segment of the moment as each annotator marked it. The caption's interv
 marked; of equally frequent ones the first in the list. Every moment was marked by four annotators or more. An interval
 that ends with the last segment ends there, or with the video if that is shorter.
 
-About 3 % of the videos are annotated under two names that differ in the extension only. Both are the same video, so its
-ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (as the official download script calls
-it), or `<name>` with any extension.
+Some videos (3 % of val and test) are annotated under two names that differ in the extension only. Both are the same
+video, so its ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (as the official download
+script calls it), or `<name>` with any extension.
 
 Text files (train_list.txt, val_list.txt, test_list.txt of retrieval code) list the names, with the extension, of the
 videos to read; a split without such a list is read completely. The split is derived from the name of the file.

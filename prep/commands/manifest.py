@@ -4,18 +4,17 @@
 write a reader in `manifests/adapters/` and add an entry here.
 """
 
-import importlib
 import json as json_module
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
+from prep.commands.benchmarks import BENCHMARKS, Adapter
 from prep.core.make import Data
 
 if TYPE_CHECKING:
@@ -27,32 +26,6 @@ Annotations = Annotated[
     list[Path], Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files.")
 ]
 app = App(name="manifest", help="Write down which videos and captions are wanted.")
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A kind of data set.
-
-    Attributes:
-        kind: name of the command, and default name of the data set.
-        reader: `module:function` of its reader in `manifests.adapters`.
-        takes: input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
-            folder of videos and annotation files, "lists" for lists of clips.
-        text: help text of the command and its parameters.
-    """
-
-    kind: str
-    reader: str
-    takes: Literal["captions", "annotations", "lists"]
-    text: str
-
-    def read(self, *arguments: Any, **options: Any) -> "Reading":
-        """Call the reader."""
-        module, _, function = self.reader.partition(":")
-        found: Reading = getattr(importlib.import_module(f"manifests.adapters.{module}"), function)(
-            *arguments, **options
-        )
-        return found
 
 
 ADAPTERS = (
@@ -118,72 +91,6 @@ ADAPTERS = (
         """,
     ),
     Adapter(
-        "msrvtt",
-        "msrvtt:read_msrvtt",
-        "annotations",
-        """MSR-VTT: clips with about twenty captions each.
-
-        The splits are those of the JSON files, unless CSVs are given. The split 1k-A has the 1,000 pairs of
-        MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with their captions in the JSON file.
-
-        Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_data.json MSRVTT_train.9k.csv MSRVTT_JSFUSION_test.csv
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, video0.mp4, video1.mp4, ...
-        """,
-    ),
-    Adapter(
-        "didemo",
-        "didemo:read_didemo",
-        "annotations",
-        """DiDeMo: described moments of videos.
-
-        The interval of a moment is the one that most annotators marked. A list of videos (test_list.txt) restricts its
-        split.
-
-        Example: prep manifest didemo VIDEOS --annotations train_data.json val_data.json test_data.json
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, named as in the annotations, or with .mp4 added or in place of the extension.
-        """,
-    ),
-    Adapter(
-        "activitynet",
-        "activitynet:read_activitynet",
-        "annotations",
-        """ActivityNet Captions: videos described by several sentences with times.
-
-        The second validation file (val_2.json) has captions of other annotators, with the source human-2.
-
-        Example: prep manifest activitynet VIDEOS --annotations train.json val_1.json
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, v_ID.mp4 or ID.mp4.
-        """,
-    ),
-    Adapter(
-        "something-something",
-        "something_something:read_something_something",
-        "annotations",
-        """Something-Something v2: captions, and one of 174 classes per clip.
-
-        The class is the template without brackets; that of a test video comes from test-answers.csv.
-
-        Example: prep manifest something-something VIDEOS --annotations train.json validation.json
-
-        Parameters
-        ----------
-        directory
-            Folder of the videos, ID.webm.
-        """,
-    ),
-    Adapter(
         "kinetics",
         "kinetics:read_kinetics",
         "lists",
@@ -198,6 +105,7 @@ ADAPTERS = (
             `path label`, `path num_frames label` (AVION) or `path 0 -1` (VideoMAE V2, no label).
         """,
     ),
+    *BENCHMARKS,
 )
 
 
