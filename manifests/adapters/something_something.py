@@ -31,7 +31,7 @@ _WITHOUT_BRACKETS = str.maketrans("", "", "[]")
 
 
 def read_something_something(
-    directory: Path, *, annotations: Sequence[Path], dataset: str = "something-something", skip: Path | None = None
+    directory: Path, *, annotations: Sequence[Path], dataset: str = "ssv2", skip: Path | None = None
 ) -> Reading:
     """Read Something-Something v2.
 

@@ -44,7 +44,7 @@ BENCHMARKS = (
         The splits are those of the JSON files, unless CSVs are given. The split 1k-A has the 1,000 pairs of
         MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with their captions in the JSON file.
 
-        Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_data.json MSRVTT_train.9k.csv MSRVTT_JSFUSION_test.csv
+        Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_JSFUSION_test.csv
 
         Parameters
         ----------
@@ -61,7 +61,7 @@ BENCHMARKS = (
         The interval of a moment is the one that most annotators marked. A list of videos (test_list.txt) restricts its
         split.
 
-        Example: prep manifest didemo VIDEOS --annotations train_data.json val_data.json test_data.json
+        Example: prep manifest didemo VIDEOS --annotations val_data.json test_data.json
 
         Parameters
         ----------
@@ -86,14 +86,14 @@ BENCHMARKS = (
         """,
     ),
     Adapter(
-        "something-something",
+        "ssv2",
         "something_something:read_something_something",
         "annotations",
         """Read Something-Something v2: captions, and one of 174 classes per clip.
 
         The class is the template without brackets; that of a test video comes from test-answers.csv.
 
-        Example: prep manifest something-something VIDEOS --annotations train.json validation.json
+        Example: prep manifest ssv2 VIDEOS --annotations train.json validation.json
 
         Parameters
         ----------
