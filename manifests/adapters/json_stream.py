@@ -32,7 +32,7 @@ def array_items(path: Path) -> Iterator[Any]:
         window.expect_end()
 
 
-def object_items(path: Path, *, inside: str) -> Iterator[tuple[str, Any]]:
+def object_items(path: Path, *, inside: str | None = None) -> Iterator[tuple[str, Any]]:
     """Iterate over the (key, value) pairs of a JSON object; the object under the key `inside` is iterated over as well.
 
     A file `{"version": 1, "videos": {"a": ..., "b": ...}}`, read with inside="videos", yields the keys version, a and

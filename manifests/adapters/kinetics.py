@@ -8,10 +8,12 @@ as
     path label               or `path,label`: VideoMAE's lists
     path num_frames label    AVION's lists; num_frames is ignored, since it refers to another copy of the video
     path 0 -1                VideoMAE V2's lists for pre-training: a video without a label
+    path start num_frames    in a list with lines of the previous form: a folder of extracted frames, which is rejected
 
 and the split is derived from the file name of the list. A path may contain spaces and commas, or be quoted: the first
-interpretation of a line whose file exists is used. VideoMAE V2's `folder start total`, a folder of extracted frames, is
-rejected. The class is also the text of the caption. It is taken from the list unchanged, as a name or a number, so a
+interpretation of a line whose file exists is used. Published lists begin paths with a folder to be filled in,
+`your_path/` (VideoMAE V2) or `dataset_root/` (AVION): it is removed, with as many of the folders after it as are not
+found. The class is also the text of the caption. It is taken from the list unchanged, as a name or a number, so a
 data set should not mix lists of numbers with lists of names.
 """
 
@@ -36,6 +38,8 @@ _COLUMNS = ["label", "youtube_id"]
 _TWO_NUMBERS = re.compile(r"(?P<count>\d{1,9})[ ,\t]+(?P<label>-?\d{1,9})")
 _NUMBERS_LAST = re.compile(rf"(?P<name>.*[^ ,\t])[ ,\t]+(?P<numbers>{_TWO_NUMBERS.pattern})")
 _NO_LABEL = "-1"
+# Folders to be filled in, with which the published lists of VideoMAE V2 and AVION begin their paths.
+_PLACEHOLDERS = ("your_path/", "dataset_root/")
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,11 @@ def _file_id(youtube_id: str, *, begin_s: float, end_s: float, lookup: VideoLook
 
 def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: VideoLookup, path: Path) -> None:
     split = split_in_file_name(path.name)
+    is_pretraining = any(line.rstrip().endswith(f" {_NO_LABEL}") for line in text_lines(path))
     for row, line in enumerate(line.strip() for line in text_lines(path)):
         if not line:
             continue
-        readings = _readings(line)
+        readings = _readings(line, lookup=lookup, is_pretraining=is_pretraining)
         if not readings:
             detail = f"not of the form `path label` or `path,label`: {line:.80}"
             builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
@@ -132,7 +137,7 @@ def _add_plain_list(builder: ReadingBuilder, wanted: WantedVideos, *, lookup: Vi
             _add_class(builder, video, read.label, path=path, row=row, begin_s=0.0, end_s=inf)
 
 
-def _readings(line: str) -> list[_Line]:
+def _readings(line: str, *, lookup: VideoLookup, is_pretraining: bool) -> list[_Line]:
     """Return the ways to split a line into path and label, the most likely first."""
     found = []
     if line.startswith('"'):
@@ -143,10 +148,23 @@ def _readings(line: str) -> list[_Line]:
         found.append((numbers["name"], numbers["numbers"]))
     found += [line.partition(",")[::2]] if line.count(",") > 1 else []
     stripped = [(name.strip().strip('"'), label.strip(" ,\t").strip('"')) for name, label in found]
-    return [_read(name, label) for name, label in stripped if name and label]
+    return [
+        _read(_without_placeholder(name, lookup), label, is_pretraining=is_pretraining)
+        for name, label in stripped
+        if name and label
+    ]
 
 
-def _read(name: str, label: str) -> _Line:
+def _without_placeholder(name: str, lookup: VideoLookup) -> str:
+    prefix = next((prefix for prefix in _PLACEHOLDERS if name.startswith(prefix)), None)
+    if prefix is None or _is_there(name, lookup):
+        return name
+    parts = name.removeprefix(prefix).split("/")
+    shortened = ["/".join(parts[first:]) for first in range(len(parts))]
+    return next((one for one in shortened if _is_there(one, lookup)), shortened[0])
+
+
+def _read(name: str, label: str, *, is_pretraining: bool) -> _Line:
     """Parse the text after the path of a line: a class, or two numbers."""
     numbers = _TWO_NUMBERS.fullmatch(label)
     if numbers is None:
@@ -156,7 +174,7 @@ def _read(name: str, label: str) -> _Line:
         return _Line(name, None)
     if label.startswith("-"):
         return _Line(name, None, f"its label is {label}: give a class, or -1 for none")
-    if count < 2:
+    if count < 2 or is_pretraining:
         # No video has 0 or 1 frames, and these are the numbers that folders of extracted frames start at.
         return _Line(name, None, f"a folder of frames (`folder start total`: {count} {label}): give the video file")
     return _Line(name, label)

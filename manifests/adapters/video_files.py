@@ -14,7 +14,10 @@ from manifests.adapters.reasons import Reason
 from manifests.errors import UserError
 from manifests.quoting import on_one_line
 
-VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"})
+VIDEO_SUFFIXES = frozenset(
+    {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
+    | {".3gp", ".3g2", ".mts", ".m2ts"}  # of cameras and phones; DiDeMo has all four
+)
 
 
 class Ambiguous(Exception):

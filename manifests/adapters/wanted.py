@@ -1,5 +1,6 @@
 """Lookup of annotated videos among the files; each video is looked up once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,19 @@ class WantedVideos:
         self._found: dict[str, int | _Unavailable] = {}
 
     def number(
-        self, source_id: object, *, split: str, file: Path, row: int | None, num_captions: int = 1
+        self,
+        source_id: object,
+        *,
+        split: str,
+        file: Path,
+        row: int | None,
+        num_captions: int = 1,
+        file_names: Sequence[str] = (),
     ) -> int | None:
         """Return the builder's index of the video of an annotation row with `num_captions` captions.
+
+        Args:
+            file_names: names under which its file is looked up, in this order; by default `source_id`.
 
         Returns None if the row is unusable; it has then been counted or rejected.
         """
@@ -35,7 +46,7 @@ class WantedVideos:
         # The same name in two Unicode forms is one video; its ID has the form encountered first.
         name = composed(source_id)
         if name not in self._found:
-            self._found[name] = self._find(source_id, split=split)
+            self._found[name] = self._find(source_id, split=split, file_names=file_names or (source_id,))
         found = self._found[name]
         if isinstance(found, _Unavailable):
             self._builder.lose_captions(
@@ -48,9 +59,9 @@ class WantedVideos:
             return None
         return found
 
-    def _find(self, source_id: str, *, split: str) -> int | _Unavailable:
+    def _find(self, source_id: str, *, split: str, file_names: Sequence[str]) -> int | _Unavailable:
         try:
-            file = self._lookup.find(source_id)
+            file = next((file for name in file_names if (file := self._lookup.find(name)) is not None), None)
         except Ambiguous as error:
             return _Unavailable(Reason.AMBIGUOUS_VIDEO, str(error))
         if file is None:

@@ -4,18 +4,17 @@
 write a reader in `manifests/adapters/` and add an entry here.
 """
 
-import importlib
 import json as json_module
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from manifests.errors import FailedWork, UserError
+from prep.commands.benchmarks import BENCHMARKS, Adapter
 from prep.core.make import Data
 
 if TYPE_CHECKING:
@@ -27,32 +26,6 @@ Annotations = Annotated[
     list[Path], Parameter(name="--annotations", consume_multiple=True, negative="", help="Annotation files.")
 ]
 app = App(name="manifest", help="Write down which videos and captions are wanted.")
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A kind of data set.
-
-    Attributes:
-        kind: name of the command, and default name of the data set.
-        reader: `module:function` of its reader in `manifests.adapters`.
-        takes: input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
-            folder of videos and annotation files, "lists" for lists of clips.
-        text: help text of the command and its parameters.
-    """
-
-    kind: str
-    reader: str
-    takes: Literal["captions", "annotations", "lists"]
-    text: str
-
-    def read(self, *arguments: Any, **options: Any) -> "Reading":
-        """Call the reader."""
-        module, _, function = self.reader.partition(":")
-        found: Reading = getattr(importlib.import_module(f"manifests.adapters.{module}"), function)(
-            *arguments, **options
-        )
-        return found
 
 
 ADAPTERS = (
@@ -132,6 +105,7 @@ ADAPTERS = (
             `path label`, `path num_frames label` (AVION) or `path 0 -1` (VideoMAE V2, no label).
         """,
     ),
+    *BENCHMARKS,
 )
 
 

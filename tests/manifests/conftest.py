@@ -1,11 +1,28 @@
 """Folders of files that are named like videos: adapters read names and sizes, never pictures."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from manifests.adapters.reading import Reading
+
 VideoMaker = Callable[..., Path]
+
+
+def write_json(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def of_splits(reading: Reading) -> dict[str, list[str]]:
+    """Source ids by split."""
+    found: dict[str, list[str]] = {}
+    for video in reading.videos.to_pylist():
+        found.setdefault(video["split"], []).append(video["source_id"])
+    return found
 
 
 @pytest.fixture

@@ -6,13 +6,19 @@ import io
 import json
 import os
 import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from manifests.adapters.activitynet import read_activitynet
+from manifests.adapters.didemo import read_didemo
 from manifests.adapters.ego4d import read_ego4d
 from manifests.adapters.folder import read_folder
+from manifests.adapters.msrvtt import read_msrvtt
+from manifests.adapters.reading import Reading
+from manifests.adapters.something_something import read_something_something
 from manifests.adapters.vatex import read_vatex
 from manifests.errors import UserError
 from tests.manifests.conftest import VideoMaker
@@ -85,6 +91,51 @@ def test_values_of_any_kind_in_vatex_and_ego4d_are_rejected_rows(make_videos: Vi
     reading = read_ego4d(videos, annotations=[ego4d])
     assert reading.captions["begin_s"].to_pylist() == [0.5, 1.5]
     assert reading.rejected["reason"].to_pylist() == ["bad_time"] * 3
+
+
+# Lines of a file of each dataset, in which each value is replaced or left out in turn.
+PUBLISHED: dict[Callable[..., Reading], Any] = {
+    read_msrvtt: {
+        "videos": [{"video_id": "a", "category": 1, "split": "train"}],
+        "sentences": [{"video_id": "a", "caption": "good"}],
+    },
+    read_didemo: [{"video": "a.mov", "description": "good", "times": [[0, 0]], "num_segments": 6}],
+    read_activitynet: {"a": {"duration": 5.0, "timestamps": [[0, 1]], "sentences": ["good"]}},
+    read_something_something: [{"id": "a", "label": "good", "template": "Poking [x]", "placeholders": ["good"]}],
+}
+LEFT_OUT = "null, left out"
+OTHER_VALUES = ("null", "true", "-1", "NaN", "Infinity", HUGE_INTEGER, '""', '"\\ud800"', "[]", "{}", NESTED, LEFT_OUT)
+
+
+def damaged(value: Any, other: str) -> Iterator[str]:
+    """JSON texts of `value` in which one value, at any depth below the first, is `other`."""
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value):
+        keys = value if isinstance(value, dict) else range(len(value))
+        for text in [other, *(damaged(below, other) if isinstance(below, dict | list) else ())]:
+            parts = {one: text if one == key else json.dumps(value[one]) for one in keys}
+            parts = {one: part for one, part in parts.items() if part != LEFT_OUT}
+            if isinstance(value, dict):
+                yield "{" + ", ".join(f"{json.dumps(one)}: {part}" for one, part in parts.items()) + "}"
+            else:
+                yield "[" + ", ".join(parts.values()) + "]"
+
+
+@pytest.mark.parametrize("reader", PUBLISHED)
+@pytest.mark.parametrize("other", OTHER_VALUES, ids=lambda text: text[:8])
+def test_any_value_in_place_of_another_is_a_rejected_row_or_refused(
+    make_videos: VideoMaker, tmp_path: Path, reader: Callable[..., Reading], other: str
+) -> None:
+    videos, path = make_videos("a.mp4"), tmp_path / "train_data.json"
+    for text in damaged(PUBLISHED[reader], other):
+        path.write_text(text)
+        try:
+            reading = reader(videos, annotations=[path])
+        except UserError as error:
+            assert str(path) in str(error)
+        else:
+            reading.captions.validate(full=True)
+            assert set(reading.captions["text"].to_pylist()) <= {"good"}
+            assert all(len(row["detail"]) < 400 for row in reading.rejected.to_pylist())
 
 
 def test_values_of_any_kind_in_a_pickled_list_are_rejected_rows(make_videos: VideoMaker, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""VATEX, EPIC-KITCHENS-100 and Kinetics, on rows of their published forms."""
+"""VATEX, EPIC-KITCHENS-100, Something-Something v2 and Kinetics, on rows of their published forms."""
 
 import json
 from math import inf
@@ -10,6 +10,7 @@ import pytest
 from manifests.adapters.epic_kitchens import read_epic_kitchens, seconds_of_timestamp
 from manifests.adapters.kinetics import read_kinetics
 from manifests.adapters.reading import Reading
+from manifests.adapters.something_something import read_something_something
 from manifests.adapters.splits import split_in_file_name
 from manifests.adapters.vatex import read_vatex
 from manifests.errors import UserError
@@ -191,6 +192,101 @@ def test_lists_of_avion_and_videomae_v2_are_read(make_videos: VideoMaker, tmp_pa
     assert (reading.videos.num_rows, reading.captions.num_rows, reading.rejected.num_rows) == (3, 0, 0)
     # Videos without a label are what such a list is for.
     assert reading.num_rows_used == {str(pretrain): 3}
+
+
+def test_placeholders_of_published_lists_are_not_part_of_a_path(make_videos: VideoMaker, tmp_path: Path) -> None:
+    videos, path = make_videos("k400/a.mp4", "b.mp4", "your_path/c.mp4", "74225.webm"), tmp_path / "val.csv"
+    path.write_text(
+        "your_path/k400/a.mp4 325\nyour_path/k400/b.mp4 233\nyour_path/c.mp4 7\ndataset_root/b.mp4 300 8\n"
+        "your_path/SomethingV2/frames/74225 62 140\nyour_path/k400/gone.mp4 9\nold/a.mp4 1\nyour_path/ 5\n"
+    )
+    reading = read_kinetics([path], videos=videos)
+    names = dict(zip(reading.videos["video_id"].to_pylist(), reading.videos["source_id"].to_pylist(), strict=True))
+    assert [(names[row[0]], row[3]) for row in rows(reading)] == [
+        ("k400/a.mp4", "325"),
+        ("b.mp4", "233"),
+        ("your_path/c.mp4", "7"),
+        ("b.mp4", "8"),
+        ("74225", "140"),
+    ]
+    # Only the placeholder says that other folders than those of the list are meant.
+    assert reading.rejected["source_id"].to_pylist()[-2:] == ["k400/gone.mp4", "old/a.mp4"]
+    assert reasons(reading) == {"missing_file": 2, "empty_id": 1}
+
+
+def test_folders_of_frames_in_a_pretraining_list_are_no_classes(make_videos: VideoMaker, tmp_path: Path) -> None:
+    videos, path = make_videos("k400/a.mp4", "zlVkeKC6Ha8.mp4"), tmp_path / "pretrain_train.csv"
+    path.write_text("your_path/AVA/frames/clip/zlVkeKC6Ha8 9601 300\nyour_path/k400/a.mp4 0 -1\n")
+    reading = read_kinetics([path], videos=videos)
+    assert (reading.videos["source_id"].to_pylist(), reading.captions.num_rows) == (["k400/a.mp4"], 0)
+    assert reasons(reading) == {"malformed_row": 1}
+    assert "9601 300" in reading.rejected["detail"][0].as_py()
+
+
+def something_entry(source_id: str, template: str, *placeholders: str) -> dict[str, object]:
+    label = template
+    for placeholder in placeholders:
+        label = f"{label[: label.index('[')]}{placeholder}{label[label.index(']') + 1 :]}"
+    return {"id": source_id, "label": label.lower(), "template": template, "placeholders": list(placeholders)}
+
+
+def test_something_something_has_captions_and_classes(make_videos: VideoMaker, tmp_path: Path) -> None:
+    train, validation = tmp_path / "something-something-v2-train.json", tmp_path / "validation.json"
+    test, answers, classes = tmp_path / "test.json", tmp_path / "test-answers.csv", tmp_path / "labels.json"
+    train.write_text(
+        json.dumps(
+            [
+                something_entry(
+                    "1", "Putting [something] onto [something else that cannot support it]", "Box", "paper"
+                ),
+                something_entry("2", "Poking [something] so that it falls over", "a cup"),
+                something_entry("99", "Poking [something] so that it falls over", "a cup"),
+            ]
+        )
+    )
+    validation.write_text(json.dumps([something_entry("3", "Turning the camera left while filming [something]", "a")]))
+    test.write_text('[{"id": "4"}, {"id": "5"}]')
+    answers.write_text("4;Poking something so that it falls over\n\n98;Poking something so that it falls over\n")
+    names = [
+        "Poking something so that it falls over",
+        "Putting something onto something else that cannot support it",
+        "Turning the camera left while filming something",
+    ]
+    classes.write_text(json.dumps({name: str(number) for number, name in enumerate(names)}))
+    videos = make_videos(*(f"20bn-something-something-v2/{n}.webm" for n in range(1, 6)))
+    for more in ([], [classes]):
+        reading = read_something_something(videos, annotations=[train, validation, test, answers, *more])
+        assert rows(reading) == [
+            ("1", 0.0, inf, "putting box onto paper", "human", names[1]),
+            ("2", 0.0, inf, "poking a cup so that it falls over", "human", names[0]),
+            ("3", 0.0, inf, "turning the camera left while filming a", "human", names[2]),
+            ("4", 0.0, inf, names[0], "class", names[0]),
+        ]
+        assert reading.videos["split"].to_pylist() == ["train", "train", "val", "test", "test"]
+        assert reasons(reading) == {"missing_file": 2}
+        assert list(reading.num_rows_used.values()) == [2, 1, 2, 1]
+
+
+def test_damaged_entries_of_something_something_are_rejected_rows(make_videos: VideoMaker, tmp_path: Path) -> None:
+    train, classes = tmp_path / "train.json", tmp_path / "something-something-v2-labels.json"
+    good = something_entry("1", "Poking [something]", "a cup")
+    entries = [
+        *(good, None, "1", {**good, "id": 1}, {key: value for key, value in good.items() if key != "id"}),
+        *({**good, "template": None}, {**good, "template": "[]"}, {**good, "template": "\ud800"}),
+        *({**good, "label": ""}, {"id": "1", "template": "Poking [something]"}, {"id": "1", "label": "poking"}),
+        {**good, "template": "Folding [something]"},
+    ]
+    train.write_text(json.dumps(entries))
+    reading = read_something_something(make_videos("1.webm"), annotations=[train])
+    assert [row[5] for row in rows(reading)] == ["Poking something", "Folding something"]
+    assert reasons(reading) == {"malformed_row": 3, "empty_id": 2, "bad_label": 4, "empty_caption": 1}
+    classes.write_text('{"Poking something": "0"}')
+    reading = read_something_something(make_videos("1.webm"), annotations=[classes, train])
+    assert [row[5] for row in rows(reading)] == ["Poking something"]
+    assert reasons(reading)["bad_label"] == 5
+    classes.write_text('["Poking something"]')
+    with pytest.raises(UserError, match=r"labels\.json, line 1: expected an object"):
+        read_something_something(make_videos("1.webm"), annotations=[classes, train])
 
 
 def test_a_list_of_folders_of_frames_is_refused_by_name(make_videos: VideoMaker, tmp_path: Path) -> None:

@@ -122,23 +122,22 @@ def examine_accelerator(*, tries: bool = True, has_gpus: bool = True) -> Acceler
         except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
             found["cuda_error"] = first_line(error)
     if tries:
-        found |= _tried("cuda" if found.get("gpus") else "cpu")
+        from train.device.precision import open_precision
+
+        device_type = "cuda" if found.get("gpus") else "cpu"
+        precision = open_precision("auto", device_type=device_type)
+        found |= {"precision": precision.name, **_xformers()}
+        has_xformers = found["xformers"] not in ("not installed", "not loaded")
+        names = ["sdpa", *(["xformers"] if has_xformers else []), "cudnn", "flash"] if found.get("gpus") else ["sdpa"]
+        kinds = ("clips", "packed captions")
+        found["tried"] = [_try_one(name, kind, precision.name, device_type) for name in names for kind in kinds]
     return Accelerator(**found)
-
-
-def _tried(device_type: str) -> dict[str, Any]:
-    from train.device.precision import open_precision
-
-    precision = open_precision("auto", device_type=device_type).name
-    found = {"precision": precision, "xformers": installed_version("xformers"), **_xformers()}
-    has_xformers = found["xformers"] not in ("not installed", "not loaded")
-    return {**found, "tried": _try_attention(device_type, precision, has_xformers=has_xformers)}
 
 
 def accelerator_of(values: dict[str, Any]) -> Accelerator:
     """An `Accelerator` from its JSON."""
     gpus = [Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in values["gpus"]]
-    driver_cuda = None if values["driver_cuda"] is None else tuple(values["driver_cuda"])
+    driver_cuda = values["driver_cuda"] and tuple(values["driver_cuda"])
     tried = [Tried(**one) for one in values["tried"]]
     return Accelerator(**{**values, "gpus": gpus, "tried": tried, "driver_cuda": driver_cuda})
 
@@ -163,29 +162,19 @@ def _xformers() -> dict[str, Any]:
         return {"xformers": "not loaded", "xformers_library": first_line(error)}
 
 
-def _try_attention(device_type: str, precision: str, *, has_xformers: bool) -> list[Tried]:
-    """Run forward and backward passes of each backend: full attention of clips, and of packed captions."""
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    names = ["sdpa"]
-    if device_type == "cuda":
-        names += [*(["xformers"] if has_xformers else []), "cudnn", "flash"]
-    kinds, device = ("clips", "packed captions"), torch.device(device_type)
-    return [_try_one(name, kind, dtype, device) for name in names for kind in kinds]
-
-
-def _try_one(name: str, kind: str, dtype: Any, device: Any) -> Tried:
+def _try_one(name: str, kind: str, precision: str, device_type: str) -> Tried:
+    """Run forward and backward passes of full attention of clips, or of packed captions."""
     import torch
 
     from train.models.attention import open_attention, pack
     from train.models.attention_kernels import kernels_of
 
-    is_packed = kind != "clips"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    device, is_packed = torch.device(device_type), kind != "clips"
     lengths = (12, 9, 17, 26)
     tried = {"attention": name, "kind": kind, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        attend = open_attention(name, device_type=device.type).attend  # type: ignore[arg-type]
+        attend = open_attention(name, device_type=device_type).attend  # type: ignore[arg-type]
         packing = pack(lengths, device=device) if is_packed else None
         generator = torch.Generator(device).manual_seed(0)
         shape = (1, sum(lengths), 3, 4, 64) if is_packed else (2, 197, 3, 4, 64)
@@ -214,10 +203,8 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "train.doctor.accelerator") -> Accelerator:
     """Examine in a child process; a hang or crash becomes `torch_error`."""
-    command = [sys.executable, "-m", module]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    command, pipe = [sys.executable, "-m", module], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
     try:
         printed, complaints = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -226,17 +213,14 @@ def ask_child(*, timeout_s: float = _TIMEOUT_S, module: str = "train.doctor.acce
             process.communicate(timeout=_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             pass  # blocked in the kernel by a driver that does not respond
-        reason = f"torch and the GPU gave no answer within {timeout_s:.0f} s"
-        return Accelerator(torch_error=reason, driver=driver_version())
-    try:
-        return accelerator_of(json.loads(printed))
-    except (ValueError, KeyError, TypeError):
-        lines = complaints.decode(errors="replace").strip().splitlines()
-        what = lines[-1] if lines else "it said nothing"
-        return Accelerator(
-            torch_error=f"a process that tried torch and attention ended with {process.returncode}: {what}",
-            driver=driver_version(),
-        )
+        why = f"torch and the GPU gave no answer within {timeout_s:.0f} s"
+    else:
+        try:
+            return accelerator_of(json.loads(printed))
+        except (ValueError, KeyError, TypeError):
+            lines = complaints.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+            why = f"a process that tried torch and attention ended with {process.returncode}: {lines[-1]}"
+    return Accelerator(torch_error=why, driver=driver_version())
 
 
 def _main() -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from train.doctor.judge import Finding, judge
 
 _LABEL_WIDTH = 11
 _MAX_COLUMNS = 100
+_DISK_KINDS = {
+    **{"local": "local", "network": "a network file system", "host": "a folder of the host", "memory": "in memory"},
+    "unknown": "not known whether local",
+}
+_CACHED = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
 
 
 def run_doctor(*, shards: Path | None, device: str, is_json: bool) -> None:
@@ -80,11 +86,10 @@ def _gpus(examined: Examined) -> str:
         driver += f" (CUDA {'.'.join(map(str, accelerator.driver_cuda))})"
     if not accelerator.gpus:
         return f"none{driver or '; no NVIDIA driver'}"
-    kinds: dict[str, int] = {}
-    for gpu in accelerator.gpus:
-        capability = ".".join(map(str, gpu.capability))
-        kind = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {capability}"
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(
+        f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {'.'.join(map(str, gpu.capability))}"
+        for gpu in accelerator.gpus
+    )
     return "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + driver
 
 
@@ -144,22 +149,14 @@ def _disk(examined: Examined) -> str:
     disk = examined.disk
     if disk is None:
         return ""
-    kinds = {
-        "local": "local",
-        "network": "a network file system",
-        "host": "a folder of the host",
-        "memory": "in memory",
-        "unknown": "not known whether local",
-    }
-    text = f"{disk.path}: {disk.file_system or 'file system not known'}, {kinds[disk.kind]}"
+    text = f"{disk.path}: {disk.file_system or 'file system not known'}, {_DISK_KINDS[disk.kind]}"
     if disk.free_bytes is not None:
         text += f", {disk.free_bytes / 1e9:.0f} GB free"
     if disk.write_bytes_per_s is not None:
         text += f"; writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
     if disk.read_bytes_per_s is not None and disk.piece_ms is not None:
-        sources = {True: "from the page cache", False: "not from the page cache", None: "perhaps from the page cache"}
         text += f"; reads {disk.read_bytes_per_s / 1e6:,.0f} MB/s, 64 KiB in {disk.piece_ms:.2f} ms"
-        text += f" ({sources[disk.cached]})"
+        text += f" ({_CACHED[disk.cached]})"
     return text
 
 

@@ -39,9 +39,9 @@ class Examined:
     host: Host
     accelerator: Accelerator
     decoder: Decoder
-    disk: Disk | None
     versions: dict[str, str]
     system: str
+    disk: Disk | None = None
     is_run: bool = False
 
 
@@ -58,28 +58,25 @@ class Used:
 
 def examine(*, device: str, shards: Path | None) -> Examined:
     """Examine everything in about 10 seconds, with the disk of `shards` or, if None, of the current folder."""
-    return Examined(
-        asked_device=device,
-        host=examine_host(),
-        accelerator=ask_child(),
-        decoder=examine_decoder(),
-        disk=examine_disk(shards or Path(), is_data=shards is not None),
-        versions=versions(),
-        system=_system(),
-    )
+    disk = examine_disk(shards or Path(), is_data=shards is not None)
+    return _examined(device, ask_child(), disk=disk)
 
 
 def examine_in_run(*, asked_device: str, device_type: str) -> Examined:
     """Examine in this process what takes milliseconds, without measurements or trials, for a run's page."""
+    return _examined(asked_device, examine_accelerator(tries=False, has_gpus=device_type == "cuda"), is_run=True)
+
+
+def _examined(asked_device: str, accelerator: Accelerator, **others: Any) -> Examined:
+    libc = " ".join(platform.libc_ver())
     return Examined(
         asked_device=asked_device,
         host=examine_host(),
-        accelerator=examine_accelerator(tries=False, has_gpus=device_type == "cuda"),
+        accelerator=accelerator,
         decoder=examine_decoder(),
-        disk=None,
         versions=versions(),
-        system=_system(),
-        is_run=True,
+        system=f"{platform.system()} {platform.release()}, {libc or 'libc not known'}",
+        **others,
     )
 
 
@@ -117,8 +114,3 @@ def used_by_training(examined: Examined) -> Used:
 def as_json(examined: Examined) -> dict[str, Any]:
     """Everything as plain values."""
     return {"machine": asdict(examined), "training": asdict(used_by_training(examined))}
-
-
-def _system() -> str:
-    libc = " ".join(platform.libc_ver())
-    return f"{platform.system()} {platform.release()}, {libc or 'libc not known'}"

@@ -10,6 +10,7 @@ first (posix_fadvise), and `cached` says whether that worked, by reads that must
 import errno
 import os
 import random
+import re
 import shutil
 import tempfile
 import threading
@@ -35,6 +36,7 @@ _OF_HOST = {"9p", "virtiofs", "gofer", "vboxsf", "fuse.lima", "fuse.grpcfuse"}
 _MEMORY = {"tmpfs", "ramfs"}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _CGROUP = Path("/sys/fs/cgroup")
+_MOUNTS = Path("/proc/self/mountinfo")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -91,29 +93,21 @@ def quota_of(text: str) -> float | None:
 
 
 def _quota() -> float | None:
-    found = quota_of(_read(_CGROUP / "cpu.max") or "")
-    if found is not None:
-        return found
-    quota = (_read(_CGROUP / "cpu/cpu.cfs_quota_us") or "").strip()  # cgroup v1
-    period = (_read(_CGROUP / "cpu/cpu.cfs_period_us") or "").strip()
-    return quota_of(f"{quota} {period}")
+    version_1 = " ".join(_read(_CGROUP / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    return quota_of(_read(_CGROUP / "cpu.max")) or quota_of(version_1)
 
 
 def _limit(*paths: Path) -> int | None:
     for path in paths:
-        text = (_read(path) or "").strip()
+        text = _read(path).strip()
         if text.isdigit() and int(text) < 2**60:  # cgroup v1 uses a huge number for no limit
             return int(text)
     return None
 
 
 def _memory() -> tuple[int | None, int | None]:
-    fields = {}
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if words and words[0].isdigit():
-            fields[name] = int(words[0]) * 1024
+    lines = re.findall(r"^(\w+):[ \t]*(\d+)\b", _read(Path("/proc/meminfo")), flags=re.MULTILINE)
+    fields = {name: int(number_kb) * 1024 for name, number_kb in lines}
     return fields.get("MemTotal"), fields.get("MemAvailable", fields.get("MemFree"))
 
 
@@ -125,11 +119,11 @@ def _shared_memory() -> int | None:
     return found.f_blocks * found.f_frsize
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, ValueError):
-        return None
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +157,7 @@ def examine_disk(folder: Path, *, is_data: bool) -> Disk:
     worker.join(_TIMEOUT_S)
     if found:
         return found[0]
-    kind, file_system = file_system_of(folder, _mounts())
+    kind, file_system = file_system_of(folder, _read(_MOUNTS))
     return Disk(path=str(folder), kind=kind, file_system=file_system, problem=f"no answer within {_TIMEOUT_S:.0f} s")
 
 
@@ -181,10 +175,9 @@ def file_system_of(folder: Path, mounts: str) -> tuple[str, str | None]:
             best, file_system = mount, types[0]
     if file_system is None:
         return "unknown", None
-    for kind, types_of_kind in (("network", _NETWORK), ("host", _OF_HOST), ("memory", _MEMORY)):
-        if file_system in types_of_kind:
-            return kind, file_system
-    return "unknown" if file_system.startswith("fuse") else "local", file_system
+    other = "unknown" if file_system.startswith("fuse") else "local"
+    kinds = (("network", _NETWORK), ("host", _OF_HOST), ("memory", _MEMORY), (other, {file_system}))
+    return next(kind for kind, types in kinds if file_system in types), file_system
 
 
 def _examine(folder: Path, *, is_data: bool) -> Disk:
@@ -194,22 +187,20 @@ def _examine(folder: Path, *, is_data: bool) -> Disk:
         stat = os.statvfs(path)
     except OSError as error:
         return Disk(path=str(path), problem=_unreadable(error))
-    kind, file_system = file_system_of(path, _mounts())
+    kind, file_system = file_system_of(path, _read(_MOUNTS))
     free_bytes = stat.f_bavail * stat.f_frsize
     known = {"path": str(path), "kind": kind, "file_system": file_system, "free_bytes": free_bytes}
     try:
-        return Disk(**known, **(_of_data(path) if is_data else _of_new_file(path, free_bytes)))  # type: ignore[arg-type]
+        measured = _of_data(path) if is_data else _of_new_file(path, free_bytes)
     except OSError as error:
-        return Disk(**known, problem=_unreadable(error) if is_data else _unwritable(error))  # type: ignore[arg-type]
+        why = "no space is left" if error.errno in _NO_SPACE else error.strerror
+        measured = {"problem": _unreadable(error) if is_data else f"not measured: {why}"}
+    return Disk(**known, **measured)  # type: ignore[arg-type]
 
 
 def _unreadable(error: OSError) -> str:
     where = f" ({error.filename})" if error.filename else ""
     return f"cannot be read: {error.strerror}{where}"
-
-
-def _unwritable(error: OSError) -> str:
-    return f"not measured: {'no space is left' if error.errno in _NO_SPACE else error.strerror}"
 
 
 def _of_data(folder: Path) -> dict[str, float | bool | str | None]:
@@ -285,7 +276,3 @@ def _is_cached(file: int, size: int) -> bool | None:
         except OSError:
             return None
     return num_cached * 2 > len(places)
-
-
-def _mounts() -> str:
-    return _read(Path("/proc/self/mountinfo")) or ""

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from train.doctor.examined import Examined
 
 Level = Literal["broken", "warning", "note"]
+_LEVELS: tuple[Level, ...] = ("broken", "warning", "note")
 
 _GB = 1e9
 _MIN_SHM = 1 << 30  # NCCL's buffers within a machine and Ray's objects need more
@@ -44,19 +46,13 @@ class Finding:
     hint: str
 
 
+_broken, _warning, _note = (partial(Finding, level) for level in _LEVELS)
+
+
 def judge(examined: Examined) -> list[Finding]:
     """All findings, the most severe first."""
-    order: tuple[Level, ...] = ("broken", "warning", "note")
     found = [finding for rule in _RULES for finding in rule(examined)]
-    return sorted(found, key=lambda finding: order.index(finding.level))
-
-
-def _broken(what: str, hint: str) -> Finding:
-    return Finding("broken", what, hint)
-
-
-def _warning(what: str, hint: str) -> Finding:
-    return Finding("warning", what, hint)
+    return sorted(found, key=lambda finding: _LEVELS.index(finding.level))
 
 
 def _torch(examined: Examined) -> Iterator[Finding]:
@@ -77,24 +73,21 @@ def _gpu(examined: Examined) -> Iterator[Finding]:
     accelerator = examined.accelerator
     if accelerator.gpus or accelerator.torch_error is not None or examined.asked_device == "cpu":
         return
-    level: Level = "broken" if examined.asked_device == "cuda" else "warning"
+    finding = _broken if examined.asked_device == "cuda" else _warning
     has_driver = accelerator.driver is not None or accelerator.driver_cuda is not None
     if has_driver and accelerator.torch_cuda is None:
-        yield Finding(
-            level,
+        yield finding(
             f"this machine has an NVIDIA driver, but torch {accelerator.torch} was built without CUDA",
             "install a build of torch with CUDA; until then training runs on the CPU",
         )
     elif accelerator.driver_cuda and accelerator.driver_cuda[0] < _major_minor(accelerator.torch_cuda or "0")[0]:
         had = ".".join(map(str, accelerator.driver_cuda))
-        yield Finding(
-            level,
+        yield finding(
             f"the NVIDIA driver supports CUDA {had}, but torch {accelerator.torch} needs {accelerator.torch_cuda}",
             f"update the driver, or install a torch built for CUDA {accelerator.driver_cuda[0]}",
         )
     elif has_driver:
-        yield Finding(
-            level,
+        yield finding(
             f"there is an NVIDIA driver, but torch finds no GPU: {accelerator.cuda_error or 'none is visible'}",
             "check CUDA_VISIBLE_DEVICES, and that the container was started with its GPUs (--gpus all)",
         )
@@ -148,8 +141,7 @@ def _xformers(examined: Examined) -> Iterator[Finding]:
             "training works without it; docs/models.md has versions of torch and xformers that match",
         )
     elif accelerator.xformers_library is not None:
-        yield Finding(
-            "note",
+        yield _note(
             f"xformers {accelerator.xformers} cannot load its own library: {accelerator.xformers_library}",
             "nothing to do: that library has no attention kernels; the working ones are above (docs/models.md)",
         )
@@ -201,8 +193,7 @@ def _decoder(examined: Examined) -> Iterator[Finding]:
     if decoder.error is not None:
         yield _broken(f"PyAV cannot be used: {decoder.error}", "install it: clips are decoded with it")
     elif decoder.missing:
-        yield Finding(
-            "broken" if "h264" in decoder.missing else "warning",
+        yield (_broken if "h264" in decoder.missing else _warning)(
             f"PyAV {decoder.pyav} lacks decoders of {', '.join(decoder.missing)}",
             "install PyAV from its wheel, which has them; chunks of other codecs can be read",
         )
@@ -217,10 +208,11 @@ def _disk(examined: Examined) -> Iterator[Finding]:
             f"{disk.path} is on a network file system ({disk.file_system}): each clip waits for its server",
             "copy the data to a local disk, or check with train bench whether it keeps up",
         )
-    is_full = disk.free_bytes is not None and disk.free_bytes < _MIN_FREE
-    if disk.free_bytes is not None and is_full:
+    free_bytes = _MIN_FREE if disk.free_bytes is None else disk.free_bytes
+    is_full = free_bytes < _MIN_FREE
+    if is_full:
         yield _warning(
-            f"{disk.path} has {disk.free_bytes / _GB:.1f} GB left; checkpoints of ViT-B take 1.8 GB each",
+            f"{disk.path} has {free_bytes / _GB:.1f} GB left; checkpoints of ViT-B take 1.8 GB each",
             "free some space, or write runs elsewhere (--out)",
         )
     if disk.problem is not None:
@@ -228,13 +220,14 @@ def _disk(examined: Examined) -> Iterator[Finding]:
         # The warning above already covers a lack of space.
         if not (is_full and words == "space is left"):
             yield Finding(level, f"{disk.path}: {disk.problem}", hint)
-    # Reads from the page cache say nothing about the disk.
-    if disk.cached is False and disk.read_bytes_per_s is not None and disk.read_bytes_per_s < _SLOW_READ:
+    if disk.cached is not False:  # reads from the page cache say nothing about the disk
+        return
+    if disk.read_bytes_per_s is not None and disk.read_bytes_per_s < _SLOW_READ:
         yield _warning(
             f"{disk.path} is read at {disk.read_bytes_per_s / 1e6:.0f} MB/s",
             "use a faster disk, or check with train bench whether it keeps up",
         )
-    if disk.cached is False and disk.piece_ms is not None and disk.piece_ms > _SLOW_PIECE_MS:
+    if disk.piece_ms is not None and disk.piece_ms > _SLOW_PIECE_MS:
         yield _warning(
             f"random reads of 64 KiB from {disk.path} take {disk.piece_ms:.0f} ms; clips are read in such pieces",
             "use a faster disk, or more --workers",
@@ -243,9 +236,9 @@ def _disk(examined: Examined) -> Iterator[Finding]:
 
 def _compile(examined: Examined) -> Iterator[Finding]:
     if examined.host.compiler is None:
-        yield Finding("note", "--compile cannot be used: there is no C compiler", "install gcc, or set CC")
+        yield _note("--compile cannot be used: there is no C compiler", "install gcc, or set CC")
     elif examined.accelerator.gpus and not examined.accelerator.has_triton:
-        yield Finding("note", "--compile cannot be used on the GPU: triton is not installed", "install triton")
+        yield _note("--compile cannot be used on the GPU: triton is not installed", "install triton")
 
 
 _RULES: tuple[Callable[[Examined], Iterator[Finding]], ...] = (

@@ -13,7 +13,18 @@ from prep.cli import build_app
 GOLDEN = Path(__file__).with_name("help.txt")
 COLUMNS = ("chunk", "latents", "text", "plan", "plan latents", "plan text")
 UPKEEP = ("retry", "status", "verify", "inspect", "gc", "advise")
-KINDS = ("folder", "vatex", "ego4d", "epic-kitchens", "kinetics", "synthetic")
+KINDS = (
+    "folder",
+    "vatex",
+    "msrvtt",
+    "didemo",
+    "activitynet",
+    "ssv2",
+    "ego4d",
+    "epic-kitchens",
+    "kinetics",
+    "synthetic",
+)
 COMMANDS = ("", *COLUMNS, *UPKEEP, "manifest", *(f"manifest {kind}" for kind in KINDS))
 
 

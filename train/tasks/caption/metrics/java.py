@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from manifests.errors import UserError
@@ -55,24 +54,13 @@ def jar_of_pycocoevalcap(name: str) -> Path:
 
 
 class Dialogue:
-    """A program that answers each line with a line."""
+    """A program that answers each line with a line; it runs in `folder`, and is killed after `timeout_s`."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, timeout_s: float) -> None:
-        """Start the program.
-
-        Args:
-            folder: its working directory.
-            timeout_s: time until it is killed.
-        """
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, closed at the end
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [*command],
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            encoding="utf-8",
-            errors="replace",
+            [*command], cwd=folder, stdin=pipe, stdout=pipe, stderr=self._errors, encoding="utf-8", errors="replace"
         )
         self._timer = threading.Timer(timeout_s, self._process.kill)
         self._timer.start()
@@ -97,9 +85,7 @@ class Dialogue:
     def __enter__(self) -> "Dialogue":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         self._process.kill()
         self._process.wait()
@@ -114,32 +100,15 @@ class Dialogue:
         self._process.kill()
         status = self._process.wait()
         self._errors.seek(0)
-        return MetricUnavailable(f"java ended with status {status}{last_line(self._errors.read())}")
+        return _failed(status, self._errors.read())
 
 
-def run(command: Sequence[str], *, folder: Path, timeout_s: float) -> None:
-    """Run a program.
-
-    Raises:
-        MetricUnavailable: it failed, or took longer than `timeout_s`.
-    """
-    try:
-        ended = subprocess.run([*command], cwd=folder, capture_output=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        raise MetricUnavailable(f"java took longer than {timeout_s:.0f} s") from error
-    if ended.returncode:
-        raise MetricUnavailable(
-            f"java ended with status {ended.returncode}{last_line(ended.stderr.decode(errors='replace'))}"
-        )
-
-
-def last_line(text: str) -> str:
-    """The last line that a program printed, after a colon; empty if there is none."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+def _failed(status: int, printed: str) -> MetricUnavailable:
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
     # The first line of a Java stack trace names the error, the others its location.
     while len(lines) > 1 and lines[-1].startswith(("at ", "... ")):
         lines.pop()
-    return f": {lines[-1][:200]}" if lines else ""
+    return MetricUnavailable(f"java ended with status {status}" + (f": {lines[-1][:200]}" if lines else ""))
 
 
 class Meteor:
@@ -154,11 +123,9 @@ class Meteor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._dialogue is not None:
-            self._dialogue.__exit__(kind, error, trace)
+            self._dialogue.__exit__()
             self._dialogue = None
 
     def __call__(
@@ -170,7 +137,9 @@ class Meteor:
             MetricUnavailable: Java or the package is missing, or the program failed.
         """
         if self._dialogue is None:
-            self._dialogue = _program()
+            program, jar = java(), jar_of_pycocoevalcap(_METEOR_JAR)
+            command = [program, "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
+            self._dialogue = Dialogue(command, folder=jar.parent, timeout_s=_METEOR_TIMEOUT_S)
         dialogue, statistics = self._dialogue, []
         for video_id, candidate in candidates.items():
             # The program's separator of captions.
@@ -180,12 +149,6 @@ class Meteor:
         dialogue.send(_SEPARATOR.join(("EVAL", *statistics)))
         per_video = {video_id: float(dialogue.receive()) for video_id in candidates}
         return float(dialogue.receive()), per_video
-
-
-def _program() -> Dialogue:
-    program, jar = java(), jar_of_pycocoevalcap(_METEOR_JAR)
-    command = [program, "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
-    return Dialogue(command, folder=jar.parent, timeout_s=_METEOR_TIMEOUT_S)
 
 
 def check_jars(folder: Path) -> None:
@@ -211,20 +174,25 @@ def spice(
         MetricUnavailable: Java or pycocoevalcap is missing, or the program failed.
     """
     program, jar = java(), jar_of_pycocoevalcap(_SPICE_JAR)
-    classes = os.pathsep.join(
-        (str(jar), *(str(jars.resolve() / name) for name in _SPICE_NEEDS), str(jar.parent / "lib" / "*"))
-    )
-    with tempfile.TemporaryDirectory(prefix="train-caption-") as temporary:
-        folder = Path(temporary)
-        given, scored = folder / "given.json", folder / "scored.json"
+    classes = os.pathsep.join(map(str, (jar, *(jars.resolve() / name for name in _SPICE_NEEDS), jar.parent / "lib/*")))
+    with tempfile.TemporaryDirectory(prefix="train-caption-") as folder:
+        given, scored = Path(folder, "given.json"), Path(folder, "scored.json")
         # Ids become file names in the program, so it is given numbers.
         items = [
             {"image_id": number, "test": candidate, "refs": list(references[video_id])}
             for number, (video_id, candidate) in enumerate(candidates.items())
         ]
         given.write_text(json.dumps(items), encoding="utf-8")
-        options = [str(given), "-out", str(scored), "-subset", "-silent"]
-        run([program, "-Xmx8G", "-cp", classes, _SPICE_CLASS, *options], folder=folder, timeout_s=_SPICE_TIMEOUT_S)
+        command = [program, "-Xmx8G", "-cp", classes, _SPICE_CLASS]
+        command += [str(given), "-out", str(scored), "-subset", "-silent"]
+        try:
+            ended = subprocess.run(
+                command, cwd=folder, capture_output=True, timeout=_SPICE_TIMEOUT_S, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MetricUnavailable(f"java took longer than {_SPICE_TIMEOUT_S:.0f} s") from error
+        if ended.returncode:
+            raise _failed(ended.returncode, ended.stderr.decode(errors="replace"))
         try:
             answers = {item["image_id"]: item["scores"]["All"]["f"] for item in json.loads(scored.read_bytes())}
             per_video = {video_id: float(answers[number]) for number, video_id in enumerate(candidates)}

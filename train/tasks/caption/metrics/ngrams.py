@@ -91,17 +91,14 @@ def count_grams(captions: Sequence[Sequence[str]]) -> list[GramCounts]:
     counts = []
     code, num_grams = words, max(len(known), 1)
     for order in range(1, MAX_ORDER + 1):
+        there = left >= order
         if order > 1:
             # An n-gram is an (n - 1)-gram and the next word.
-            there = left >= order
-            pairs = np.zeros_like(code)
-            last = np.flatnonzero(there) + order - 1
-            pairs[there] = code[there] * max(len(known), 1) + words[last]
-            distinct, inverse = np.unique(pairs[there], return_inverse=True)
+            pairs = code[there] * max(len(known), 1) + words[np.flatnonzero(there) + order - 1]
+            distinct, inverse = np.unique(pairs, return_inverse=True)
             code = np.zeros_like(code)
             code[there] = inverse
             num_grams = max(len(distinct), 1)
-        there = left >= order
         keys, count = np.unique(caption[there] * num_grams + code[there], return_counts=True)
         counts.append(GramCounts(keys // num_grams, keys % num_grams, count.astype(np.int64), num_grams))
     return counts

@@ -1,4 +1,7 @@
-"""The rules of the Penn Treebank tokenizer as regular expressions.
+"""Tokenize captions as all published caption metrics do, without Java.
+
+The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines
+-lowerCase`), then without punctuation. docs/captions.md describes the comparison and the differences.
 
 At each position of a caption, the rule with the longest match determines the next token, the first one of equally long
 ones. The required context after a token counts for the length, but is not part of the token. The rules were derived by
@@ -14,7 +17,7 @@ its own. All others that no rule names, such as emoji, are dropped.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 _TABLE = Path(__file__).parent / "ptb_characters.tsv"
@@ -94,11 +97,10 @@ _QUOTES = dict(
     )
 )
 _FRACTIONS = {"\u00bc": "1/4", "\u00bd": "1/2", "\u00be": "3/4", "\u2153": "1/3", "\u2154": "2/3"}
+_DASHES = ("&md;", "&mdash;", "&ndash;")
 # "&quot;" and "&apos;" are recognised in lower case only.
 _ENTITIES = {"&quot;": "''", "&apos;": "'"}
-_ENTITIES_OF_ANY_CASE = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": "", "&md;": "--", "&mdash;": "--"} | {
-    "&ndash;": "--"
-}
+_ENTITIES_OF_ANY_CASE = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&nbsp;": "", **dict.fromkeys(_DASHES, "--")}
 
 
 def _entity(token: str) -> str:
@@ -110,6 +112,7 @@ def _any_of(words: Iterable[str]) -> str:
     return "(?:" + "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) + ")"
 
 
+@cache
 def rules() -> tuple[Rule, ...]:
     """All rules, in order."""
     inside = character_classes()
@@ -233,7 +236,6 @@ def rules() -> tuple[Rule, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=1)
 def character_classes() -> dict[str, str]:
     """Contents of a regular expression's character class for `letter`, `mark` and `symbol`, without ASCII."""
     inside = {"letter": "", "mark": "", "symbol": ""}
@@ -241,12 +243,6 @@ def character_classes() -> dict[str, str]:
         first, last, kind = line.split("\t")
         inside[kind] += rf"\u{first}-\u{last}"
     return inside
-
-
-# Tokenize captions as all published caption metrics do, without Java.
-#
-# The same tokens as `pycocoevalcap.tokenizer.PTBTokenizer`: Stanford's PTBTokenizer (CoreNLP 3.4.1, `-preserveLines
-# -lowerCase`), then without punctuation. docs/captions.md describes the comparison and the differences.
 
 
 # The original lower-cases brackets ("-lrb-") before it drops punctuation, so that brackets are never dropped.
@@ -263,11 +259,6 @@ _DOUBLE = frozenset(first + second for first, second in DOUBLE_WORDS)
 _SKIPPED = re.compile("[ \t][ \t\u00a0\u2000-\u200a\u3000]*")
 
 
-@lru_cache(maxsize=1)
-def _rules() -> tuple[Rule, ...]:
-    return rules()
-
-
 def tokenize(caption: str) -> str:
     """The caption's tokens in lower case without punctuation, separated by single spaces; may be empty."""
     if _PLAIN_CAPTION.fullmatch(caption):
@@ -278,15 +269,11 @@ def tokenize(caption: str) -> str:
     return " ".join(token for token in line.split(" ") if token not in PUNCTUATION)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _special() -> frozenset[str]:
     """Words that are two tokens, or that keep their full stop."""
-    lists = (
-        ABBREVIATIONS_AT_ENDS,
-        ABBREVIATIONS_BEFORE_NAMES,
-        ABBREVIATIONS_WITH_CAPITALS,
-        "pte ptes pty ptys ppte ppty mfg mtg",
-    )
+    lists = [ABBREVIATIONS_AT_ENDS, ABBREVIATIONS_BEFORE_NAMES, ABBREVIATIONS_WITH_CAPITALS]
+    lists.append("pte ptes pty ptys ppte ppty mfg mtg")
     return _DOUBLE.union(*(words.split() for words in lists))
 
 
@@ -314,15 +301,9 @@ def tokens_of(caption: str) -> list[str]:
 
 def _next_token(text: str, place: int) -> tuple[str, int]:
     """The token at a position, empty for a dropped character, and the position after it."""
-    best: re.Match[str] | None = None
-    best_rule: Rule | None = None
-    for rule in _rules():
-        match = rule.pattern.match(text, place)
-        if match and (best is None or match.end() > best.end()):
-            best, best_rule = match, rule
-    if best is None or best_rule is None:
+    found = [(match, rule) for rule in rules() if (match := rule.pattern.match(text, place))]
+    if not found:
         return "", place + 1
-    token = best[1] if best_rule.rewrite is None else best_rule.rewrite(best[1])
-    if not token:
-        return "", best.end(1)
-    return token.lower(), best.end(1)
+    match, rule = max(found, key=lambda one: one[0].end())  # the first of equally long ones
+    token = match[1] if rule.rewrite is None else rule.rewrite(match[1])
+    return token.lower(), match.end(1)

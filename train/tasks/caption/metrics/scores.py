@@ -1,9 +1,10 @@
 """Score generated captions against references with all metrics; the best constant caption as a baseline."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -69,26 +70,28 @@ def score_captions(
     Raises:
         UserError: no videos, not the same videos, a video without references that have words, no jars in `spice_jars`.
     """
-    _check(candidates, references)
+    if not candidates:
+        raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")
+    _require_videos([video_id for video_id in candidates if not references.get(video_id)], "without references")
+    _require_videos([video_id for video_id in references if video_id not in candidates], "without a caption to score")
     if spice_jars is not None:
         check_jars(spice_jars)
-    known: dict[str, str] = {}
-
-    def tokens(caption: str) -> str:
-        if caption not in known:
-            known[caption] = tokenize(caption)
-        return known[caption]
-
+    tokens = cache(tokenize)
     ours = {video_id: tokens(caption) for video_id, caption in candidates.items()}
     theirs = {video_id: [tokens(caption) for caption in references[video_id]] for video_id in candidates}
     _require_videos(
         [video_id for video_id, captions in theirs.items() if not any(captions)], "without words to compare with"
     )
 
+    def spiced() -> tuple[float, dict[str, float]]:
+        if spice_jars is None:
+            raise MetricUnavailable("its jars were not given (--spice-jars)")
+        return spice(ours, theirs, jars=spice_jars)
+
     columns, means = _plain_scores(ours, theirs)
     absent: dict[str, str] = {}
     with nullcontext(meteor) if meteor is not None else Meteor() as own:
-        for name, metric in _java_metrics(ours, theirs, spice_jars, own).items():
+        for name, metric in (("meteor", lambda: own(ours, theirs)), ("spice", spiced)):
             try:
                 if not with_java:
                     raise MetricUnavailable("not requested")
@@ -144,35 +147,12 @@ def _plain_scores(
     corpus_bleu, video_bleu = bleu(corpus)
     cider_d, plain_cider = cider(corpus)
     rows: dict[str, Floats] = {f"bleu{order + 1}": video_bleu[order] for order in range(MAX_ORDER)}
-    rows |= {
-        "rouge_l": np.array([rouge_l(ours[video_id], theirs[video_id]) for video_id in ours]),
-        "cider_d": cider_d,
-        "cider": plain_cider,
-        "exact_match": np.array(
-            [float(bool(ours[video_id]) and ours[video_id] in theirs[video_id]) for video_id in ours]
-        ),
-    }
+    rows |= {"cider_d": cider_d, "cider": plain_cider}
+    rows["rouge_l"] = np.array([rouge_l(caption, theirs[video_id]) for video_id, caption in ours.items()])
+    rows["exact_match"] = np.array([float(caption != "" and caption in theirs[v]) for v, caption in ours.items()])
     means = {name: float(row.mean()) for name, row in rows.items()}
     means |= {f"bleu{order + 1}": float(corpus_bleu[order]) for order in range(MAX_ORDER)}
     return {name: dict(zip(ours, row.tolist(), strict=True)) for name, row in rows.items()}, means
-
-
-def _java_metrics(
-    ours: Mapping[str, str], theirs: Mapping[str, Sequence[str]], spice_jars: Path | None, meteor: Meteor
-) -> dict[str, Callable[[], tuple[float, dict[str, float]]]]:
-    def spiced() -> tuple[float, dict[str, float]]:
-        if spice_jars is None:
-            raise MetricUnavailable("its jars were not given (--spice-jars)")
-        return spice(ours, theirs, jars=spice_jars)
-
-    return {"meteor": lambda: meteor(ours, theirs), "spice": spiced}
-
-
-def _check(candidates: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> None:
-    if not candidates:
-        raise UserError("there are no captions to score", hint="a split without captioned videos has no scores")
-    _require_videos([video_id for video_id in candidates if not references.get(video_id)], "without references")
-    _require_videos([video_id for video_id in references if video_id not in candidates], "without a caption to score")
 
 
 def _require_videos(lacking: Sequence[str], what: str) -> None:

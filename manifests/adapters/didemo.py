@@ -1,0 +1,111 @@
+"""DiDeMo (Hendricks et al. 2017): descriptions of moments in the first 30 s of videos.
+
+train_data.json, val_data.json and test_data.json are lists of {"video": "<name>.mov", "description": "...",
+"num_segments": 6, "times": [[1, 1], [1, 2], ...]}. A video has five or six segments of 5 s, and `times` are the first
+and last segment of the moment as each annotator marked it. The caption's interval is the one that most annotators
+marked; of equally frequent ones the first in the list. Every moment was marked by four annotators or more. An interval
+that ends with the last segment ends there, or with the video if that is shorter.
+
+Some videos (3 % of val and test) are annotated under two names that differ in the extension only. Both are the same
+video, so its ID is the name without the extension. The file is `<name>.mov`, `<name>.mov.mp4` (as the official download
+script calls it), or `<name>` with any extension.
+
+Text files (train_list.txt, val_list.txt, test_list.txt of retrieval code) list the names, with the extension, of the
+videos to read; a split without such a list is read completely. The split is derived from the name of the file.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from manifests.adapters.json_stream import array_items
+from manifests.adapters.reading import Reading, ReadingBuilder
+from manifests.adapters.reasons import Reason
+from manifests.adapters.splits import split_in_file_name
+from manifests.adapters.tables import text_lines
+from manifests.adapters.video_files import VideoLookup
+from manifests.adapters.wanted import WantedVideos
+from manifests.quoting import quoted
+
+SOURCE = "human"
+SEGMENT_S = 5.0
+_MAX_SEGMENTS = 6
+
+
+def read_didemo(
+    directory: Path, *, annotations: Sequence[Path], dataset: str = "didemo", skip: Path | None = None
+) -> Reading:
+    """Read DiDeMo.
+
+    Raises:
+        UserError: no videos are found, or an annotation file cannot be read.
+    """
+    builder = ReadingBuilder(dataset)
+    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    lists: dict[str, dict[str, Path]] = {}
+    for path in annotations:
+        builder.begin_annotations(path)
+        if path.suffix.lower() == ".txt":
+            names = {name: path for line in text_lines(path) if (name := line.strip())}
+            lists.setdefault(split_in_file_name(path.name), {}).update(names)
+    for path in annotations:
+        if path.suffix.lower() == ".txt":
+            continue
+        split = split_in_file_name(path.name)
+        for row, entry in enumerate(array_items(path)):
+            _add_entry(builder, wanted, entry, path=path, row=row, split=split, listed=lists.get(split))
+    return builder.build()
+
+
+def moment_of(times: object, *, num_segments: object = _MAX_SEGMENTS) -> tuple[float, float]:
+    """Return begin and end in seconds of the interval that most annotators marked.
+
+    Raises:
+        ValueError: `times` is not a list of pairs of a first and a last segment of the video.
+    """
+    if not isinstance(num_segments, int) or not 1 <= num_segments <= _MAX_SEGMENTS:
+        raise ValueError(f"num_segments is {quoted(num_segments)}, not a number from 1 to {_MAX_SEGMENTS}")
+    if not isinstance(times, list) or not times or not all(_is_interval(pair, num_segments) for pair in times):
+        raise ValueError(f"times are {quoted(times)}, not pairs of segments from 0 to {num_segments - 1}")
+    # Of equally frequent elements, most_common returns the one that it met first.
+    ((first, last), _) = Counter((first, last) for first, last in times).most_common(1)[0]
+    return first * SEGMENT_S, (last + 1) * SEGMENT_S
+
+
+def _is_interval(pair: Any, num_segments: int) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int for number in pair):
+        return False
+    return bool(0 <= pair[0] <= pair[1] < num_segments)
+
+
+def _add_entry(
+    builder: ReadingBuilder,
+    wanted: WantedVideos,
+    entry: object,
+    *,
+    path: Path,
+    row: int,
+    split: str,
+    listed: dict[str, Path] | None,
+) -> None:
+    name = entry.get("video") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(name, str):
+        detail = f"not an object with a video: {quoted(entry)}"
+        builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
+        return
+    if listed is not None and name not in listed:
+        return
+    source_id = name.rpartition(".")[0] or name
+    video = wanted.number(source_id, split=split, file=path, row=row, file_names=(name, source_id))
+    if video is None:
+        return
+    try:
+        begin_s, end_s = moment_of(entry.get("times"), num_segments=entry.get("num_segments", _MAX_SEGMENTS))
+    except ValueError as error:
+        builder.reject(Reason.BAD_TIME, file=str(path), row=row, source_id=name, detail=str(error))
+        return
+    if listed is not None:
+        builder.use_row(listed[name])
+    text = entry.get("description")
+    builder.add_caption(video, text=text, source=SOURCE, file=path, row=row, begin_s=begin_s, end_s=end_s)

@@ -1,0 +1,176 @@
+"""MSR-VTT (Xu et al. 2016): clips of 10 to 30 s, each with about twenty captions for the whole clip and one category.
+
+The official files (train_val_videodatainfo.json, test_videodatainfo.json; MSRVTT_data.json has the same form) hold
+
+    {"videos": [{"video_id": "video0", "category": 9, "split": "train", ...}, ...],
+     "sentences": [{"video_id": "video0", "caption": "..."}, ...]}
+
+and the videos are files `<video_id>.<extension>`. They are cut already: `start time` and `end time` refer to the videos
+that they were cut from.
+
+CSVs replace these splits. MSRVTT_JSFUSION_test.csv (Yu et al. 2018), with the columns video_id and sentence, holds the
+1,000 test videos of the split 1k-A, each with its only caption. MSRVTT_train.9k.csv and MSRVTT_train.7k.csv, with the
+column video_id, list the training videos, whose captions are those of the JSON file. The split is derived from the name
+of the CSV. Captions and videos that the CSVs leave out are not read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from manifests.adapters.json_stream import object_items
+from manifests.adapters.reading import Reading, ReadingBuilder
+from manifests.adapters.reasons import Reason
+from manifests.adapters.splits import split_in_file_name, split_named
+from manifests.adapters.tables import read_csv
+from manifests.adapters.video_files import VideoLookup
+from manifests.adapters.wanted import WantedVideos
+from manifests.errors import UserError
+from manifests.quoting import quoted
+
+SOURCE = "human"
+LABELS = {"label_category": pa.int32()}
+_MAX_CATEGORY = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class _Video:
+    """An entry of `videos`. Its captions are lost if there is a reason."""
+
+    split: str = ""
+    category: int | None = None
+    reason: Reason | None = None
+    why: str = ""
+
+
+_UNKNOWN = _Video(reason=Reason.MALFORMED_ROW, why="it is not among the videos of the file")
+
+
+@dataclass(frozen=True)
+class _Info:
+    """The content of one JSON file."""
+
+    path: Path
+    videos: dict[str, _Video]
+    sentences: list[Any]
+
+
+def read_msrvtt(
+    directory: Path, *, annotations: Sequence[Path], dataset: str = "msrvtt", skip: Path | None = None
+) -> Reading:
+    """Read MSR-VTT with its official splits, or with those of CSVs.
+
+    Raises:
+        UserError: no videos are found, an annotation file cannot be read or has another form, or a CSV lists videos
+            without the JSON file that has their captions, or the reverse.
+    """
+    builder = ReadingBuilder(dataset, labels=LABELS)
+    wanted = WantedVideos(builder, VideoLookup(builder.find_videos(directory, skip=skip)))
+    for path in annotations:
+        builder.begin_annotations(path)
+    tables = [path for path in annotations if path.suffix.lower() == ".csv"]
+    infos = [_read_info(builder, path) for path in annotations if path not in tables]
+    categories = {name: video.category for info in infos for name, video in info.videos.items()}
+    listed = _add_tables(builder, wanted, tables, categories=categories)
+    if tables and infos and not listed:
+        hint = f"add the CSV of the training videos (MSRVTT_train.9k.csv), or leave out {infos[0].path.name}"
+        raise UserError(f"none of the CSVs lists videos whose captions are in {infos[0].path}", hint=hint)
+    if listed and not infos:
+        hint = "add the JSON file that has their captions"
+        raise UserError(f"{next(iter(listed.values()))[0]} lists videos without captions", hint=hint)
+    unseen = dict(listed)
+    for info in infos:
+        for row, entry in enumerate(info.sentences):
+            video_id = entry.get("video_id") if isinstance(entry, dict) else None
+            if not isinstance(video_id, str):
+                detail = f"not an object with a video_id: {quoted(entry)}"
+                builder.reject(Reason.MALFORMED_ROW, file=str(info.path), row=row, detail=detail)
+            elif not tables or video_id in listed:
+                _add_sentence(builder, wanted, info, entry, row=row, listed=listed.get(video_id), unseen=unseen)
+    for video_id, (path, number) in unseen.items():
+        detail = "no sentence of the JSON files is about it"
+        builder.reject(Reason.EMPTY_CAPTION, file=str(path), row=number, source_id=video_id, detail=detail)
+    return builder.build()
+
+
+def _read_info(builder: ReadingBuilder, path: Path) -> _Info:
+    content = dict(object_items(path))
+    entries, sentences = content.get("videos"), content.get("sentences")
+    if not isinstance(entries, list) or not isinstance(sentences, list):
+        hint = "expected train_val_videodatainfo.json, test_videodatainfo.json or MSRVTT_data.json"
+        raise UserError(f"{path} does not have the lists videos and sentences", hint=hint)
+    videos = {}
+    for row, entry in enumerate(entries):
+        video_id = entry.get("video_id") if isinstance(entry, dict) else None
+        if isinstance(video_id, str):
+            videos[video_id] = _video_of(entry)
+        else:
+            detail = f"videos: not an object with a video_id: {quoted(entry)}"
+            builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row, detail=detail)
+    return _Info(path, videos, sentences)
+
+
+def _video_of(entry: dict[str, Any]) -> _Video:
+    name, category = entry.get("split"), entry.get("category")
+    split = split_named(name) if isinstance(name, str) else None
+    if split is None:
+        return _Video(reason=Reason.BAD_SPLIT, why=f"split {quoted(name)} is not train, val or test")
+    if category is not None and not (type(category) is int and 0 <= category <= _MAX_CATEGORY):
+        return _Video(reason=Reason.BAD_LABEL, why=f"category {quoted(category)} is not a number")
+    return _Video(split, category)
+
+
+def _add_tables(
+    builder: ReadingBuilder, wanted: WantedVideos, tables: Sequence[Path], *, categories: dict[str, int | None]
+) -> dict[str, tuple[Path, int]]:
+    """Add the captions in the CSVs; return file and row of the videos that are listed without one."""
+    listed: dict[str, tuple[Path, int]] = {}
+    paired = set()
+    for path in tables:
+        for row in read_csv(path, required=["video_id"]):
+            video_id = row.values.get("video_id", "")
+            if row.fault is not None:
+                builder.reject(Reason.MALFORMED_ROW, file=str(path), row=row.number, detail=row.fault)
+            elif "sentence" not in row.values:
+                listed.setdefault(video_id, (path, row.number))
+            else:
+                paired.add(video_id)
+                video = wanted.number(video_id, split=split_in_file_name(path.name), file=path, row=row.number)
+                if video is not None:
+                    labels = {"label_category": categories.get(video_id)}
+                    text = row.values["sentence"]
+                    builder.add_caption(video, text=text, source=SOURCE, file=path, row=row.number, labels=labels)
+    for video_id in [video_id for video_id in listed if video_id in paired]:
+        path, number = listed.pop(video_id)
+        detail = "a row of another CSV has its only caption"
+        builder.reject(Reason.BAD_SPLIT, file=str(path), row=number, source_id=video_id, detail=detail)
+    return listed
+
+
+def _add_sentence(
+    builder: ReadingBuilder,
+    wanted: WantedVideos,
+    info: _Info,
+    entry: dict[str, Any],
+    *,
+    row: int,
+    listed: tuple[Path, int] | None,
+    unseen: dict[str, tuple[Path, int]],
+) -> None:
+    video_id = entry["video_id"]
+    facts = info.videos.get(video_id, _UNKNOWN)
+    is_first = unseen.pop(video_id, None) is not None
+    if facts.reason is not None:
+        builder.lose_captions(video_id, file=info.path, reason=facts.reason, why=facts.why)
+        return
+    split = facts.split if listed is None else split_in_file_name(listed[0].name)
+    video = wanted.number(video_id, split=split, file=info.path, row=row)
+    if video is None:
+        return
+    if is_first and listed is not None:
+        builder.use_row(listed[0])
+    labels = {"label_category": facts.category}
+    builder.add_caption(video, text=entry.get("caption"), source=SOURCE, file=info.path, row=row, labels=labels)

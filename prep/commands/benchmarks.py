@@ -1,0 +1,104 @@
+"""Kinds of datasets that `prep manifest` reads; `BENCHMARKS` lists those of video-text retrieval and action classes."""
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from manifests.adapters.reading import Reading
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A kind of dataset.
+
+    Attributes:
+        kind: name of the command, and default name of the dataset.
+        reader: `module:function` of its reader in `manifests.adapters`.
+        takes: input of the reader: "captions" for a folder of videos and one table of captions, "annotations" for a
+            folder of videos and annotation files, "lists" for lists of clips.
+        text: help text of the command and its parameters.
+    """
+
+    kind: str
+    reader: str
+    takes: Literal["captions", "annotations", "lists"]
+    text: str
+
+    def read(self, *arguments: Any, **options: Any) -> "Reading":
+        """Call the reader."""
+        module, _, function = self.reader.partition(":")
+        found: Reading = getattr(importlib.import_module(f"manifests.adapters.{module}"), function)(
+            *arguments, **options
+        )
+        return found
+
+
+BENCHMARKS = (
+    Adapter(
+        "msrvtt",
+        "msrvtt:read_msrvtt",
+        "annotations",
+        """Read MSR-VTT: clips with about twenty captions each.
+
+        The splits are those of the JSON files, unless CSVs are given. The split 1k-A has the 1,000 pairs of
+        MSRVTT_JSFUSION_test.csv, and the training videos of MSRVTT_train.9k.csv with their captions in the JSON file.
+
+        Example: prep manifest msrvtt VIDEOS --annotations MSRVTT_JSFUSION_test.csv
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, named video0.mp4, video1.mp4, ...
+        """,
+    ),
+    Adapter(
+        "didemo",
+        "didemo:read_didemo",
+        "annotations",
+        """Read DiDeMo: descriptions of moments in videos.
+
+        The interval of a moment is the one that most annotators marked. A list of videos (test_list.txt) restricts its
+        split.
+
+        Example: prep manifest didemo VIDEOS --annotations val_data.json test_data.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, named as in the annotations, or with .mp4 added or in place of the extension.
+        """,
+    ),
+    Adapter(
+        "activitynet",
+        "activitynet:read_activitynet",
+        "annotations",
+        """Read ActivityNet Captions: videos described by several sentences with times.
+
+        The second validation file (val_2.json) has captions of other annotators, with the source human-2.
+
+        Example: prep manifest activitynet VIDEOS --annotations train.json val_1.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, named v_ID.mp4 or ID.mp4.
+        """,
+    ),
+    Adapter(
+        "ssv2",
+        "something_something:read_something_something",
+        "annotations",
+        """Read Something-Something v2: captions, and one of 174 classes per clip.
+
+        The class is the template without brackets; that of a test video comes from test-answers.csv.
+
+        Example: prep manifest ssv2 VIDEOS --annotations train.json validation.json
+
+        Parameters
+        ----------
+        directory
+            Folder of the videos, named ID.webm.
+        """,
+    ),
+)
