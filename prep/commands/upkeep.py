@@ -15,20 +15,22 @@ from prep.core.make import Data, Json
 from prep.registry import column_named, column_names, columns
 
 VariantName = Annotated[
-    str | None, Parameter(name="--variant", help="Variant to look at, as `prep status` names it; else the current one.")
+    str | None, Parameter(name="--variant", help="Variant name, as shown by prep status. Default: the current variant.")
 ]
 if TYPE_CHECKING:
     AnyColumn = str
 else:
     AnyColumn = Literal[column_names()]
-ColumnName = Annotated[AnyColumn | None, Parameter(name="--column", help="Column to look at; else all there are.")]
+ColumnName = Annotated[AnyColumn | None, Parameter(name="--column", help="Column. Default: all columns with shards.")]
 _MAX_FINDINGS = 200
 
 
 def status(*, data: Data = Path("data"), json: Json = False) -> None:
-    """Say what is there, what failed, how far a running `prep chunk` is, and what to do next.
+    """Show the videos, the variants of each column, failures, the progress of running commands, and the next step.
 
-    Example: prep status
+    Example:
+
+        prep status
     """
     from prep.core.data_folder import require_data_folder
     from prep.upkeep.status import read_status
@@ -37,21 +39,25 @@ def status(*, data: Data = Path("data"), json: Json = False) -> None:
     found = read_status(require_data_folder(data))
     print(json_module.dumps(found.values(), indent=1) if json else status_text(found))
     if found.num_problems:
-        count = f"{found.num_problems} shards are" if found.num_problems > 1 else "1 shard is"
-        raise FailedWork(f"{count} missing or damaged; made again by: {repair_command(found)}")
+        count = "1 shard is" if found.num_problems == 1 else f"{found.num_problems} shards are"
+        raise FailedWork(f"{count} missing or damaged; to repair, run: {repair_command(found)}")
 
 
 def verify(
     *,
     column: ColumnName = None,
-    deep: Annotated[bool, Parameter(help="Also decode every frame, and load every array.", negative="")] = False,
+    deep: Annotated[
+        bool, Parameter(help="Also decode every frame of every chunk, and load every array.", negative="")
+    ] = False,
     variant: VariantName = None,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Read every byte of every shard and every record, and compare it with its checksum.
+    """Verify the checksums of all shards and records by reading every byte.
 
-    Example: prep verify --deep
+    Example:
+
+        prep verify --deep
     """
     from prep.core.data_folder import require_data_folder
     from prep.core.progress import CountProgress
@@ -81,8 +87,8 @@ def verify(
             column=known,
             deep=deep,
             num_workers=len(os.sched_getaffinity(0)),
-            on_shard=CountProgress(f"reading shards of {known.name}"),
-            on_deep_shard=CountProgress(f"looking into shards of {known.name}"),
+            on_shard=CountProgress(f"verifying {known.name} shards"),
+            on_deep_shard=CountProgress(f"checking samples of {known.name} shards"),
         )
         for known in looked_at
     }
@@ -101,25 +107,28 @@ def verify(
 
 
 def inspect(
-    key: str | None = None,
+    key: Annotated[
+        str | None, Parameter(help="Key of a sample, such as bikes_000015000. Default: show all shards.")
+    ] = None,
     *,
-    html: Annotated[Path | None, Parameter(help="Write a contact sheet of the set into this file.")] = None,
-    column: Annotated[AnyColumn, Parameter(name="--column", help="Column to look at.")] = VIDEO,
+    html: Annotated[
+        Path | None, Parameter(help="HTML file to write: a contact sheet with frames of up to 150 chunks.")
+    ] = None,
+    column: Annotated[AnyColumn, Parameter(name="--column", help="Column to show.")] = VIDEO,
     variant: VariantName = None,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show the shards of the set, or one chunk, or write a page with pictures of chunks.
+    """Show the shards of a variant or the details of one sample, or write a contact sheet of the chunks.
 
-    Example: prep inspect --html sheet.html
+    Examples:
 
-    Parameters
-    ----------
-    key
-        Key of a chunk, such as bikes_000015000.
+        prep inspect
+        prep inspect bikes_000015000
+        prep inspect --html sheet.html
     """
     from prep.core.data_folder import require_data_folder
-    from prep.core.report import show
+    from prep.core.report import counted, show
     from prep.upkeep.inspection import sample_report, set_report
     from shards.reader import Variant
 
@@ -129,12 +138,15 @@ def inspect(
         from prep.core.progress import CountProgress
 
         if key is not None:
-            raise UserError(f"--html shows the set, not one chunk ({key})", hint="leave out the key, or --html")
+            raise UserError(
+                f"--html shows all chunks and cannot be combined with the key {key}",
+                hint="omit the key, or omit --html",
+            )
         if known.write_page is None:
-            raise UserError(f"there is no page of {column}", hint="leave out --html, or --column")
+            raise UserError(f"--html does not support column {column}", hint="omit --html, or use --column video")
         num_chunks = known.write_page(html, opened, CountProgress("decoding chunks"))
         page = {"html": os.fspath(html), "num_chunks": num_chunks}
-        print(json_module.dumps(page, indent=1) if json else f"{html}: {num_chunks} chunks")
+        print(json_module.dumps(page, indent=1) if json else f"{html}: {counted(num_chunks, 'chunk')}")
         return
     if key is None:
         show(set_report(opened, column=known), json=json)
@@ -144,20 +156,24 @@ def inspect(
 
 def gc(
     *,
-    dry_run: Annotated[bool, Parameter(help="Only say what would be removed.", negative="")] = False,
+    dry_run: Annotated[bool, Parameter(help="List what would be removed, without removing it.", negative="")] = False,
     data: Data = Path("data"),
     json: Json = False,
 ) -> None:
-    """Remove variants that are not current, shards that no commit names, and what killed commands left.
+    """Remove variants that are not current, unreferenced shards, and temporary files of killed commands.
 
-    Nothing else is touched, and nothing is removed while the current variant is not whole.
+    Files that do not belong to the format are never removed. Variants and shards of a column are kept while its current
+    variant is incomplete, damaged or stale.
 
-    Example: prep gc --dry-run
+    Example:
+
+        prep gc --dry-run
     """
     from contextlib import ExitStack
 
     from manifests.publish import folder_lock
     from prep.core.data_folder import holding, require_data_folder
+    from prep.core.report import counted
     from prep.upkeep.garbage import find_garbage, remove
     from prep.upkeep.texts import garbage_text, garbage_values
 
@@ -174,5 +190,5 @@ def gc(
         print(garbage_text(garbage, removed, data_dir=data_dir))
     if removed is not None and removed.failed:
         path, why = removed.failed[0]
-        raise FailedWork(f"{len(removed.failed)} files could not be removed; the first: {path}: {why}")
+        raise FailedWork(f"{counted(len(removed.failed), 'file')} could not be removed; the first: {path}: {why}")
     sys.stdout.flush()

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from manifests.errors import UserError
 from prep.core.column import ColumnSpec, ExtraFolder, Pending
 from prep.core.make import (
+    EXECUTION,
     Address,
     Data,
     EngineName,
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 Settings = Annotated[TextRecipe, Parameter(name="*")]
 Batch = Annotated[
-    int | None, Parameter(help="Texts that the tower gets at a time; by default 32 on a CPU, 256 on a GPU.")
+    int | None,
+    EXECUTION,
+    Parameter(help="Batch size of the text encoder, 1 or more. Default: 32 on a CPU, 256 on a GPU."),
 ]
 _CPU_BATCH, _GPU_BATCH = 32, 256  # batches are padded to full size, which on a CPU costs more than larger batches gain
 
@@ -48,15 +51,17 @@ def text(
     max_failures: MaxFailures = "0",
     json: Json = False,
 ) -> None:
-    """Encode every distinct caption of the manifest once, by the text tower of a CLIP model.
+    """Encode each unique caption of the manifest once with an open_clip text encoder.
 
-    Run it again at any time: only new texts are encoded. It needs the manifest alone: chunks may be made meanwhile, or
-    never. Other towers make other variants beside the old one.
+    Each run encodes only new captions. Only the manifest is needed, no chunks. Another text encoder creates another
+    variant, and the existing one is kept.
 
-    Example: prep text --clip ViT-B-32:laion2b_s34b_b79k
+    Example:
+
+        prep text --clip ViT-B-32:laion2b_s34b_b79k
     """
     if batch is not None and batch < 1:
-        raise UserError(f"--batch {batch} encodes nothing", hint="give 1 or more, or leave it out")
+        raise UserError(f"--batch {batch} is out of range", hint="give 1 or more, or omit it")
     request = Request(
         data=data,
         engine=engine,
@@ -71,9 +76,11 @@ def text(
 
 
 def plan_text(recipe: Settings, *, data: Data = Path("data"), json: Json = False) -> None:
-    """Say what `prep text` with the same settings would do and why; encode nothing.
+    """Print what `prep text` would do with the same settings, and why (dry run).
 
-    Example: prep plan text --clip ViT-B-32:laion2b_s34b_b79k
+    Example:
+
+        prep plan text --clip ViT-B-32:laion2b_s34b_b79k
     """
     plan_column(COLUMN, recipe, data=data, json=json)
 
