@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manifests.errors import UserError
+from manifests.quoting import counted
 from prep.core.make import Data, Json
 from prep.video.settings import require_bitrate_unit
 
@@ -55,7 +56,6 @@ def advise(
     from prep.advice.reading_costs import clip_bytes, measure_read_speed, spread, video_bytes_per_s
     from prep.advice.run_steps import read_run_steps
     from prep.core.data_folder import require_data_folder
-    from prep.core.report import counted
     from prep.video.recipe import recipe_from_dict
     from prep.video.settings import bits_per_second
     from shards.damage import Damaged

@@ -265,8 +265,8 @@ def synthetic(
 
 def _write(read: "Callable[[], Reading]", *, data: Path, videos: Path, dataset: str, as_json: bool) -> None:
     from manifests.adapters.reading import encodable
+    from manifests.data_location import check_data_dir
     from manifests.errors import DISK_ERRORS
-    from manifests.place import check_data_dir
     from manifests.quoting import quoted
     from manifests.store import read_rejected, write_manifest
     from prep.commands import manifest_text

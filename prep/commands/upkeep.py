@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted
 from prep.core.column import VIDEO
 from prep.core.make import Data, Json
 from prep.registry import column_named, column_names, columns
@@ -128,7 +129,7 @@ def inspect(
         prep inspect --html sheet.html
     """
     from prep.core.data_folder import require_data_folder
-    from prep.core.report import counted, show
+    from prep.core.report import show
     from prep.upkeep.inspection import sample_report, set_report
     from shards.reader import Variant
 
@@ -173,7 +174,6 @@ def gc(
 
     from manifests.publish import folder_lock
     from prep.core.data_folder import holding, require_data_folder
-    from prep.core.report import counted
     from prep.upkeep.garbage import find_garbage, remove
     from prep.upkeep.texts import garbage_text, garbage_values
 

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 
 from manifests.errors import FailedWork, UserError
 from manifests.help_text import FIRST_RUN
+from manifests.quoting import counted
 from prep.core.column import ColumnSpec
 
 EXECUTION = Parameter(group=Group("Execution", sort_key=8))
@@ -145,7 +146,7 @@ def make_column(column: ColumnSpec, settings: Any, request: Request) -> None:
         FailedWork: the run gave up, or more videos failed than `--max-failures` allows.
     """
     from prep.core.data_folder import require_data_folder, writing
-    from prep.core.report import counted, show
+    from prep.core.report import show
     from prep.core.run import FAILURES_FILE
 
     budget = parse_budget(request.max_failures)

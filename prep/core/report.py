@@ -100,11 +100,6 @@ def summary_report(
     return Report("\n".join(lines), values)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun in the right form: 1 chunk, 1,000 chunks."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def size_text(size_bytes: int) -> str:
     """Format a size in bytes with a suitable unit: 12.3 MB."""
     size, units = float(size_bytes), ["bytes", "kB", "MB", "GB", "TB"]

@@ -95,7 +95,7 @@ def test_a_table_is_found_under_the_name_that_a_killed_write_left_it(served: Htt
     old = (folder / CAPTIONS_FILE).read_bytes()
     write_captions(tmp_path / "served/data", {"a": "train"}, [Caption("a", 0, 1, "only one")])
     mark = json.loads((folder / "manifest.json").read_bytes())["fingerprint"]
-    (folder / CAPTIONS_FILE).rename(staged_path(folder, CAPTIONS_FILE, mark=mark))
+    (folder / CAPTIONS_FILE).rename(staged_path(folder, CAPTIONS_FILE, fingerprint=mark))
     (folder / CAPTIONS_FILE).write_bytes(old)
     assert len(open_set(f"{served.address}/data", tmp_path / "cache")) == 1
 
