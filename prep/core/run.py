@@ -22,7 +22,7 @@ from prep.engines.admission import worker_ticket
 from shards.commits import Commit, Failure
 from shards.dataset import begin_variant, set_current_variant
 from shards.format import COMMITS_FOLDER, RECIPE_FILE
-from shards.lists import settle
+from shards.lists import finish_run
 
 FAILURES_FILE = "failures.jsonl"
 _MAX_FULL_DISKS = 3  # number of consecutive shards that may fail with a full disk before the run gives up
@@ -171,7 +171,7 @@ def _finish(job: Job[W], summary: Summary, results: dict[int, ShardResult]) -> N
     """Drop commits that are not wanted any more, write the lists, and make a complete variant the current one."""
     orphaned = {shard.shard_id for shard in job.shards if shard.state == ShardState.ORPHANED}
     wanted = {shard.shard_id for shard in job.shards} - orphaned
-    commits = settle(job.variant_dir, dropped=orphaned, wanted=wanted)
+    commits = finish_run(job.variant_dir, dropped=orphaned, wanted=wanted)
     summary.num_shards = sum(commit.files is not None for commit in commits.values())
     summary.num_chunks = sum(commit.files.num_samples for commit in commits.values() if commit.files)
     missing = list(_missing_shards(job, commits, results, gave_up=summary.gave_up))

@@ -139,9 +139,9 @@ def test_a_run_that_tells_nothing_is_refused(prep: Prep, made_set: Path, tmp_pat
 def test_without_shards_there_is_no_advice(prep: Prep, shard_set: ShardSet, tmp_path: Path) -> None:
     assert "no data folder" in prep("advise", "--data", tmp_path / "none", *STEP, status=2).error
     (tmp_path / "empty").mkdir()
-    assert "holds no video shards" in prep("advise", "--data", tmp_path / "empty", *STEP, status=2).error
+    assert "has no video shards" in prep("advise", "--data", tmp_path / "empty", *STEP, status=2).error
     flip(shard_set.index(), 5000)
-    assert "is not the file that was committed" in prep("advise", "--data", shard_set.data, *STEP, status=2).error
+    assert "its content differs from the commit" in prep("advise", "--data", shard_set.data, *STEP, status=2).error
     shard_set.tar(1).unlink()
     shard_set.tar().unlink()
     assert "cannot be read" in prep("advise", "--data", shard_set.data, *STEP, status=2).error

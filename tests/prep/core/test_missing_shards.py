@@ -130,7 +130,7 @@ def test_a_worker_makes_no_folder_of_a_variant(data: Path, monkeypatch: pytest.M
 
     summary = run(data, unmounted, monkeypatch)
     assert summary.failures_by_code() == {FailureCode.IO_ERROR: 5}
-    assert all("no such folder of a variant" in failure.message for failure in summary.failures)
+    assert all("the variant folder does not exist" in failure.message for failure in summary.failures)
 
 
 def test_a_variant_in_which_everything_failed_takes_the_place_of_none(prep: Prep, shard_set: ShardSet) -> None:

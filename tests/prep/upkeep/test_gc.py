@@ -119,7 +119,7 @@ def test_nothing_goes_while_the_current_variant_is_not_whole(
     shard_set, old = old_and_new
     reason = {
         "tar": "000000 is missing",
-        "commit": "000001.json: the record is missing",
+        "commit": "000001.json: the commit record is missing",
         "dataset": "no variant",
         "folder": "is missing",
     }
