@@ -11,7 +11,7 @@ from manifests.adapters.reading import Reading
 from manifests.adapters.reasons import Reason
 from manifests.quoting import counted, on_one_line
 from manifests.store import REJECTED_FILE, WriteResult
-from prep.core.failure_list import Named, first_rejected, named_lines, named_values
+from prep.core.failure_list import FailureEntry, first_rejected, named_lines, named_values
 
 _INDENT = "  "
 # Advice on rows rejected for a given reason, where it is the same for all data sets.
@@ -22,7 +22,7 @@ _ADVICE = {
 }
 
 
-def written_text(written: WriteResult, *, few: Sequence[Named]) -> str:
+def written_text(written: WriteResult, *, few: Sequence[FailureEntry]) -> str:
     """Return what was written and what could not be used; `few` are the first rejected rows."""
     changes = f"{written.num_videos_added:,} new"
     if written.num_videos_removed:
@@ -41,7 +41,7 @@ def written_text(written: WriteResult, *, few: Sequence[Named]) -> str:
     return "\n".join(lines)
 
 
-def written_values(written: WriteResult, *, few: Sequence[Named]) -> dict[str, Any]:
+def written_values(written: WriteResult, *, few: Sequence[FailureEntry]) -> dict[str, Any]:
     """Return the content of `written_text` as JSON values."""
     return {
         "dataset": written.dataset,

@@ -71,16 +71,16 @@ def verify(
     data_dir = require_data_folder(data)
     records = check_folder_records(data_dir)
     if column is not None or variant is not None:
-        looked_at = [column_named(column or VIDEO)]
+        selected = [column_named(column or VIDEO)]
     else:
         try:
-            looked_at = [known for known in columns() if current_variant(data_dir, known.name) is not None]
+            selected = [known for known in columns() if current_variant(data_dir, known.name) is not None]
         except DamagedDataset:
-            looked_at = []  # reported below as one of the damaged records
-        if not looked_at and not records:
-            looked_at = [column_named(VIDEO)]
-    opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in looked_at}
-    for known in looked_at:
+            selected = []  # reported below as one of the damaged records
+        if not selected and not records:
+            selected = [column_named(VIDEO)]
+    opened = {known.name: Variant.open(data_dir, column=known.name, variant=variant) for known in selected}
+    for known in selected:
         records += check_variant_records(opened[known.name], column=known, data_dir=data_dir)
     found = {
         known.name: verify_variant(
@@ -91,7 +91,7 @@ def verify(
             on_shard=CountProgress(f"verifying {known.name} shards"),
             on_deep_shard=CountProgress(f"checking samples of {known.name} shards"),
         )
-        for known in looked_at
+        for known in selected
     }
     if json:
         values = {name: asdict(verified) for name, verified in found.items()}
@@ -99,9 +99,9 @@ def verify(
     else:
         for line in records_text(records):
             print(line)
-        for known in looked_at:
+        for known in selected:
             print(verified_text(found[known.name], column=known, max_findings=_MAX_FINDINGS))
-    damaged = [known for known in looked_at if found[known.name].num_problems]
+    damaged = [known for known in selected if found[known.name].num_problems]
     if damaged or records:
         texts = [failure_text(found[of.name], opened[of.name], column=of, data_dir=data_dir) for of in damaged]
         raise FailedWork("\n".join([*repairs_text(records), *texts]))
@@ -173,14 +173,14 @@ def gc(
     from contextlib import ExitStack
 
     from manifests.publish import folder_lock
-    from prep.core.data_folder import holding, require_data_folder
+    from prep.core.data_folder import column_lock, require_data_folder
     from prep.upkeep.garbage import find_garbage, remove
     from prep.upkeep.texts import garbage_text, garbage_values
 
     data_dir = require_data_folder(data)
     with ExitStack() as held:
         for column in columns():
-            held.enter_context(holding(data_dir, column=column.name))
+            held.enter_context(column_lock(data_dir, column=column.name))
         held.enter_context(folder_lock(data_dir))
         garbage = find_garbage(data_dir)
         removed = None if dry_run else remove(garbage)

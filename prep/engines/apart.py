@@ -50,8 +50,8 @@ class Apart:
                 except (EOFError, ConnectionResetError):
                     process.join()
                     raise FailedWork(
-                        f"{self._name} ended unexpectedly ({_how(process.exitcode)}); what was finished is kept, "
-                        "run the same command again to go on"
+                        f"{self._name} ended unexpectedly ({_exit_reason(process.exitcode)}); finished work is kept; "
+                        "run the same command again to resume"
                     ) from None
                 if kind == "next":
                     item = next(waiting, None)
@@ -142,5 +142,5 @@ def _send(pipe: Connection, kind: str, value: Any) -> None:
         raise _Gone from None
 
 
-def _how(exit_code: int | None) -> str:
+def _exit_reason(exit_code: int | None) -> str:
     return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit status {exit_code}"

@@ -18,6 +18,7 @@ from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
 from manifests.errors import FailedWork, UserError
+from manifests.quoting import counted
 from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T, admission
 from prep.engines.apart import Apart
 from prep.engines.ray_nodes import Nodes, first_line
@@ -58,8 +59,8 @@ class RayEngine:
             except (ray.exceptions.RayError, ConnectionError) as error:
                 where = "on this machine" if self._address is None else f'at "{self._address}"'
                 raise FailedWork(
-                    f"the Ray cluster {where} was lost: {first_line(error)}; what was finished is kept, "
-                    "run the same command again to go on"
+                    f"lost connection to the Ray cluster {where}: {first_line(error)}; finished work is kept; "
+                    "run the same command again to resume"
                 ) from None
             finally:
                 ray.shutdown()
@@ -86,8 +87,8 @@ class RayEngine:
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
-                f'no Ray cluster answers at "{self._address}": {reason}',
-                hint="start one with `ray start --head`, or leave --address out to use this machine",
+                f'cannot connect to a Ray cluster at "{self._address}": {reason}',
+                hint="start one with `ray start --head`, or omit --address to start Ray on this machine",
             ) from None
 
     def _run(
@@ -162,16 +163,17 @@ class RayEngine:
                 yield outcome
 
     def _num_actors(self, ray: Any) -> int:
-        there = ray.cluster_resources()
+        resources = ray.cluster_resources()
         if not self._actor_gpus:
-            return self._num_workers or max(1, int(there.get("CPU", 1)))
-        room = int(there.get("GPU", 0) / self._actor_gpus)
-        if not room:
+            return self._num_workers or max(1, int(resources.get("CPU", 1)))
+        max_actors = int(resources.get("GPU", 0) / self._actor_gpus)
+        if not max_actors:
             raise UserError(
-                f"Ray finds {there.get('GPU', 0):g} GPUs, a worker needs {self._actor_gpus:g}",
-                hint="use --num-gpus 0 for the CPU, or a smaller share such as 0.5",
+                f"Ray reports {counted(int(resources.get('GPU', 0)), 'GPU')}, but a worker requires "
+                f"{self._actor_gpus:g}",
+                hint="give a smaller --num-gpus such as 0.5, or 0 for the CPU",
             )
-        return min(room, self._num_workers or room)
+        return min(max_actors, self._num_workers or max_actors)
 
     def _window(self, ray: Any) -> int:
         if self._address is not None and self._num_workers is not None:

@@ -108,17 +108,19 @@ def _plan(data_dir: Path, settings: LatentsSettings, request: Request) -> "Laten
 
 def _run(plan: "LatentsPlan", settings: LatentsSettings, request: Request) -> "Summary":
     from prep.core.run import execute
-    from prep.engines.choice import gpus_of_a_worker, open_engine, threads_of_a_worker
+    from prep.engines.choice import open_engine, resolve_gpus_per_worker, threads_per_worker
     from prep.latents.plan import latents_job
 
     # Detecting GPUs takes seconds, so a run without work skips it.
-    gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
-    engine = open_engine(request.engine, address=request.address, workers=request.workers, gpus_each=gpus_each)
+    gpus_per_worker = resolve_gpus_per_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    engine = open_engine(
+        request.engine, address=request.address, workers=request.workers, gpus_per_worker=gpus_per_worker
+    )
     job = latents_job(
         plan,
-        device="cuda" if gpus_each else "cpu",
+        device="cuda" if gpus_per_worker else "cpu",
         batch=request.batch or _BATCH,
-        num_threads=threads_of_a_worker(request.workers, gpus_each=gpus_each),
+        num_threads=threads_per_worker(request.workers, gpus_per_worker=gpus_per_worker),
     )
     return execute(job, engine)
 

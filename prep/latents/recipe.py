@@ -66,7 +66,7 @@ class LatentsSettings:
         if (self.segment_s * self.fps_exact).denominator != 1:
             raise UserError(
                 f"a segment of {self.segment} at {self.fps} fps has {float(self.segment_s * self.fps_exact):g} frames",
-                hint="choose --segment and --fps so that a segment has a whole number of frames, for example "
+                hint="choose --segment and --fps for a whole number of frames per segment, for example "
                 "--segment 5s --fps 4",
             )
 

@@ -29,9 +29,9 @@ from prep.sources.probe import SourceFacts, probe
 
 SILENCE_LIMIT_S = 60.0  # longer than the kernel lets a lease block an `open` (45 s)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space: enough for a 16k frame and its reference frames
-_SIGN_OF_LIFE_S = 1.0
-_GIVEN_AT_ONCE = 4  # so that a reader always has its next source
-_IMPATIENCE_S = 0.1  # delay before another reader is started while all are busy
+_HEARTBEAT_S = 1.0
+_QUEUE_LENGTH = 4  # so that a reader always has its next source
+_SPAWN_DELAY_S = 0.1  # delay before another reader is started while all are busy
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from prep.sources.probe_processes import serve; serve()"
 
 
@@ -48,7 +48,7 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
         while True:
             # Near the end, sources are given out one at a time: those queued at a reader that hangs have to wait until
             # it is killed.
-            ahead = min(_GIVEN_AT_ONCE, 1 + (len(paths) - num_answered) // (_GIVEN_AT_ONCE * max_processes))
+            ahead = min(_QUEUE_LENGTH, 1 + (len(paths) - num_answered) // (_QUEUE_LENGTH * max_processes))
             for reader in readers:
                 while len(reader.given) < ahead and (question := _next(again, waiting)) is not None:
                     reader.give(*question)
@@ -60,7 +60,7 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
                 readers.append(_Reader())
                 readers[-1].give(*question)
                 continue
-            ready = wait([reader.descriptor for reader in busy], timeout=_IMPATIENCE_S)
+            ready = wait([reader.descriptor for reader in busy], timeout=_SPAWN_DELAY_S)
             if not ready and len(busy) < max_processes and (question := _next(again, waiting)) is not None:
                 readers.append(_Reader())
                 readers[-1].give(*question)
@@ -113,7 +113,7 @@ class _Reader:
         if not is_ready:
             if time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
                 self.end()
-                message = f"the file could not be opened, or gave nothing to read, for {SILENCE_LIMIT_S:.0f} s"
+                message = f"opening or reading timed out after {SILENCE_LIMIT_S:.0f} s without data"
                 yield self._answered(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
             return
         piece = os.read(self.descriptor, 1 << 16)
@@ -130,13 +130,13 @@ class _Reader:
     def _ended(self) -> SourceFailure:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
-        status, said = self._process.returncode, b""
+        status, stderr = self._process.returncode, b""
         if status is not None and self._process.stderr is not None:
-            said = self._process.stderr.read()
+            stderr = self._process.stderr.read()
         self.end()
-        last_line = (said.decode("utf-8", "replace").strip().splitlines() or ["without a word"])[-1]
-        how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-        message = f"the process that read it ended with {how}: {last_line}"
+        last_line = (stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
+        reason = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        message = f"the probe process ended with {reason}: {last_line}"
         return SourceFailure(FailureCode.PROBE_FAILED, message, is_lasting=False)
 
     def end(self) -> None:
@@ -159,18 +159,18 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # other output must not be mistaken for an answer
     for line in sys.stdin.buffer:
-        answer = _answer(json.loads(line), on_sign=lambda: answers.write(b"{}\n"))
+        answer = _answer(json.loads(line), on_heartbeat=lambda: answers.write(b"{}\n"))
         answers.write(json.dumps(answer).encode() + b"\n")
 
 
-def _answer(path: str, *, on_sign: Callable[[], object]) -> dict[str, Any]:
+def _answer(path: str, *, on_heartbeat: Callable[[], object]) -> dict[str, Any]:
     shown_s = time.monotonic()
 
     def on_read() -> None:
         nonlocal shown_s
-        if time.monotonic() - shown_s > _SIGN_OF_LIFE_S:
+        if time.monotonic() - shown_s > _HEARTBEAT_S:
             shown_s = time.monotonic()
-            on_sign()
+            on_heartbeat()
 
     try:
         return {"facts": asdict(probe(Path(path), on_read=on_read))}

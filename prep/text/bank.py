@@ -58,9 +58,9 @@ class Bank:
         self._digests = np.empty(0, DIGESTS)
         self._order = np.empty(0, np.int32)  # order that sorts the digests
         remove_temporaries(self.folder)  # left by killed writers
-        self.look_again()
+        self.refresh()
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Add blocks that were published since the last call."""
         known = {path.name for path in self._files}
         added = []
@@ -141,7 +141,7 @@ def is_whole_block(path: Path) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem
 
 
-def take_over(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
+def copy_embeddings(variant_dir: Path, *, missing: np.ndarray, bank_dir: Path, width: int) -> int:
     """Copy the embeddings of texts with the digests `missing` (ascending) from committed shards to the bank.
 
     Members with a wrong checksum and shards with damaged files are skipped; their texts are computed again.

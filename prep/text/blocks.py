@@ -74,7 +74,7 @@ def encode_block(block: Block) -> BlockResult:
         if encoded.is_finite.any():
             write_block(block.bank_dir, digests[encoded.is_finite], encoded.rows[encoded.is_finite])
     except MemoryError as error:
-        return BlockResult(stopped=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker has no memory left"))
+        return BlockResult(stopped=(FailureCode.OUT_OF_MEMORY, str(error) or "the worker is out of memory"))
     except OSError as error:
         code = FailureCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureCode.IO_ERROR
         return BlockResult(stopped=(code, f"{error.strerror or error}: {error.filename or block.bank_dir}"))

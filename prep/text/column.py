@@ -102,19 +102,21 @@ def _plan(data_dir: Path, recipe: TextRecipe, request: Request) -> "TextPlan":
 
 def _run(plan: "TextPlan", recipe: TextRecipe, request: Request) -> "TextSummary":
     from prep.core.progress import CountProgress
-    from prep.engines.choice import gpus_of_a_worker, open_engine
+    from prep.engines.choice import open_engine, resolve_gpus_per_worker
     from prep.text.blocks import TowerUse
     from prep.text.run import run_text
 
     # Detecting GPUs takes seconds, so a run without work skips it.
-    gpus_each = gpus_of_a_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
+    gpus_per_worker = resolve_gpus_per_worker(request.num_gpus) if any(shard.has_work for shard in plan.shards) else 0.0
     use = TowerUse(
         recipe.clip,
         plan.recipe.clip_sha256,
-        batch=request.batch or (_GPU_BATCH if gpus_each else _CPU_BATCH),
-        device="cuda" if gpus_each else "cpu",
+        batch=request.batch or (_GPU_BATCH if gpus_per_worker else _CPU_BATCH),
+        device="cuda" if gpus_per_worker else "cpu",
     )
-    engine = open_engine(request.engine, address=request.address, workers=request.workers, gpus_each=gpus_each)
+    engine = open_engine(
+        request.engine, address=request.address, workers=request.workers, gpus_per_worker=gpus_per_worker
+    )
     return run_text(plan, use, engine, on_encoded=CountProgress("encoding texts"))
 
 
@@ -153,7 +155,7 @@ def _is_whole_block(path: Path) -> bool:
 COLUMN = ColumnSpec(
     name=TEXT,
     package="prep.text",
-    samples="videos",
+    sample="video",
     has_hours=False,
     make_command=text,
     plan_command=plan_text,

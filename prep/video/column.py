@@ -159,7 +159,7 @@ def _write_page(path: Path, variant: "Variant", on_chunk: Callable[[int, int], N
 COLUMN = ColumnSpec(
     name=VIDEO,
     package="prep.video",
-    looked_at="frames decoded",
+    checked_noun="decoded frame",
     make_command=chunk,
     plan_command=plan,
     require=_require,
