@@ -76,8 +76,8 @@ def advice_text(load: Load, origin: Origin) -> str:
             f"step          {load.step_s:.3g} s, {counted(load.batch, 'clip')}  ({origin.step})",
             f"read speed    {_bytes(load.read_bytes_per_s)}/s  ({origin.read_speed})",
             f"bitrate       {_bytes(load.video_bytes_per_s)} per second of video  ({origin.bitrate})",
-            f"clip          {_bytes(load.clip_bytes)} of packets, 1/{load.chunk_bytes / load.clip_bytes:.1f} of its "
-            f"chunk  ({origin.clip_bytes})",
+            f"clip          {_bytes(load.clip_bytes)} of packets, {load.clip_bytes / load.chunk_bytes:.0%} of its chunk"
+            f"  ({origin.clip_bytes})",
             "",
             f"Reading whole chunks: {_bytes(load.batch * load.chunk_bytes)} per step; the disk delivers "
             f"{_bytes(load.readable_bytes)} in that time.",

@@ -213,4 +213,9 @@ def recipe_fingerprint(values: Mapping[str, Any]) -> str:
 def recipe_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two recipes as `name: old → new`, in the order of the new recipe."""
     names = [*new, *(name for name in old if name not in new)]
-    return [f"{name}: {old.get(name)} → {new.get(name)}" for name in names if old.get(name) != new.get(name)]
+    pairs = ((name, old.get(name), new.get(name)) for name in names)
+    return [f"{name}: {_setting(before)} → {_setting(after)}" for name, before, after in pairs if before != after]
+
+
+def _setting(value: object) -> str:
+    return "not set" if value is None else str(value)

@@ -79,7 +79,7 @@ def stored_or_rebuilt_layout(path: Path, rebuild: Callable[[], pa.Table]) -> pa.
     except DamagedLayout as damage:
         layout, why = rebuild(), str(damage)
     if len(layout):
-        sys.stderr.write(f"warning: {why}; it was rebuilt from the commits\n")
+        sys.stderr.write(f"warning: {why}; using the layout recorded in the commits\n")
     return layout
 
 

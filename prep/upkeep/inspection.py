@@ -84,7 +84,7 @@ def sample_report(variant: Variant, key: str, *, column: ColumnSpec, data_dir: P
     fields = {name: shard.index[name][number].as_py() for name in own}
     lines = [f"tar       {shard.tar_path} ({shard.split})"]
     lines += [
-        f"  .{name:<8}bytes {member['offset']} to {member['offset'] + member['size']}"
+        f"  .{name:<12} bytes {member['offset']} to {member['offset'] + member['size']}"
         for name, member in members.items()
     ]
     for name, value in fields.items():

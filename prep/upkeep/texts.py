@@ -20,7 +20,8 @@ def verified_text(found: Verified, *, column: ColumnSpec, max_findings: int) -> 
     """Return the findings, one per line, and a summary of what was checked."""
     listed = [*found.findings, *found.deep_findings]
     lines = [
-        f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  {finding.message}"
+        f"shard {finding.shard_id:06d}  {finding.code}  {finding.key or '-'}  "
+        f"{finding.message.removeprefix(f'{finding.key}: ')}"
         for finding in listed[:max_findings]
     ]
     if len(listed) > max_findings:
@@ -89,10 +90,12 @@ def garbage_text(garbage: Garbage, removed: Removed | None, *, data_dir: Path) -
     lines += [f"{'ignored':<11}{_name(path, data_dir)}: not part of the format" for path in garbage.unknown]
     for column, why in garbage.kept_because.items():
         lines.append(f"{'kept':<11}all variants and shards of {column}: {why}")
-    if removed is None:
+    if not (garbage.items if removed is None else removed.num_files):
+        lines.append("nothing to remove")
+    elif removed is None:
         lines.append(f"{_total(garbage.items)} would be freed")
     else:
-        lines.append(f"{size_text(removed.num_bytes)} freed" if removed.num_files else "nothing to remove")
+        lines.append(f"{size_text(removed.num_bytes)} freed")
     return "\n".join(lines)
 
 

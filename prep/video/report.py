@@ -156,4 +156,6 @@ def chunk_summary(summary: Summary, *, listed: Path) -> Report:
 
 
 def _hours(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{hours * 3600:.0f} s"
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
