@@ -125,7 +125,7 @@ def download(arguments: Iterable[str], folder: Path) -> None:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
         raise UserError(
             f"pip cannot download the wheels: {errors[-1].removeprefix('ERROR: ')}",
-            hint="the kit is built where the package index can be reached; set PIP_INDEX_URL for a mirror",
+            hint="build the kit on a machine with access to a package index, or set PIP_INDEX_URL to a mirror",
         )
 
 

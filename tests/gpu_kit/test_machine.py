@@ -62,7 +62,7 @@ def test_a_package_that_is_there_in_another_version_is_used_and_named(tmp_path: 
     assert not (site / "numpy").exists()
     (package,) = find_packages([need("numpy<1", loss="part A")], site=site)
     assert (package.version, package.source) == (numpy.__version__, HERE)
-    assert package.problem == f"numpy {numpy.__version__} is here, clipmill wants <1; at risk: part A"
+    assert package.problem == f"found numpy {numpy.__version__}, clipmill requires <1; may affect part A"
 
 
 def test_a_package_without_metadata_is_there(tmp_path: Path, site: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_wheel_for_another_python_is_not_brought_and_its_package_is_named(tmp_
 
 def test_a_brought_package_that_wants_another_version_of_what_is_there_is_named(tmp_path: Path, site: Path) -> None:
     bring_missing([wheel(tmp_path, "wants_old_numpy", requires="numpy<1")], site)
-    assert conflicts(site) == [f"wants_old_numpy 1.0 wants numpy<1, here is {numpy.__version__}"]
+    assert conflicts(site) == [f"wants_old_numpy 1.0 requires numpy<1, found {numpy.__version__}"]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_nothing_is_imported_from_the_current_folder(
     monkeypatch.setenv("PYTHONPATH", "::")
     done = run(kit, "", folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == ("run.sh: error: argument OUT: it is empty; name a folder for the results")
+    assert done.stderr.splitlines()[-1] == ("run.sh: error: argument OUT: empty; give a folder for the results")
 
 
 @pytest.mark.parametrize("missing", ["data", "checkout"])
