@@ -58,7 +58,7 @@ NOT_BENCHMARKS = {
     "timing",
     "tree",
     "vit_steps",
-    "way_process",
+    "peer_process",
 }
 
 

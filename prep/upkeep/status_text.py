@@ -86,7 +86,7 @@ def _variant_lines(column: str, variant: VariantStatus) -> list[str]:
     hours = f" {variant.hours:.2f} h of video," if spec.has_hours else ""
     total = f"{counted(variant.num_samples, spec.sample)} in {counted(variant.num_shards, 'shard')}"
     lines = [
-        f"{column:<10}{variant.name}{' (current)' if variant.is_current else ''}",
+        f"{column:<9} {variant.name}{' (current)' if variant.is_current else ''}",
         f"{_INDENT}{total},{hours} {size_text(variant.size_bytes)} on disk",
     ]
     if variant.num_running is not None:

@@ -170,7 +170,7 @@ def test_a_part_that_does_not_listen_is_killed_with_what_it_has_started(
     )
     verdict = run(tmp_path, program, limit_s=2)
     assert not verdict.has_passed
-    assert "was killed; ended by signal 9" in verdict.summary
+    assert "was killed; killed by signal 9" in verdict.summary
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child would still hold it
 
@@ -194,7 +194,7 @@ def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path, monkeypatch:
     log = (tmp_path / "speed.log").read_text()
     assert len(log) < 300
     assert log.startswith("first\n")
-    assert "bytes left out" in log
+    assert "bytes omitted" in log
     assert log.endswith("last\n")
 
 

@@ -93,5 +93,5 @@ def test_a_run_that_is_stopped_leaves_no_work_folder(
     running.send_signal(number)
     _, said = running.communicate()
     assert running.returncode == status, said
-    assert len(said.splitlines()) == 1 and "has been ended" in said
+    assert len(said.splitlines()) == 1 and "was terminated" in said
     assert not any(scratch.iterdir())

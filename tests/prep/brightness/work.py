@@ -82,7 +82,7 @@ def make_plan(data_dir: Path, recipe: BrightnessRecipe, *, retry_codes: frozense
         stored.commits,
         problems=stored.problems,
         what_changed="its chunks",
-        orphaned_because="the video column has no such chunks any more",
+        orphaned_because="its chunks are no longer in the video column",
         retry_codes=retry_codes,
     )
     return BrightnessPlan(recipe, data_dir, folder, video_dir, commits, list(shards), num_videos=len(commits))

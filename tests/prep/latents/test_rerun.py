@@ -25,7 +25,7 @@ def test_a_second_run_touches_no_file(prep: Prep, shard_set: ShardSet) -> None:
     before = identities(shard_set.data)
     assert make(shard_set.data).num_shards_made == 0
     ran = prep("latents", *TINY, "--data", shard_set.data, "--engine", "processes")
-    assert "everything is as planned" in ran.stdout
+    assert "all shards are up to date" in ran.stdout
     assert identities(shard_set.data) == before
     assert "nothing to do" in prep("plan", "latents", *TINY, "--data", shard_set.data).stdout
 
