@@ -138,10 +138,10 @@ def quality(content: bytes, reference: Path, *, size: tuple[int, int], num_frame
     count = len(measures)
     # Same time base, since the filters pair frames by timestamp; same colour tags, since ffmpeg would convert from the
     # chunk's to the untagged reference's.
-    alike = "setparams=range=limited:colorspace=bt709,format=yuv420p,settb=1/30,setpts=N"
+    common = "setparams=range=limited:colorspace=bt709,format=yuv420p,settb=1/30,setpts=N"
     graph = [
-        f"[0:v]{alike},split={count}{_labels('a', count)}",
-        f"[1:v]{alike},split={count}{_labels('b', count)}",
+        f"[0:v]{common},split={count}{_labels('a', count)}",
+        f"[1:v]{common},split={count}{_labels('b', count)}",
         *(f"[a{n}][b{n}]{measure}[o{n}]" for n, measure in enumerate(measures)),
     ]
     arguments = [program.path, "-hide_banner", "-nostdin", "-nostats", "-loglevel", "info", "-i", "chunk.mp4"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HELP, HELP_ALL = frozenset({"--help", "-h"}), "--help-all"
 FIRST_RUN = "a flag that a first run needs"  # in the annotation of a flag
-Said = tuple[Any, ...]  # the annotation of a flag, without its type
+Metadata = tuple[Any, ...]  # the annotation of a flag, without its type
 Tables = Mapping[str, Sequence[tuple[str, str]]]  # title -> rows
 
 _WIDTH = 80
@@ -38,7 +38,7 @@ def help_text(
     app: "App",
     words: Sequence[str],
     *,
-    range_of: Callable[[Said], str] = lambda said: "",
+    range_of: Callable[[Metadata], str] = lambda metadata: "",
     tables_of: Callable[["ArgumentCollection"], Tables] = lambda arguments: {},
 ) -> str:
     """Return the help of the command that the words of a command line name.
@@ -70,12 +70,12 @@ def _command_help(
     name: str,
     *,
     everything: bool,
-    range_of: Callable[[Said], str],
+    range_of: Callable[[Metadata], str],
     tables_of: Callable[["ArgumentCollection"], Tables],
 ) -> Iterator[str]:
     collection = command.assemble_argument_collection(parse_docstring=True)
     arguments = collection.filter_by(show=True)
-    is_first = {one.name for one in arguments if FIRST_RUN in _said(one)}
+    is_first = {one.name for one in arguments if FIRST_RUN in _metadata(one)}
     is_short = bool(is_first) and len(arguments) > _FEW_FLAGS and not everything
     yield f"Usage: {name} {' '.join([*_required(arguments), '[OPTIONS]'])}"
     yield from _paragraph_lines(command)
@@ -124,7 +124,7 @@ def _position(group: "Group") -> tuple[float, str]:
     return (group.sort_key if isinstance(group.sort_key, int | float) else 0.5, group.name)
 
 
-def _said(argument: "Argument") -> Said:
+def _metadata(argument: "Argument") -> Metadata:
     return get_args(argument.field_info.annotation)[1:]
 
 
@@ -135,7 +135,7 @@ def _required(arguments: "ArgumentCollection") -> Iterator[str]:
             yield entry.positional_label or f"{argument.name} {entry.metavar}"
 
 
-def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Said], str]) -> tuple[str, str]:
+def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Metadata], str]) -> tuple[str, str]:
     entry = _entry(argument)
     label = entry.positional_label or _named(entry)
     words = " ".join((argument.parameter.help or "").replace("`", "").split())
@@ -144,7 +144,7 @@ def _row(argument: "Argument", *, is_short: bool, range_of: Callable[[Said], str
     words = words.rstrip(".")
     is_switch = (entry.metavar or "BOOL").startswith("BOOL")  # with or without a value
     facts = [", ".join(entry.choices)] if entry.choices and not is_switch else []
-    if not is_short and (bounds := range_of(_said(argument))):
+    if not is_short and (bounds := range_of(_metadata(argument))):
         facts.append(bounds.translate(_TIED))
     default = _default(argument.field_info.default)
     if argument.required:

@@ -37,7 +37,7 @@ Opening = Callable[[], Implementation]
 
 
 @dataclass(kw_only=True)
-class Taken:
+class Timings:
     """The measurements of one implementation.
 
     Attributes:
@@ -58,11 +58,11 @@ class Taken:
 
 def take_turns(
     openings: Mapping[str, Opening], setup: Setup, *, num_rounds: int = 5, num_steps: int = 5
-) -> dict[str, Taken]:
+) -> dict[str, Timings]:
     """Open all implementations, keep them in memory together, and time each once per round for `num_steps` steps."""
     if setup.is_dry_run:
         num_rounds = num_steps = 1
-    taken = {name: Taken() for name in openings}
+    taken = {name: Timings() for name in openings}
     variants: dict[str, Implementation] = {}
     for name, opening in openings.items():
         with _surviving(taken[name], setup.device):
@@ -77,7 +77,7 @@ def take_turns(
 
 
 def rows_of(
-    taken: Mapping[str, Taken],
+    taken: Mapping[str, Timings],
     setup: Setup,
     *,
     items: int,
@@ -110,7 +110,7 @@ def rows_of(
     return rows
 
 
-def faster_than(taken: Mapping[str, Taken], name: str, other: str) -> float | None:
+def faster_than(taken: Mapping[str, Timings], name: str, other: str) -> float | None:
     """Return the median speed-up of one implementation over another; None if one of them failed."""
     if other not in taken or taken[name].median_s is None or taken[other].median_s is None:
         return None
@@ -139,7 +139,7 @@ def release() -> None:
 
 
 @contextmanager
-def _surviving(taken: Taken, device: torch.device) -> Iterator[None]:
+def _surviving(taken: Timings, device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  a kernel that is missing fails in its own variant
@@ -150,7 +150,7 @@ def _surviving(taken: Taken, device: torch.device) -> Iterator[None]:
             torch.cuda.synchronize(device)  # raises if the device is lost for the other implementations too
 
 
-def _opened(opening: Opening, taken: Taken, setup: Setup) -> Implementation:
+def _opened(opening: Opening, taken: Timings, setup: Setup) -> Implementation:
     is_cuda = setup.device.type == "cuda"
     before = torch.cuda.memory_allocated(setup.device) if is_cuda else 0
     variant = opening()

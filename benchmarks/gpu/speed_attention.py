@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.implementations import Implementation, Taken, faster_than, flops_columns, release, take_turns
+from benchmarks.gpu.implementations import Implementation, Timings, faster_than, flops_columns, release, take_turns
 from benchmarks.gpu.parts import Result, Setup, Target, one_line
 from train.models.attention import Attend, Packing, attend_naively, attend_with_sdpa, open_attention, pack
 
@@ -153,7 +153,7 @@ def _row(shape: Shape, setup: Setup, *, precision: str, dtype: torch.dtype) -> t
     # The practical choices; the plain formula is only for comparison.
     fastest = min((name for name in times if name != AUTO), key=lambda name: times[name], default=None)
     slowdown = None if fastest is None else faster_than(taken, fastest, AUTO)
-    best = Taken() if fastest is None else taken[fastest]
+    best = Timings() if fastest is None else taken[fastest]
     row = {
         "shape": shape.name,
         "precision": precision,

@@ -10,7 +10,7 @@ from benchmarks.caption import HF as CAPTION_HF
 from benchmarks.caption import OURS as CAPTION_OURS
 from benchmarks.caption_steps import Shape
 from benchmarks.gpu.captioners import opened_captioners, shape_of
-from benchmarks.gpu.implementations import Implementation, Opening, Taken, faster_than, rows_of, take_turns
+from benchmarks.gpu.implementations import Implementation, Opening, Timings, faster_than, rows_of, take_turns
 from benchmarks.gpu.parts import Result, Setup, Target
 from benchmarks.mae_steps import HF, NUM_FRAMES, OURS, HfSteps, OurSteps, Steps, take
 from benchmarks.text_tower import SETS, captions, check_equal, text_towers
@@ -120,7 +120,7 @@ def _forget_gradients(*models: nn.Module) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def _targets(taken: dict[str, Taken], ours: str, theirs: str, *, speed: float, memory: float) -> list[Target]:
+def _targets(taken: dict[str, Timings], ours: str, theirs: str, *, speed: float, memory: float) -> list[Target]:
     peaks = [taken[name].peak_bytes for name in (ours, theirs)]
     ratio = peaks[0] / peaks[1] if peaks[0] is not None and peaks[1] else None
     return [

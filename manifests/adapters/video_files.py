@@ -117,10 +117,10 @@ def require_directory(directory: Path) -> None:
     """Raise UserError unless `directory` is an accessible folder."""
     hint = "give the folder that contains the video files"
     try:
-        is_there, is_folder = directory.exists(), directory.is_dir()
+        exists, is_folder = directory.exists(), directory.is_dir()
     except OSError as error:
         raise UserError(f"cannot access {directory}: {error.strerror or error}", hint=hint) from error
-    if not is_there:
+    if not exists:
         raise UserError(f"no such folder: {directory}", hint=hint)
     if not is_folder:
         raise UserError(f"{directory} is a file, not a folder", hint=hint)

@@ -89,7 +89,7 @@ def plan_shards(
         commits: commits of the variant, by shard id.
         what_changed: name of the input that changed if the fingerprint differs; used in the reason.
         orphaned_because: reason why none of a committed shard's content is wanted.
-        retry_codes: failure codes to try again even if nothing changed, in addition to the transient ones.
+        retry_codes: failure codes to try retried even if nothing changed, in addition to the transient ones.
         unreadable: ids of videos whose sources cannot be read at present.
         held: ids of shards to leave unchanged because what they should hold is unknown.
     """
@@ -137,13 +137,13 @@ def state_of(
         return ShardState.NEW, "not committed yet"
     if commit.plan_fingerprint != fingerprint:
         return ShardState.CHANGED, f"{what_changed} have changed"
-    again = Counter(
+    retried = Counter(
         failure.code
         for failure in commit.failures
         if failure.code in retry_codes or (failure.code in SOURCE_AWAY and failure.video_id not in unreadable)
     )
-    if again:
-        listed = ", ".join(f"{count} x {code}" for code, count in sorted(again.items()))
+    if retried:
+        listed = ", ".join(f"{count} x {code}" for code, count in sorted(retried.items()))
         return ShardState.RETRY, f"earlier failures are retried: {listed}"
     return ShardState.CURRENT, "up to date"
 

@@ -17,9 +17,9 @@ def open_engine(name: str, *, address: str | None, workers: int | None, gpus_per
         UserError: there are fewer GPUs than one worker needs.
     """
     if name == "ray":
-        from prep.engines.ray import ray_apart
+        from prep.engines.ray import isolated_ray_engine
 
-        return ray_apart(num_workers=workers, address=address, actor_gpus=gpus_per_worker)
+        return isolated_ray_engine(num_workers=workers, address=address, actor_gpus=gpus_per_worker)
     from prep.engines.processes import ProcessEngine
 
     if not gpus_per_worker:

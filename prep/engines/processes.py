@@ -1,7 +1,7 @@
 """The engine without Ray: worker processes on this machine, each with one task at a time.
 
 The death of a worker thus affects only its own task. Workers are reused, since a new process per task would import
-everything again.
+everything retries.
 """
 
 import multiprocessing
@@ -51,13 +51,13 @@ class ProcessEngine:
         self, function: Callable[[T], R], tasks: Iterable[T], *, check: Check | None = None
     ) -> Iterator[Outcome[T, R] | Refused | None]:
         """See `prep.engines.Engine`."""
-        waiting, again = iter(tasks), deque[tuple[T, int]]()
+        waiting, retries = iter(tasks), deque[tuple[T, int]]()
         busy: list[_Worker] = []
         idle: list[_Worker] = []
         try:
             while True:
                 while len(busy) < self._num_workers:
-                    task, tries = again.popleft() if again else (next(waiting, None), 0)
+                    task, tries = retries.popleft() if retries else (next(waiting, None), 0)
                     if task is None:
                         break
                     busy.append(idle.pop() if idle else self._start(function, check))
@@ -74,7 +74,7 @@ class ProcessEngine:
                         busy.remove(worker)
                         worker.process.join()
                         if worker.tries < MAX_TRIES:
-                            again.append((worker.task, worker.tries))
+                            retries.append((worker.task, worker.tries))
                         else:
                             yield Outcome(worker.task, None, lost=_exit_reason(worker.process.exitcode))
                         continue

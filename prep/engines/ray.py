@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from manifests.errors import FailedWork, UserError
 from manifests.quoting import counted
 from prep.engines import MAX_TRIES, TICK_S, Check, Engine, Outcome, R, Refused, T, admission
-from prep.engines.apart import Apart
+from prep.engines.isolated import IsolatedEngine
 from prep.engines.ray_nodes import Nodes, first_line
 
 _MAX_PENDING_PER_CPU = 2  # enough to keep every core busy; few enough that a lost driver leaves little behind
@@ -60,7 +60,7 @@ class RayEngine:
                 where = "on this machine" if self._address is None else f'at "{self._address}"'
                 raise FailedWork(
                     f"lost connection to the Ray cluster {where}: {first_line(error)}; finished work is kept; "
-                    "run the same command again to resume"
+                    "run the same command retries to resume"
                 ) from None
             finally:
                 ray.shutdown()
@@ -98,10 +98,10 @@ class RayEngine:
         # retried.
         options = {"name": work.name, "num_cpus": 1, "max_retries": MAX_TRIES - 1, "retry_exceptions": False}
         remote = ray.remote(work.as_function())
-        again, pending = deque[T](), dict[Any, T]()
+        retries, pending = deque[T](), dict[Any, T]()
         while True:
             while len(pending) < self._window(ray):
-                given = (again.popleft(),) if again else next(((task,) for task in waiting), None)
+                given = (retries.popleft(),) if retries else next(((task,) for task in waiting), None)
                 if given is None:
                     break
                 pending[remote.options(**options, **nodes.options()).remote(work.packed(given[0]))] = given[0]
@@ -118,7 +118,7 @@ class RayEngine:
                 if refusal is None:
                     yield outcome
                 else:
-                    again.append(task)
+                    retries.append(task)
                     yield from nodes.refuse(refusal)
 
     def _run_in_actors(
@@ -126,11 +126,11 @@ class RayEngine:
     ) -> Iterator[Outcome[T, Any] | Refused | None]:
         actor = ray.remote(work.as_class())
         options = {"num_cpus": 0 if self._actor_gpus else 1, "num_gpus": self._actor_gpus}
-        again = deque[tuple[T, int]]()
+        retries = deque[tuple[T, int]]()
         # An actor gets a task only after it has started: its node may have disappeared while other nodes are available.
         starting, idle, busy = dict[Any, Any](), list[Any](), dict[Any, tuple[Any, T, int]]()
         while True:
-            while idle and (given := again.popleft() if again else _first(waiting)) is not None:
+            while idle and (given := retries.popleft() if retries else _first(waiting)) is not None:
                 worker = idle.pop()
                 busy[worker.work.remote(work.packed(given[0]))] = worker, *given
             if idle and not busy:
@@ -158,7 +158,7 @@ class RayEngine:
                 if outcome.lost is None:
                     idle.append(worker)
                 elif tries < MAX_TRIES:
-                    again.append((task, tries + 1))
+                    retries.append((task, tries + 1))
                     continue
                 yield outcome
 
@@ -188,10 +188,12 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWER_LIMIT_S).close()
 
 
-def ray_apart(*, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> Engine:
+def isolated_ray_engine(*, num_workers: int | None, address: str | None, actor_gpus: float | None = None) -> Engine:
     """Return a `RayEngine` in a separate process, since Ray ends its process when it loses the cluster."""
     engine = RayEngine(num_workers=num_workers, address=address, actor_gpus=actor_gpus)
-    return Apart(engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"')
+    return IsolatedEngine(
+        engine, name="Ray" if address is None else f'the connection to the Ray cluster at "{address}"'
+    )
 
 
 class _Work:

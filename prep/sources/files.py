@@ -55,14 +55,14 @@ def stat_files(paths: pa.ChunkedArray, *, num_threads: int) -> FileStates:
     while num_left:
         try:
             done = ended.get(timeout=_TICK_S)
-            if done.is_given_up:
+            if done.is_abandoned:
                 continue
         except Empty:
             stuck = next((one for one in list(working) if one.is_overdue(slow_folders)), None)
             if stuck is None:
                 continue
             done = stuck
-            rest = done.give_up()
+            rest = done.abandon()
             slow_folders.add(os.path.dirname(rest.paths[0]))  # noqa: PTH120 - as in `is_overdue`
             states.failures[rest.begin] = SourceFailure(
                 FailureCode.TIMEOUT, "the file system does not respond", is_lasting=False
@@ -113,10 +113,10 @@ class _Slice:
     paths: list[str]
     found: list[tuple[int, int] | SourceFailure] = field(default_factory=list)
     since_s: float = 0.0
-    is_given_up: bool = False
+    is_abandoned: bool = False
 
     def stat_all(self) -> None:
-        mine = self.found  # `give_up` assigns a new list
+        mine = self.found  # `abandon` assigns a new list
         for path in self.paths:
             self.since_s = time.monotonic()
             found: tuple[int, int] | SourceFailure
@@ -125,7 +125,7 @@ class _Slice:
                 found = state.st_size, state.st_mtime_ns
             except (OSError, ValueError) as error:
                 found = access_failure(error)
-            if self.is_given_up:
+            if self.is_abandoned:
                 return
             mine.append(found)
 
@@ -136,9 +136,9 @@ class _Slice:
         is_slow = os.path.dirname(self.paths[done]) in slow_folders  # noqa: PTH120 - a path as it is written
         return time.monotonic() - self.since_s > min(STAT_LIMIT_S, _SHORT_LIMIT_S if is_slow else STAT_LIMIT_S)
 
-    def give_up(self) -> "_Slice":
+    def abandon(self) -> "_Slice":
         """Abandon the thread blocked on a path; return that path and those after it as a new slice."""
-        self.is_given_up = True
+        self.is_abandoned = True
         self.found = self.found[:]
         return _Slice(self.begin + len(self.found), self.paths[len(self.found) :])
 
@@ -154,7 +154,7 @@ def _start(waiting: "SimpleQueue[_Slice]", working: set[_Slice], ended: "SimpleQ
             working.add(mine)
             mine.stat_all()
             ended.put(mine)
-            if mine.is_given_up:
+            if mine.is_abandoned:
                 return
 
     Thread(target=work, daemon=True).start()

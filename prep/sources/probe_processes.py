@@ -41,7 +41,7 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
     Args:
         max_processes: maximum number of readers; fewer are started while answers arrive quickly.
     """
-    waiting, again = iter(enumerate(paths)), deque[tuple[int, str]]()
+    waiting, retries = iter(enumerate(paths)), deque[tuple[int, str]]()
     readers: list[_Reader] = []
     num_answered = 0
     try:
@@ -50,18 +50,18 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
             # it is killed.
             ahead = min(_QUEUE_LENGTH, 1 + (len(paths) - num_answered) // (_QUEUE_LENGTH * max_processes))
             for reader in readers:
-                while len(reader.given) < ahead and (question := _next(again, waiting)) is not None:
+                while len(reader.given) < ahead and (question := _next(retries, waiting)) is not None:
                     reader.give(*question)
             busy = [reader for reader in readers if reader.given]
             if not busy:
-                question = _next(again, waiting)
+                question = _next(retries, waiting)
                 if question is None:
                     return
                 readers.append(_Reader())
                 readers[-1].give(*question)
                 continue
             ready = wait([reader.descriptor for reader in busy], timeout=_SPAWN_DELAY_S)
-            if not ready and len(busy) < max_processes and (question := _next(again, waiting)) is not None:
+            if not ready and len(busy) < max_processes and (question := _next(retries, waiting)) is not None:
                 readers.append(_Reader())
                 readers[-1].give(*question)
             for reader in busy:
@@ -70,14 +70,14 @@ def probe_each(paths: Sequence[str], *, max_processes: int) -> Iterator[tuple[in
                     yield answer
                 if not reader.is_alive:
                     readers.remove(reader)
-                    again.extend(reader.given)
+                    retries.extend(reader.given)
     finally:
         for reader in readers:
             reader.end()
 
 
-def _next(again: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
-    return again.popleft() if again else next(waiting, None)
+def _next(retries: deque[tuple[int, str]], waiting: Iterator[tuple[int, str]]) -> tuple[int, str] | None:
+    return retries.popleft() if retries else next(waiting, None)
 
 
 class _Reader:
@@ -95,14 +95,14 @@ class _Reader:
         self._questions, self._answers = self._process.stdin, self._process.stdout
         self.descriptor = self._answers.fileno()
         self._unread = b""
-        self._heard_s = 0.0
+        self._last_answer_s = 0.0
         self.given: deque[tuple[int, str]] = deque()  # sources without an answer; the first one is being read
         self.is_alive = True
 
     def give(self, number: int, path: str) -> None:
         """Queue the source `path`, after those given before."""
         if not self.given:
-            self._heard_s = time.monotonic()
+            self._last_answer_s = time.monotonic()
         self.given.append((number, path))
         with suppress(BrokenPipeError):  # its exit is detected at the end of its answers
             self._questions.write(json.dumps(path).encode() + b"\n")
@@ -111,7 +111,7 @@ class _Reader:
     def outcomes(self, *, is_ready: bool) -> Iterator[tuple[int, SourceFacts | SourceFailure]]:
         """Yield the results since the last call. `is_ready` tells whether there is data to read."""
         if not is_ready:
-            if time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
+            if time.monotonic() - self._last_answer_s > SILENCE_LIMIT_S:
                 self.end()
                 message = f"opening or reading timed out after {SILENCE_LIMIT_S:.0f} s without data"
                 yield self._answered(SourceFailure(FailureCode.TIMEOUT, message, is_lasting=False))
@@ -120,7 +120,7 @@ class _Reader:
         if not piece:
             yield self._answered(self._ended())
             return
-        self._heard_s = time.monotonic()
+        self._last_answer_s = time.monotonic()
         *lines, self._unread = (self._unread + piece).split(b"\n")
         yield from (self._answered(_from_json(answer)) for answer in map(json.loads, lines) if answer)
 

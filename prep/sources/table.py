@@ -66,14 +66,14 @@ def probe_sources(
     paths: pa.ChunkedArray,
     *,
     num_workers: int,
-    again_failed: bool = False,
+    retry_failed: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
     """Return the probes of `paths`, one row each in the same order (schema PROBES); only new or changed files are read.
 
     Args:
         num_workers: number of threads that check the files, and maximum number of processes that read them.
-        again_failed: also probe files that failed before, even if they are unchanged.
+        retry_failed: also probe files that failed before, even if they are unchanged.
         on_progress: called with (probed, to probe).
     """
     states = stat_files(paths, num_threads=num_workers)
@@ -83,7 +83,7 @@ def probe_sources(
     hit = rows >= 0
     hit[hit] &= np.asarray(known["size_bytes"])[rows[hit]] == sizes[hit]
     hit[hit] &= np.asarray(known["mtime_ns"])[rows[hit]] == mtimes[hit]
-    if again_failed or known.schema.metadata != PROBES.metadata:
+    if retry_failed or known.schema.metadata != PROBES.metadata:
         hit[hit] &= ~np.asarray(pc.is_valid(known["code"]))[rows[hit]]
     todo = np.flatnonzero(~hit)
     if not len(todo) and known["path"].equals(paths) and known.schema.metadata == PROBES.metadata:

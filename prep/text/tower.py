@@ -76,15 +76,15 @@ class Tower:
         if self._can_shorten:
             ends = ids.argmax(dim=1).numpy() + 1
             lengths = np.minimum(-(-ends // _LENGTH_STEP) * _LENGTH_STEP, self._context_length)
-        parts, places = [], []
+        parts, positions = [], []
         with torch.inference_mode():
             for length in np.unique(lengths).tolist():
                 rows = np.flatnonzero(lengths == length)
                 for begin in range(0, len(rows), batch):
                     part = rows[begin : begin + batch]
                     parts.append(self._embed(ids[part, :length], batch=batch))
-                    places.append(part)
-        order = np.argsort(np.concatenate(places), kind="stable")
+                    positions.append(part)
+        order = np.argsort(np.concatenate(positions), kind="stable")
         embedded = np.concatenate(parts)[order]
         return Encoded(embedded, np.isfinite(embedded).all(axis=1), num_cut)
 

@@ -92,7 +92,7 @@ def find_garbage(data_dir: Path) -> Garbage:
 def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> None:
     """Add the garbage of one column to `garbage`."""
     current = current_variant(data_dir, column.name)
-    reason = _why_keep_all(data_dir, column, current)
+    reason = _reason_to_keep_all(data_dir, column, current)
     if reason is not None:
         garbage.kept_because[column.name] = reason
         return
@@ -104,8 +104,8 @@ def _find_in_column(data_dir: Path, column: ColumnSpec, garbage: Garbage) -> Non
         if name != current and not _is_variant(folder):
             garbage.unknown.append(folder)
             continue
-        known, strange = _sorted_files(folder)
-        garbage.unknown.extend(strange)
+        known, unknown = _sorted_files(folder)
+        garbage.unknown.extend(unknown)
         if name == current:
             garbage.items.extend(_uncommitted(folder, known))
         else:
@@ -163,7 +163,7 @@ def _remove_variant(folder: Path) -> None:
     leaving.rmdir()
 
 
-def _why_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
+def _reason_to_keep_all(data_dir: Path, column: ColumnSpec, current: str | None) -> str | None:
     """Return the reason why all variants must be kept, or None."""
     if current is None:
         return "there is no current variant"

@@ -72,7 +72,7 @@ def make_plan(
         data_dir,
         videos["path"],
         num_workers=NUM_CHECK_THREADS,
-        again_failed=bool(retry_codes),
+        retry_failed=bool(retry_codes),
         on_progress=on_probe,
     )
     folder = variant_dir(data_dir, VIDEO, recipe.variant)

@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 from scripts.gpu_kit.archives import opened
 from scripts.gpu_kit.requirements import Need, normal
 
-HERE, BROUGHT, MISSING = "this machine", "the kit", "missing"
+HERE, FROM_KIT, MISSING = "this machine", "the kit", "missing"
 _PROBE_LIMIT_S = 120
 _PROBE = """
 import json, torch
@@ -64,7 +64,7 @@ def wheels_for(tags: Iterable[Tag], wheels: Iterable[Path]) -> dict[str, Path]:
     return fitting
 
 
-def bring_missing(wheels: Iterable[Path], site: Path) -> None:
+def unpack_missing(wheels: Iterable[Path], site: Path) -> None:
     """Unpack the wheels of packages that are not installed in any version into `site`, and add `site` to the path.
 
     A wheel is a zip file that only needs to be unpacked, so pip is not required.
@@ -81,7 +81,7 @@ def bring_missing(wheels: Iterable[Path], site: Path) -> None:
 
 
 def find_packages(needs: Sequence[Need], *, site: Path) -> list[Package]:
-    """Look up the packages that the parts need, after `bring_missing`."""
+    """Look up the packages that the parts need, after `unpack_missing`."""
     return [_find(need, site=site) for need in needs]
 
 
@@ -138,8 +138,8 @@ def _find(need: Need, *, site: Path) -> Package:
     if spec is None:
         problem = f"{need.name} is missing, and the kit has no wheel for this Python; affects {need.loss}"
         return Package(need=need, version=None, source=MISSING, problem=problem)
-    is_brought = spec.origin is not None and Path(spec.origin).is_relative_to(site)
-    source = BROUGHT if is_brought else HERE
+    is_from_kit = spec.origin is not None and Path(spec.origin).is_relative_to(site)
+    source = FROM_KIT if is_from_kit else HERE
     # For a package without metadata, such as an OpenCV built from source, only its presence is known.
     if version is None or fits(version, need.requirement):
         return Package(need=need, version=version, source=source)

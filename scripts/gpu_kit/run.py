@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from manifests.errors import FailedWork, UserError, run_command
-from scripts.gpu_kit.machine import MISSING, Devices, Package, bring_missing, conflicts, find_devices, find_packages
+from scripts.gpu_kit.machine import MISSING, Devices, Package, conflicts, find_devices, find_packages, unpack_missing
 from scripts.gpu_kit.parts import GRACE_S, PARTS, Part, Verdict, command_of, run_part
 from scripts.gpu_kit.requirements import EVERYTHING, needs_of
 from scripts.gpu_kit.signals import stopping
@@ -132,7 +132,7 @@ def run_kit(kit: Path, *, out: Path, parts: list[Part], minutes: float | None, i
 
 def _prepare(kit: Path, *, site: Path, is_dry_run: bool, say: Output) -> None:
     site.mkdir()
-    bring_missing(sorted((kit / "wheels").glob("*.whl")), site)
+    unpack_missing(sorted((kit / "wheels").glob("*.whl")), site)
     packages = find_packages(needs_of(kit / "checkout" / "pyproject.toml"), site=site)
     devices = find_devices()
     _report_machine(packages, devices, site=site, say=say)

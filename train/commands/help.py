@@ -20,8 +20,8 @@ def help_text(app: "App", words: Sequence[str]) -> str:
     return shared.help_text(app, words, range_of=_range, tables_of=_presets)
 
 
-def _range(said: shared.Said) -> str:
-    bounds = next((one for one in reversed(said) if isinstance(one, Range)), None)
+def _range(metadata: shared.Metadata) -> str:
+    bounds = next((one for one in reversed(metadata) if isinstance(one, Range)), None)
     if bounds is None or min(bounds.most, bounds.below) > _MOST_SHOWN:
         return ""
     least, most = max(bounds.least, bounds.above), min(bounds.most, bounds.below)
