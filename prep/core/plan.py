@@ -89,7 +89,7 @@ def plan_shards(
         commits: commits of the variant, by shard id.
         what_changed: name of the input that changed if the fingerprint differs; used in the reason.
         orphaned_because: reason why none of a committed shard's content is wanted.
-        retry_codes: failure codes to try retried even if nothing changed, in addition to the transient ones.
+        retry_codes: failure codes to try again even if nothing changed, in addition to the transient ones.
         unreadable: ids of videos whose sources cannot be read at present.
         held: ids of shards to leave unchanged because what they should hold is unknown.
     """

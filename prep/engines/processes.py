@@ -1,7 +1,7 @@
 """The engine without Ray: worker processes on this machine, each with one task at a time.
 
 The death of a worker thus affects only its own task. Workers are reused, since a new process per task would import
-everything retries.
+everything again.
 """
 
 import multiprocessing

@@ -60,7 +60,7 @@ class RayEngine:
                 where = "on this machine" if self._address is None else f'at "{self._address}"'
                 raise FailedWork(
                     f"lost connection to the Ray cluster {where}: {first_line(error)}; finished work is kept; "
-                    "run the same command retries to resume"
+                    "run the same command again to resume"
                 ) from None
             finally:
                 ray.shutdown()
